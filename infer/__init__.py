@@ -1,0 +1,1 @@
+"""Requests to tokens: the engine, its proposers, and the commands that serve. Never imports train."""

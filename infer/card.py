@@ -1,0 +1,52 @@
+"""Short cards for people: what runs and what came out. Plain text when standard output is no terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from infer.config import HeadConfig, ModelConfig, ProposerConfig
+from infer.request import SpeculationStats
+
+Row = tuple[str, str]
+
+
+def print_card(title: str, rows: Iterable[Row]) -> None:
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        table.add_row(name, value)
+    console = Console(highlight=False, markup=False, soft_wrap=False)
+    if console.is_terminal:
+        console.print(Panel(table, title=title, title_align="left", expand=False))
+        return
+    # A file has no width: one line per row, nothing wrapped or cut.
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    print(title)
+    for name, value in rows:
+        print(f"  {name:<{width}}  {value}")
+
+
+def describe_proposer(name: str, asked: ProposerConfig, head: HeadConfig, model: ModelConfig, output_dir: str) -> str:
+    """What the engine drafts with, and why if that was left to it."""
+    if name == "none":
+        return "off"
+    drafts = f"up to {asked.max_draft_tokens} draft tokens per step"
+    if name == "head":
+        return f"head {head.name} from {head.folder(output_dir, model.name)}, {drafts}"
+    lookup = f"n-gram lookup, {drafts}"
+    if asked.name == "auto" and head.name != "none":
+        folder = head.folder(output_dir, model.name)
+        return f"{lookup} (no head at {folder}; train one: python train/run.py model={model.name} head={head.name})"
+    return lookup
+
+
+def acceptance(stats: SpeculationStats) -> Sequence[Row]:
+    by_position = " ".join(f"{share:.0%}" for share in stats.acceptance_by_position)
+    return [
+        ("acceptance length τ", f"{stats.acceptance_length:.2f} tokens per verify"),
+        ("acceptance by position", by_position or "nothing was drafted"),
+    ]

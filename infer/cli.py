@@ -1,0 +1,205 @@
+"""From the command line to a checked dataclass: Hydra composes, this module turns its errors into one clear message.
+
+The only place that touches a DictConfig. Knows the shape of Hydra's errors and nothing about what a command does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from infer.config import REPO_ROOT, resolve_path
+
+CONF = str(REPO_ROOT / "conf")
+USER_ERROR = 2
+T = TypeVar("T")
+
+OmegaConf.register_new_resolver("repo", lambda path: str(resolve_path(path)), replace=True)
+
+
+def to_config(config: DictConfig, schema: type[T]) -> T:
+    """The edge: a composed DictConfig becomes a dataclass, whose own checks run here."""
+    _refuse_added_keys(config)
+    try:
+        result = OmegaConf.to_object(config)
+    except MissingMandatoryValue as error:
+        key = error.full_key
+        raise ValueError(f"{key}: must be given, as {key}=...") from None
+    assert isinstance(result, schema)
+    return result
+
+
+def compose(command: str, schema: type[T], overrides: Sequence[str] = ()) -> T:
+    """What the command line `overrides` would give, for tests and for use from Python."""
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(CONF, version_base="1.3"):
+        try:
+            config = hydra.compose(command, list(overrides))
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ValueError(explain(error)) from error
+    return to_config(config, schema)
+
+
+def entry_point(command: str, schema: type[T]) -> Callable[[Callable[[T], Any]], Callable[[], None]]:
+    """Decorates the main function of a command (`conf/<command>.yaml`).
+
+    A ValueError or an OSError is the user's: one message on stderr and exit code 2; HYDRA_FULL_ERROR=1 adds the
+    traceback. Anything else is ours and shows its own. What the function returns is a sweep's metric; to fail, raise.
+    """
+
+    def decorate(task: Callable[[T], Any]) -> Callable[[], None]:
+        full_error = os.environ.get("HYDRA_FULL_ERROR")
+
+        @functools.wraps(task)
+        def run(config: DictConfig) -> Any:
+            _set_full_error(full_error)  # processes that the task starts see the user's setting
+            with _user_errors(full_error == "1"):  # inside Hydra too, which would print half a traceback
+                return task(to_config(config, schema))
+
+        def main() -> None:
+            if {"-h", "--help"} & set(sys.argv[1:]):
+                print(help_text(command, schema))
+                return
+            sys.argv[1:] = [quote_free_text(argument, schema) for argument in sys.argv[1:]]
+            _set_full_error("1")  # so that Hydra raises its errors instead of printing them
+            try:
+                with _user_errors(full_error == "1"):
+                    hydra.main(config_path=CONF, config_name=command, version_base="1.3")(run)()
+            finally:
+                _set_full_error(full_error)
+
+        return main
+
+    return decorate
+
+
+def groups_of(command: str) -> dict[str, list[str]]:
+    """Group -> options, for the groups in the defaults list of conf/<command>.yaml."""
+    defaults = cast(Any, OmegaConf.load(Path(CONF) / f"{command}.yaml")).defaults
+    names = [str(name) for entry in defaults if isinstance(entry, DictConfig) for name in entry if name != "hydra"]
+    return {name: sorted(path.stem for path in (Path(CONF) / name).glob("*.yaml")) for name in names}
+
+
+def help_text(command: str, schema: type) -> str:
+    groups, config = groups_of(command), compose(command, schema)
+    keys = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in groups}
+    width = max(map(len, groups))
+    lines = ["usage: key=value ...", "", "groups, as group=option; their keys as group.key=value:"]
+    lines += [f"  {group:<{width}}  {' | '.join(options)}" for group, options in groups.items()]
+    lines += ["", "keys and their defaults:"]
+    lines += [f"  {line}" for line in OmegaConf.to_yaml(OmegaConf.create(keys)).splitlines()]
+    lines += ["", "--cfg job shows the whole configuration, --cfg job --package head one group; -m sweeps over a=1,2"]
+    return "\n".join(lines)
+
+
+def quote_free_text(argument: str, schema: type) -> str:
+    """`prompt=def main(x):` is not Hydra's grammar; quoted for Hydra it is, and means what was typed."""
+    key, equals, text = argument.partition("=")
+    free = {field.name for field in fields(cast(Any, schema)) if field.metadata.get("free_text")}
+    if not equals or key not in free or text == "null":
+        return argument
+    return key + equals + QuotedString(text=text.replace("${", "\\${"), quote=Quote.single).with_quotes()
+
+
+@contextmanager
+def _user_errors(show_traceback: bool) -> Iterator[None]:
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+        if show_traceback:
+            traceback.print_exception(error)
+        print(f"error: {explain(error)}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _refuse_added_keys(config: DictConfig) -> None:
+    """Hydra's `+key=value` opens a schema, and OmegaConf would then drop the key without a word."""
+    known = {field.name for field in fields(cast(Any, OmegaConf.get_type(config)))}
+    for name in config:
+        if name not in known:
+            key = config._get_full_key(str(name))
+            raise ValueError(f"{key}: unknown key; {_one_of(str(name), known)}")
+        if not OmegaConf.is_missing(config, name) and isinstance(config[name], DictConfig):
+            _refuse_added_keys(config[name])
+
+
+def explain(error: BaseException) -> str:
+    """One message that names the key, the value or the options."""
+    if isinstance(error, MissingConfigException):
+        return _wrong_option(error)
+    if in_file := re.match(r"In '(.+?)': \w+ raised while composing config:\n(.+)\n +full_key: (.+)", str(error)):
+        file, detail, key = in_file.groups()
+        return f"conf/{file}.yaml: {key}: {detail}"
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        return _unknown_key(cause)
+    if isinstance(cause, OmegaConfBaseException):
+        detail = str(cause.msg or cause).splitlines()[0]
+        return f"{cause.full_key}: {detail}" if cause.full_key else detail
+    return str(error) or type(error).__name__
+
+
+def _wrong_option(error: MissingConfigException) -> str:
+    options = [name for name in error.options or [] if not name.startswith("base_")]
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    if not group or not options:
+        return str(error)
+    return f"{group}={option}: no such option; {_one_of(option, options)}"
+
+
+def _unknown_key(cause: OmegaConfBaseException) -> str:
+    parent = cause.parent_node
+    known = [str(name) for name in parent if name != "hydra"] if isinstance(parent, DictConfig) else []
+    return f"{cause.full_key or cause.key}: unknown key; {_one_of(str(cause.key), known)}"
+
+
+def _one_of(word: str, known: Iterable[str]) -> str:
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1)
+    return (f"did you mean {close[0]}? " if close else "") + f"known: {', '.join(known)}"
+
+
+def _set_full_error(value: str | None) -> None:
+    if value is None:
+        os.environ.pop("HYDRA_FULL_ERROR", None)
+    else:
+        os.environ["HYDRA_FULL_ERROR"] = value
+
+
+def save_config(config: Any, path: Path) -> None:
+    OmegaConf.save(OmegaConf.structured(config), path)
+
+
+def load_config(path: Path, schema: type[T], schemas: dict[str, dict[str, type]]) -> T:
+    """Reads back what save_config wrote, as strictly as the command line."""
+    plain = cast(DictConfig, OmegaConf.load(path))
+    try:
+        typed = OmegaConf.structured(schema)
+        groups = {field.name for field in fields(cast(Any, schema))} & set(plain)
+        for group, options in schemas.items():
+            if group in groups:
+                option = options.get(plain[group].get("name")) or next(iter(options.values()))
+                typed = OmegaConf.merge(typed, {group: OmegaConf.structured(option)})
+        merged = OmegaConf.merge(typed, plain)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{path}: {explain(error)}") from error
+    return to_config(cast(DictConfig, merged), schema)

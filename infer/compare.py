@@ -1,0 +1,118 @@
+"""Speculation off and on, alternately, on the same prompts: the paired ratio of speeds, and whether any id differs.
+
+Pure measurement: takes an engine and prompts, returns numbers. Knows nothing of printing or of where prompts come from.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from infer.engine import Engine
+from infer.request import SamplingParams, SpeculationStats
+
+WARM_UP_TOKENS = 8
+Prompts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Run:
+    token_ids: list[list[int]]
+    seconds: float
+    speculation: SpeculationStats
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Pair:
+    off: Run
+    on: Run
+
+    @property
+    def identical(self) -> bool:
+        return self.off.token_ids == self.on.token_ids
+
+    @property
+    def ratio(self) -> float:
+        return self.on.tokens_per_s / self.off.tokens_per_s
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    pairs: list[Pair]
+
+    @property
+    def identical(self) -> bool:
+        return all(pair.identical for pair in self.pairs)
+
+    @property
+    def ratio(self) -> Spread:
+        return Spread.of([pair.ratio for pair in self.pairs])
+
+    @property
+    def tokens(self) -> int:
+        return sum(pair.on.tokens for pair in self.pairs)
+
+    @property
+    def off_tokens_per_s(self) -> float:
+        return sum(pair.off.tokens for pair in self.pairs) / sum(pair.off.seconds for pair in self.pairs)
+
+    @property
+    def on_tokens_per_s(self) -> float:
+        return self.tokens / sum(pair.on.seconds for pair in self.pairs)
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        total = SpeculationStats()
+        for pair in self.pairs:
+            total.merge(pair.on.speculation)
+        return total
+
+
+def compare(engine: Engine, groups: Sequence[Prompts], params: SamplingParams) -> Iterator[Pair]:
+    """One pair per group of prompts that run together. The engine's own proposer is "on", and is left in place."""
+    proposer = engine.proposer_name
+    assert proposer != "none", "nothing to compare"
+    try:
+        for group in groups:
+            yield Pair(off=timed(engine, "none", group, params), on=timed(engine, proposer, group, params))
+    finally:
+        engine.set_proposer(proposer)
+
+
+def timed(engine: Engine, proposer: str, prompts: Prompts, params: SamplingParams) -> Run:
+    engine.set_proposer(proposer)
+    # Switching lays out new memory; the first touch of it must not be part of the measurement.
+    engine.generate(prompts, replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens)))
+    begin = time.perf_counter()
+    completions = engine.generate(prompts, params)
+    seconds = time.perf_counter() - begin
+    speculation = SpeculationStats()
+    for completion in completions:
+        speculation.merge(completion.stats)
+    return Run([completion.token_ids for completion in completions], seconds, speculation)

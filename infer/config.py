@@ -1,0 +1,291 @@
+"""The schemas of what serves: target, head, proposer, engine, server, and the commands generate, serve and bench.
+
+Each dataclass is registered with Hydra, so an unknown key or a wrong type is an error; `__post_init__` checks what a
+type cannot say. Other modules take these dataclasses and never see a DictConfig: `infer/cli.py` makes them.
+Knows nothing about training; `train/config.py` adds to this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+REPO_ROOT = Path(__file__).resolve().parent.parent
+
+DTYPES = ("float32", "bfloat16", "float16")
+PROPOSERS = ("auto", "head", "ngram", "none")
+FREE_TEXT = {"free_text": True}  # a field whose value on the command line is taken as typed, whatever it holds
+MAX_TREE_NODES = 64  # the bits of DraftTree.ancestors; the root is one of them
+
+
+def one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{key}={value}: must be one of {', '.join(choices)}")
+
+
+def at_least(key: str, value: float | None, low: float) -> None:
+    """None passes: for a key that may be null, null has its own meaning."""
+    if value is not None and not value >= low:  # written so that NaN fails
+        raise ValueError(f"{key}={value}: must be at least {low}")
+
+
+def resolve_path(path: str) -> Path:
+    """Relative paths of a config count from the repository, so that a command means the same from any folder."""
+    return REPO_ROOT / Path(path).expanduser()
+
+
+@dataclass
+class ModelConfig:
+    """The target. Its sizes come from the checkpoint's config.json."""
+
+    name: str = MISSING  # the word a user types; part of the path of exported heads
+    path: str = MISSING  # a folder (relative to the repository) or a hub id
+    revision: str | None = None  # of a hub id: branch, tag or commit
+    dtype: str = "float32"  # float32 | bfloat16 | float16
+    device: str = "auto"  # auto | cpu | cuda | cuda:0 ...
+
+    def __post_init__(self) -> None:
+        one_of("model.dtype", self.dtype, DTYPES)
+        if self.device not in ("auto", "cpu", "cuda") and not self.device.removeprefix("cuda:").isdigit():
+            raise ValueError(f"model.device={self.device}: must be auto, cpu, cuda or cuda:<number>")
+
+    @property
+    def path_or_hub_id(self) -> str:
+        """What load_target takes: a folder as an absolute path if there is one, else the path as it stands."""
+        folder = resolve_path(self.path)
+        return str(folder) if folder.is_dir() else self.path
+
+
+@dataclass
+class HeadConfig:
+    """What every head has; the option `none` is exactly this with name "none"."""
+
+    name: str = MISSING
+    path: str | None = None  # an exported head; null: <output_dir>/heads/<model.name>/<head.name>
+    allow_mismatch: bool = False  # load a head that was trained for another target
+
+    def folder(self, output_dir: str, model_name: str) -> Path:
+        """Where the exported head of this model lies; `path` overrides."""
+        return resolve_path(self.path) if self.path else resolve_path(output_dir) / "heads" / model_name / self.name
+
+
+@dataclass
+class NoHeadConfig(HeadConfig):
+    def __post_init__(self) -> None:
+        if self.path:
+            raise ValueError(f"head.path={self.path}: head=none reads no head; drop head.path or say head=eagle3")
+
+
+@dataclass
+class Eagle3HeadConfig(HeadConfig):
+    """Hyper-parameters of a new head; an exported head brings its own in its config.json."""
+
+    draft_vocab_size: int | None = None  # at most this many draft tokens; null or more than the target has: all of them
+    num_layers: int = 1
+    norm_before_residual: bool = True  # the residual is the normed fused state
+    norm_before_fc: bool = False  # one norm over the concatenated features
+    fc_norm: bool = False  # one norm per feature
+    norm_output: bool = False  # feed the post-norm state back
+    aux_layers: list[int] | None = None  # HF hidden_states indices; null: (2, L//2, L-3)
+    init_from_target: bool = True  # start from the target's last layer and output embedding
+
+    def __post_init__(self) -> None:
+        at_least("head.num_layers", self.num_layers, 1)
+        at_least("head.draft_vocab_size", self.draft_vocab_size, 1)
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("head.fc_norm=true: excludes head.norm_before_fc=true; set one of them to false")
+        if self.aux_layers is not None and (
+            not self.aux_layers or min(self.aux_layers) < 0 or len(set(self.aux_layers)) < len(self.aux_layers)
+        ):
+            raise ValueError(f"head.aux_layers={self.aux_layers}: must be distinct layer ids from 0, or null")
+
+
+@dataclass
+class ProposerConfig:
+    """What drafts when serving. `auto` takes the exported head if there is one, else n-gram lookup."""
+
+    name: str = MISSING  # auto | head | ngram | none
+    max_draft_tokens: int = 5  # per step and request, the root not counted
+    ngram_min: int = 2  # shortest and longest suffix looked up
+    ngram_max: int = 4
+
+    def __post_init__(self) -> None:
+        one_of("proposer.name", self.name, PROPOSERS)
+        if not 0 <= self.max_draft_tokens < MAX_TREE_NODES:
+            raise ValueError(f"proposer.max_draft_tokens={self.max_draft_tokens}: must be 0 to {MAX_TREE_NODES - 1}")
+        if self.name != "none":
+            at_least("proposer.max_draft_tokens", self.max_draft_tokens, 1)
+        if not 1 <= self.ngram_min <= self.ngram_max:
+            raise ValueError(
+                f"proposer.ngram_min={self.ngram_min}: must be at least 1 and at most ngram_max={self.ngram_max}"
+            )
+
+
+@dataclass
+class EngineConfig:
+    page_size: int = 16  # tokens per KV page, a power of two
+    max_tokens_in_cache: int | None = None  # KV pool in tokens; null: max_batch contexts, at most 65536 tokens
+    max_batch: int = 32  # requests decoded together
+    prefill_chunk: int = 256  # prompt tokens of one request per step
+    max_rows: int = 512  # rows of one target forward: drafts and prefill chunks together
+    exact: bool = True  # the same bits for a row in any batch (DESIGN section 6)
+    threads: int | None = None  # CPU threads; null: torch's own choice
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1 or self.page_size & (self.page_size - 1):
+            raise ValueError(f"engine.page_size={self.page_size}: must be a power of two (16, 32, ...)")
+        at_least("engine.max_batch", self.max_batch, 1)
+        at_least("engine.prefill_chunk", self.prefill_chunk, 1)
+        at_least("engine.threads", self.threads, 1)
+        at_least("engine.max_tokens_in_cache", self.max_tokens_in_cache, self.page_size)
+        if self.max_rows < max(self.prefill_chunk, self.max_batch):
+            raise ValueError(
+                f"engine.max_rows={self.max_rows}: must hold engine.prefill_chunk={self.prefill_chunk} rows "
+                f"and a row for each of engine.max_batch={self.max_batch} requests"
+            )
+
+    def num_pages(self, context: int) -> int:
+        """Pages of the KV pool for a target with this context."""
+        tokens = self.max_tokens_in_cache or max(context, min(self.max_batch * context, 65536))
+        return -(-tokens // self.page_size)
+
+
+@dataclass
+class ServerConfig:
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free port, printed at start
+    insecure: bool = False  # listen beyond this machine without an API key
+    max_body_bytes: int = 4 * 2**20
+    max_prompts: int = 32  # prompts in one completions request
+    max_waiting: int = 256  # requests queued before a 429
+    request_timeout_s: float = 600.0  # queued and running together
+    drain_s: float = 30.0  # how long SIGTERM waits for running requests
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"server.port={self.port}: must be 0 to 65535")
+        for key in ("max_body_bytes", "max_prompts", "max_waiting"):
+            at_least(f"server.{key}", getattr(self, key), 1)
+        at_least("server.request_timeout_s", self.request_timeout_s, 0.001)
+        at_least("server.drain_s", self.drain_s, 0)
+
+
+def check_head_and_proposer(head: HeadConfig, proposer: ProposerConfig) -> None:
+    if proposer.name == "head" and head.name == "none":
+        raise ValueError("proposer=head: needs a head; say head=eagle3, or proposer=ngram")
+
+
+@dataclass
+class ServeConfig:
+    model: ModelConfig = MISSING
+    head: HeadConfig = MISSING
+    proposer: ProposerConfig = MISSING
+    engine: EngineConfig = MISSING
+    server: ServerConfig = MISSING
+    output_dir: str = "outputs"  # where training exported heads
+
+    def __post_init__(self) -> None:
+        check_head_and_proposer(self.head, self.proposer)
+
+
+@dataclass
+class GenerateConfig:
+    model: ModelConfig = MISSING
+    head: HeadConfig = MISSING
+    proposer: ProposerConfig = MISSING
+    engine: EngineConfig = MISSING
+    output_dir: str = "outputs"
+    # prompts: the first of these that is given, else held-out prompts of the demo corpus
+    prompt: str | None = field(default=None, metadata=FREE_TEXT)
+    prompts_file: str | None = None  # one prompt per line
+    num_prompts: int = 8  # at most this many of the file or of the corpus
+    prompt_tokens: int = 64  # length of the prompts cut from the corpus
+    # sampling
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    seed: int | None = None  # null: drawn at random and shown
+    max_tokens: int = 128
+    ignore_eos: bool = False
+    # what to run and show
+    compare: bool = False  # speculation off and on alternately, with a paired ratio
+    batch: int = 1  # prompts in flight together
+    color: str = "auto"  # accepted draft tokens in colour: auto (on a terminal) | always | never
+
+    def __post_init__(self) -> None:
+        check_head_and_proposer(self.head, self.proposer)
+        one_of("color", self.color, ("auto", "always", "never"))
+        for key in ("num_prompts", "prompt_tokens", "max_tokens", "batch"):
+            at_least(key, getattr(self, key), 1)
+        check_sampling(self.temperature, self.top_k, self.top_p)
+        if self.prompt is not None and self.prompts_file is not None:
+            raise ValueError("prompts_file: excludes prompt; give one of them")
+        if self.compare and self.proposer.name == "none":
+            raise ValueError(
+                "compare=true: compares speculation off and on, so proposer=none leaves nothing to compare"
+            )
+
+
+@dataclass
+class BenchConfig:
+    model: ModelConfig = MISSING
+    head: HeadConfig = MISSING
+    proposer: ProposerConfig = MISSING
+    engine: EngineConfig = MISSING
+    output_dir: str = "outputs"
+    systems: list[str] = field(default_factory=lambda: ["off", "ngram", "head", "hf", "hf_lookup"])
+    concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])
+    num_prompts: int = 16
+    prompt_tokens: int = 64
+    max_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    rounds: int = 3  # A, B, C, A, B, C, ...
+    save: bool = False  # also write scripts/results/<what>_<hardware>_<date>.json
+
+    def __post_init__(self) -> None:
+        check_head_and_proposer(self.head, self.proposer)
+        check_sampling(self.temperature, 0, 1.0)
+        for system in self.systems:
+            one_of("systems", system, ("off", "ngram", "head", "hf", "hf_lookup"))
+        for key in ("systems", "concurrency"):
+            if not getattr(self, key):
+                raise ValueError(f"{key}=[]: name at least one")
+        for value in self.concurrency:
+            at_least("concurrency", value, 1)
+        for key in ("num_prompts", "prompt_tokens", "max_tokens", "rounds"):
+            at_least(key, getattr(self, key), 1)
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    at_least("temperature", temperature, 0)
+    at_least("top_k", top_k, 0)
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: must be above 0 and at most 1")
+
+
+# group -> option -> schema. A group's YAML file `x.yaml` begins with `defaults: [base_x]`.
+SCHEMAS: dict[str, dict[str, type]] = {
+    "model": {"model": ModelConfig},
+    "head": {"eagle3": Eagle3HeadConfig, "none": NoHeadConfig},
+    "proposer": {"proposer": ProposerConfig},
+    "engine": {"engine": EngineConfig},
+    "server": {"server": ServerConfig},
+}
+COMMANDS: dict[str, type] = {"serve": ServeConfig, "generate": GenerateConfig, "bench": BenchConfig}
+
+
+def register(schemas: dict[str, dict[str, Any]], commands: dict[str, type]) -> None:
+    store = ConfigStore.instance()
+    for group, options in schemas.items():
+        for option, schema in options.items():
+            store.store(group=group, name=f"base_{option}", node=schema, provider="headway")
+    for command, schema in commands.items():
+        store.store(name=f"{command}_schema", node=schema, provider="headway")
+
+
+register(SCHEMAS, COMMANDS)

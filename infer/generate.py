@@ -1,0 +1,69 @@
+"""Generates with a target and its head, or compares with and without it: python infer/generate.py model=demo"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
+import secrets
+
+from infer.cli import entry_point
+from infer.config import GenerateConfig, resolve_path
+
+CORPUS_MODEL = "demo"  # the one target whose training data is here, so that prompts can be cut from what it never saw
+
+
+def run(config: GenerateConfig) -> None:
+    texts = given_prompts(config)
+    # Only now what takes seconds to import: a mistake above is answered at once.
+    from infer.engine import Engine
+    from infer.request import SamplingParams
+    from infer.show import show_comparison, show_texts
+
+    engine = Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
+    assert engine.tokenizer is not None
+    if texts is None:
+        from models.demo.corpus import held_out_prompts
+
+        prompts = held_out_prompts(engine.tokenizer, config.num_prompts, config.prompt_tokens)
+    else:
+        prompts = [engine.tokenizer.encode(text) for text in texts]
+    params = SamplingParams(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        seed=secrets.randbelow(2**53) if config.seed is None else config.seed,
+        max_tokens=config.max_tokens,
+        ignore_eos=config.ignore_eos,
+    )
+    groups = [prompts[start : start + config.batch] for start in range(0, len(prompts), config.batch)]
+    if not config.compare:
+        show_texts(config, engine, groups, params)
+    elif not show_comparison(config, engine, groups, params):
+        sys.exit(1)
+
+
+def given_prompts(config: GenerateConfig) -> list[str] | None:
+    """None: prompts are cut from the demo corpus, once there is a tokenizer."""
+    if config.prompt is not None:
+        return [config.prompt]
+    if config.prompts_file is not None:
+        try:
+            lines = resolve_path(config.prompts_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"prompts_file={config.prompts_file}: cannot be read ({error})") from error
+        texts = [line for line in lines if line.strip()][: config.num_prompts]
+        if not texts:
+            raise ValueError(f"prompts_file={config.prompts_file}: holds no prompt; write one per line")
+        return texts
+    if config.model.name != CORPUS_MODEL:
+        raise ValueError(f"prompt: model={config.model.name} brings no prompts; give prompt='...' or prompts_file=...")
+    return None
+
+
+main = entry_point("generate", GenerateConfig)(run)
+
+if __name__ == "__main__":
+    main()

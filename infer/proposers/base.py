@@ -1,0 +1,58 @@
+"""The proposer protocol: whatever drafts tokens for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from infer.kv_cache import LayerShape
+from infer.request import Request
+from infer.tree import DraftTree
+
+
+class Proposer(Protocol):
+    """Contract with the engine, in this order for a running request:
+
+    `commit` after every target forward that added committed positions, with the target's features of exactly those
+    rows; `propose` before a verify, when `request.tokens` ends with the root and features of all positions before the
+    root have been committed; `release` once, when the request finishes, is aborted or pre-empted.
+    """
+
+    name: str
+    aux_layers: tuple[int, ...]  # hidden states of the target that `commit` wants; () for none
+    kv_layers: tuple[LayerShape, ...]  # layers it keeps in the engine's pool, under the same block tables
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> DraftTree:
+        """A tree per request, root included, of at most `budgets[b]` drafted nodes (0 = the root alone).
+
+        Pages are reserved for `len(tokens) + budgets[b]` positions.
+        """
+        ...
+
+    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
+        """features `[sum(counts), len(aux_layers) * H]` of the last `counts[b]` committed positions of each request.
+
+        Called when `request.tokens` already holds the token after the last committed position.
+        """
+        ...
+
+    def release(self, request: Request) -> None: ...
+
+
+class NoProposer:
+    """Plain decoding: trees of one node."""
+
+    name = "none"
+    aux_layers: tuple[int, ...] = ()
+    kv_layers: tuple[LayerShape, ...] = ()
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> DraftTree:
+        return DraftTree.chains([request.tokens[-1] for request in requests], [()] * len(requests))
+
+    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
+        pass
+
+    def release(self, request: Request) -> None:
+        pass

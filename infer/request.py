@@ -1,0 +1,146 @@
+"""What a request asks for, what it has become so far, and what it answers. Token ids only; text is the caller's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. temperature 0 is greedy; top_k 0 and top_p 1 are off.
+
+    Raises ValueError naming the field.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or a positive number")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}: must be 0 (off) or at least 1")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: must be above 0 and at most 1 (off)")
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed={self.seed}: must be 0 to 2^63 - 1, or absent")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens}: must be at least 1")
+
+
+@dataclass
+class SpeculationStats:
+    """Counts over verify steps. `emitted` holds what verify steps emitted, bonus tokens included."""
+
+    steps: int = 0
+    emitted: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted per verify, bonus included; plain decoding has 1.0."""
+        return self.emitted / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Share of the drafts at each depth that were accepted (unconditional: per draft that reached the depth)."""
+        pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
+        return [accepted / drafted if drafted else 0.0 for accepted, drafted in pairs]
+
+    def record(self, *, drafted: int, accepted: int, emitted: int) -> None:
+        """One verify of a request: `drafted` nodes by depth, the first `accepted` of them accepted."""
+        self.steps += 1
+        self.emitted += emitted
+        self.drafted += drafted
+        self.accepted += accepted
+        missing = drafted - len(self.drafted_by_position)
+        if missing > 0:
+            self.drafted_by_position += [0] * missing
+            self.accepted_by_position += [0] * missing
+        for depth in range(drafted):
+            self.drafted_by_position[depth] += 1
+        for depth in range(accepted):
+            self.accepted_by_position[depth] += 1
+
+    def merge(self, other: SpeculationStats) -> None:
+        self.steps += other.steps
+        self.emitted += other.emitted
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        for mine, theirs in (
+            (self.drafted_by_position, other.drafted_by_position),
+            (self.accepted_by_position, other.accepted_by_position),
+        ):
+            mine += [0] * (len(theirs) - len(mine))
+            for depth, count in enumerate(theirs):
+                mine[depth] += count
+
+
+class Phase(Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass
+class Request:
+    """One request inside the engine.
+
+    `computed` counts the positions whose KV is committed. In decode it is `len(tokens) - 1`: the last token is the
+    root of the next draft tree, and its KV is written by the verify.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    tokens: list[int]  # prompt and output
+    computed: int = 0
+    phase: Phase = Phase.WAITING
+    slot: int = -1  # row of the block table while running
+    pages: list[int] = field(default_factory=list)
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[len(self.prompt_ids) :]
+
+    @property
+    def remaining(self) -> int:
+        return self.params.max_tokens - (len(self.tokens) - len(self.prompt_ids))
+
+
+@dataclass
+class StepOutput:
+    """What one step gave one request. `accepted[i]` says that token i was an accepted draft."""
+
+    request_id: str
+    token_ids: list[int]
+    accepted: list[bool]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class Completion:
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    seed: int
+    stats: SpeculationStats

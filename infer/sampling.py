@@ -1,0 +1,24 @@
+"""From requests to the per-row parameters of the choice rule (kernels/choose.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infer.request import Request
+from kernels.choose import MASK32, ChoiceParameters
+
+
+def choice_parameters(requests: Sequence[Request], device: torch.device) -> ChoiceParameters | None:
+    """One row per request, or None when all are greedy."""
+    params = [request.params for request in requests]
+    if all(p.temperature == 0 for p in params):
+        return None
+    return ChoiceParameters(
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+        top_k=torch.tensor([p.top_k for p in params], device=device),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+        seed_low=torch.tensor([request.seed & MASK32 for request in requests], device=device),
+        seed_high=torch.tensor([request.seed >> 32 for request in requests], device=device),
+    )

@@ -1,0 +1,113 @@
+"""Which requests take part in a step: admission, chunked prefill, page reservation, pre-emption. Knows no tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from infer.kv_cache import KVPool
+from infer.request import Phase, Request
+
+
+@dataclass
+class Step:
+    decodes: list[Request] = field(default_factory=list)
+    budgets: list[int] = field(default_factory=list)  # draft nodes per decode, the root not counted
+    prefills: list[Request] = field(default_factory=list)
+    chunks: list[int] = field(default_factory=list)  # positions per prefill
+
+
+class Scheduler:
+    """First come, first served. When pages run out the youngest running request is pre-empted: its pages go, and it
+    is replayed later from its tokens through the same kernels, hence with the same bits.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        *,
+        max_batch: int,
+        max_rows: int,
+        prefill_chunk: int,
+        draft_budget: Callable[[Request], int],
+        on_preempt: Callable[[Request], None],
+    ) -> None:
+        self._pool, self._max_rows, self._chunk = pool, max_rows, prefill_chunk
+        self._draft_budget, self._on_preempt = draft_budget, on_preempt
+        self._free_slots = list(range(max_batch - 1, -1, -1))
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # oldest first
+        self.preemptions = 0
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Takes a finished or aborted request out, wherever it is."""
+        if request in self.running:
+            self._free(request)
+        else:
+            self.waiting.remove(request)
+        request.phase = Phase.FINISHED
+
+    def schedule(self) -> Step:
+        """Reserves every page the step needs. Decodes come first: they hold memory and someone waits for them."""
+        step = Step()
+        rows = self._max_rows
+        for request in [r for r in self.running if r.phase is Phase.DECODE]:
+            if request.phase is not Phase.DECODE or rows < 1:
+                continue  # pre-empted for an older one a moment ago
+            budget = min(self._draft_budget(request), rows - 1)
+            if not self._pool.reserve(request, len(request.tokens) + budget):
+                budget = 0
+                if not self._reserve_or_preempt(request, len(request.tokens)):
+                    continue
+            step.decodes.append(request)
+            step.budgets.append(budget)
+            rows -= 1 + budget
+        step.decodes, step.budgets = self._still_running(step.decodes, step.budgets)
+        for request in [r for r in self.running if r.phase is Phase.PREFILL]:
+            chunk = min(self._chunk, rows, len(request.tokens) - request.computed)
+            if chunk > 0 and self._pool.reserve(request, request.computed + chunk):
+                step.prefills.append(request)
+                step.chunks.append(chunk)
+                rows -= chunk
+        while self.waiting and self._free_slots and rows > 0:
+            request = self.waiting[0]
+            # The whole prompt must fit beside what runs, or admitting it would only pre-empt it again.
+            if self._pool.pages_for(len(request.tokens) + 1) > self._pool.free_pages:
+                break
+            self.waiting.popleft()
+            request.slot, request.phase, request.computed = self._free_slots.pop(), Phase.PREFILL, 0
+            self.running.append(request)
+            chunk = min(self._chunk, rows, len(request.tokens))
+            reserved = self._pool.reserve(request, len(request.tokens))
+            assert reserved
+            step.prefills.append(request)
+            step.chunks.append(chunk)
+            rows -= chunk
+        return step
+
+    def _still_running(self, requests: list[Request], budgets: list[int]) -> tuple[list[Request], list[int]]:
+        pairs = [(r, b) for r, b in zip(requests, budgets, strict=True) if r.phase is Phase.DECODE]
+        return [r for r, _ in pairs], [b for _, b in pairs]
+
+    def _reserve_or_preempt(self, request: Request, positions: int) -> bool:
+        """Pre-empts the youngest until the pages are there; False when the request itself had to go."""
+        while not self._pool.reserve(request, positions):
+            victim = self.running[-1]
+            self._free(victim)
+            victim.phase, victim.computed = Phase.WAITING, 0
+            self.waiting.appendleft(victim)
+            self.preemptions += 1
+            self._on_preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _free(self, request: Request) -> None:
+        self._pool.release(request)
+        self._free_slots.append(request.slot)
+        request.slot = -1
+        self.running.remove(request)

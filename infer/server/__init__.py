@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: HTTP on one side, the engine's thread on the other."""

@@ -1,0 +1,139 @@
+"""How a session becomes an HTTP answer: one JSON document, or server-sent events. Both watch for the client's hang-up.
+
+An `AnswerFormat` says what the documents look like (completions.py, chat.py); the order of events is decided here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from infer.server.errors import ApiError, internal_error
+from infer.server.protocol import GenerationRequest
+from infer.server.session import Choice, Session
+
+log = logging.getLogger("headway.server")
+T = TypeVar("T")
+Json = dict[str, Any]
+
+
+class AnswerFormat(Protocol):
+    prefix: str  # of the answer's id
+    whole: str  # `object` of a document
+    part: str  # `object` of a chunk
+
+    def choice(self, choice: Choice) -> Json: ...
+
+    def opening(self, choice: Choice) -> Json | None:
+        """The delta that comes before any text."""
+
+    def delta(self, piece: str) -> Json: ...
+
+    def closing(self) -> Json:
+        """The delta beside the finish reason: nothing."""
+        ...
+
+
+async def answer(request: Request, session: Session, form: AnswerFormat, body: GenerationRequest) -> Response:
+    head: Json = {
+        "id": f"{form.prefix}-{uuid.uuid4().hex}",
+        "object": form.part if body.stream else form.whole,
+        "created": int(time.time()),
+        "model": body.model,
+        "seed": session.seed,  # our extension: the one in use, given or drawn
+    }
+    try:
+        if not body.stream:
+            await unless_gone(request, run_to_end(session))
+            choices = [form.choice(choice) for choice in session.choices]
+            document = {**head, "choices": choices, "usage": session.usage}
+            return JSONResponse(document)
+        # Until the first output a failure can still have a status of its own.
+        first = await unless_gone(request, session.next())
+    except BaseException:
+        session.close()
+        raise
+    return EventStream(session, events(session, form, head, first, body.include_usage))
+
+
+async def run_to_end(session: Session) -> None:
+    while not session.finished:
+        await session.next()
+
+
+async def events(
+    session: Session, form: AnswerFormat, head: Json, first: tuple[Choice, str], usage: bool
+) -> AsyncIterator[str]:
+    no_usage = {"usage": None} if usage else {}
+
+    def chunk(choice: Choice, delta: Json, finish_reason: str | None = None) -> str:
+        entry = {"index": choice.index, **delta, "logprobs": None, "finish_reason": finish_reason}
+        return event({**head, "choices": [entry], **no_usage})
+
+    try:
+        for choice in session.choices:
+            if (opening := form.opening(choice)) is not None:
+                yield chunk(choice, opening)
+        choice, piece = first
+        while True:
+            if piece:
+                yield chunk(choice, form.delta(piece))
+            if choice.finish_reason is not None:
+                yield chunk(choice, form.closing(), choice.finish_reason)
+            if session.finished:
+                break
+            choice, piece = await session.next()
+        if usage:
+            yield event({**head, "choices": [], "usage": session.usage})
+        yield "data: [DONE]\n\n"
+    except ApiError as error:
+        yield event(error.body)
+    except Exception:
+        log.exception("a stream failed")
+        yield event(internal_error().body)
+
+
+def event(document: Json) -> str:
+    return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Closes the session however the stream ends, also if it never began."""
+
+    def __init__(self, session: Session, content: AsyncIterator[str]) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not hold pieces back
+        super().__init__(content, media_type="text/event-stream", headers=headers)
+        self._session = session
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._session.close()
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`; cancels it when the client hangs up, for there is nobody to answer."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client closed the connection", code="client_closed")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def hang_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

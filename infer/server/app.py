@@ -1,0 +1,56 @@
+"""The FastAPI application: which endpoints there are, and the gate in front of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, Response
+
+from infer.server import chat, completions, errors
+from infer.server.errors import ApiError
+from infer.server.metrics import CONTENT_TYPE
+from infer.server.middleware import Gate
+from infer.server.service import Service
+
+
+def create_app(service: Service, *, api_key: str | None) -> FastAPI:
+    # No /docs: its page loads scripts from elsewhere. /openapi.json is there for tools.
+    app = FastAPI(title="Headway", docs_url=None, redoc_url=None)
+    errors.install(app)
+    app.add_middleware(Gate, api_key=api_key, max_body_bytes=service.config.max_body_bytes)
+    app.include_router(completions.router(service))
+    app.include_router(chat.router(service))
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        service.runtime.check_open()
+        return {"object": "list", "data": [card()]}
+
+    @app.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> dict[str, Any]:
+        service.runtime.check_open()
+        if model_id != service.model_id:
+            message = f"model: {model_id!r} is not served here; this server has {service.model_id!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return card()
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        state = service.runtime.state
+        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+    def card() -> dict[str, Any]:
+        return {
+            "id": service.model_id,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "headway",
+            "max_model_len": service.context,
+        }
+
+    return app

@@ -1,0 +1,145 @@
+"""The body of the engine's thread: take commands, step, report. Knows no event loop and no HTTP.
+
+Commands come through a queue that is emptied between steps, so an abort frees its pages before the next step runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from infer.engine import Engine
+from infer.request import SamplingParams, SpeculationStats, StepOutput
+from infer.server.errors import ApiError, internal_error
+
+log = logging.getLogger("headway.server")
+
+
+@dataclass(frozen=True)
+class Add:
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Abort:
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    pass
+
+
+@dataclass(frozen=True)
+class Failure:
+    request_id: str
+    error: ApiError
+
+
+@dataclass(frozen=True)
+class Progress:
+    output: StepOutput
+    stats: SpeculationStats | None  # of the whole request, with its last output
+
+    @property
+    def request_id(self) -> str:
+        return self.output.request_id
+
+
+Command = Add | Abort | Stop
+Event = Progress | Failure
+
+
+def is_last(event: Event) -> bool:
+    return isinstance(event, Failure) or event.stats is not None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The engine's counters as of some step; others read it while the engine goes on."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    drafts: int = 0  # verifies that had drafted tokens
+    drafted: int = 0
+    accepted: int = 0
+    accepted_by_position: tuple[int, ...] = ()
+
+
+def take_snapshot(engine: Engine) -> Snapshot:
+    stats = engine.stats
+    speculation = stats.speculation
+    return Snapshot(
+        running=stats.running,
+        waiting=stats.waiting,
+        kv_usage=stats.kv_usage,
+        preemptions=stats.preemptions,
+        prompt_tokens=stats.prompt_tokens,
+        generation_tokens=stats.generation_tokens,
+        drafts=speculation.drafted_by_position[0] if speculation.drafted_by_position else 0,
+        drafted=speculation.drafted,
+        accepted=speculation.accepted,
+        accepted_by_position=tuple(speculation.accepted_by_position),
+    )
+
+
+class EngineLoop:
+    """`report` gets the events of every round. `run` ends with a Stop, or with the exception that `step` raised."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        commands: queue.SimpleQueue[Command],
+        report: Callable[[list[Event], Snapshot], None],
+    ) -> None:
+        self.engine, self.commands, self.report = engine, commands, report
+        self._stats: dict[str, SpeculationStats] = {}  # of unfinished requests; the engine forgets a finished one
+
+    def run(self) -> None:
+        while True:
+            events: list[Event] = []
+            if not self._take_commands(events):
+                return
+            if self.engine.has_work:
+                events += [self._progress(output) for output in self.engine.step()]
+            self.report(events, take_snapshot(self.engine))
+
+    def _take_commands(self, events: list[Event]) -> bool:
+        """All that have come; waits for one when there is nothing else to do. False: stop."""
+        wait = not self.engine.has_work
+        while True:
+            try:
+                command = self.commands.get(block=wait)
+            except queue.Empty:
+                return True
+            wait = False
+            if isinstance(command, Stop):
+                return False
+            if isinstance(command, Abort):
+                self._stats.pop(command.request_id, None)
+                self.engine.abort(command.request_id)
+            elif (error := self._add(command)) is not None:
+                events.append(Failure(command.request_id, error))
+
+    def _progress(self, output: StepOutput) -> Progress:
+        return Progress(output, self._stats.pop(output.request_id) if output.finish_reason is not None else None)
+
+    def _add(self, command: Add) -> ApiError | None:
+        """One request's failure is that request's alone."""
+        try:
+            self.engine.add(command.prompt_ids, command.params, request_id=command.request_id)
+            self._stats[command.request_id] = self.engine._requests[command.request_id].stats
+        except ValueError as error:
+            return ApiError(400, str(error), code="invalid_prompt")
+        except Exception:
+            log.exception("a request could not be added")
+            return internal_error()
+        return None

@@ -1,0 +1,85 @@
+"""What every request passes before any endpoint: a request id, the API key, the bound on the body.
+
+Plain ASGI, because Starlette's middleware base class hides a client's hang-up from the endpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from infer.server.errors import ApiError
+
+OPEN_PATHS = {"/health"}  # everything else needs the key, known endpoint or not
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Gate:
+    def __init__(self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int) -> None:
+        self.app = app
+        self.key = None if api_key is None else digest(api_key)
+        self.max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            self.check_key(scope["path"], headers)
+            receive = await self.read_body(headers, receive)
+        except ApiError as error:
+            await error.response()(scope, receive, send_with_id)
+            return
+        await self.app(scope, receive, send_with_id)
+
+    def check_key(self, path: str, headers: Headers) -> None:
+        if self.key is None or path in OPEN_PATHS:
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        # both sides hashed: the comparison takes the same time whatever the length and content of what was given
+        if not hmac.compare_digest(digest(given.strip()), self.key) or scheme.lower() != "bearer":
+            raise ApiError(401, "this server needs an API key: authorization: Bearer <key>", code="invalid_api_key")
+
+    async def read_body(self, headers: Headers, receive: Receive) -> Receive:
+        """The body in one message, so that nothing behind has to count; later calls tell of a hang-up as before."""
+        limit = self.max_body_bytes
+        too_large = ApiError(413, f"the body is larger than server.max_body_bytes={limit}", code="body_too_large")
+        length = headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > limit:
+            raise too_large
+        parts: list[bytes] = []
+        size = 0
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return receive
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise too_large
+            more = message.get("more_body", False)
+        whole: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
+
+        async def replay() -> Message:
+            return whole.pop() if whole else await receive()
+
+        return replay
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,176 @@
+"""The bridge between the event loop and the engine's thread: admission, delivery, and what state the engine is in.
+
+Requests go in through a queue; outputs come back with `call_soon_threadsafe`, one call per step. HTTP therefore never
+waits for a step and a step never waits for HTTP. Everything here runs in the event loop but the few lines marked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from infer.engine import Engine
+from infer.request import SamplingParams
+from infer.server.engine_loop import Abort, Add, Command, EngineLoop, Event, Failure, Progress, Snapshot, Stop, is_last
+from infer.server.errors import ApiError
+
+log = logging.getLogger("headway.server")
+
+State = Literal["loading", "ready", "draining", "dead"]
+WHY_CLOSED = {
+    "loading": "the model is still loading",
+    "draining": "the server is shutting down",
+    "dead": "the engine has stopped",
+}
+
+
+class Generation:
+    """The prompts of one HTTP request on their way through the engine.
+
+    `next` gives each output with the index of its prompt until every prompt has finished. `close` must be called in
+    any case: it aborts what is still running.
+    """
+
+    def __init__(self, request_ids: Sequence[str], abort: Callable[[str], None]) -> None:
+        self._abort = abort
+        self._index = {request_id: index for index, request_id in enumerate(request_ids)}
+        self._open = set(request_ids)
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+
+    @property
+    def finished(self) -> bool:
+        return not self._open and self._events.empty()
+
+    async def next(self) -> tuple[int, Progress]:
+        event = await self._events.get()
+        if isinstance(event, Failure):
+            raise event.error
+        return self._index[event.request_id], event
+
+    def deliver(self, event: Event) -> None:
+        if is_last(event):
+            self._open.discard(event.request_id)
+        self._events.put_nowait(event)
+
+    def close(self) -> int:
+        """How many prompts were aborted."""
+        aborted = list(self._open)
+        self._open.clear()
+        for request_id in aborted:
+            self._abort(request_id)
+        return len(aborted)
+
+
+class Runtime:
+    """Loads the engine in a thread of its own and runs it there until `stop`."""
+
+    def __init__(self, load: Callable[[], Engine], *, max_waiting: int) -> None:
+        self.state: State = "loading"
+        self.snapshot = Snapshot()
+        self._load, self._max_waiting = load, max_waiting
+        self._generations: dict[str, Generation] = {}  # by engine request id, unfinished ones
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._ids = itertools.count()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> asyncio.Future[Engine]:
+        """The future has the engine once it is loaded, or the error that loading raised."""
+        self._loop = asyncio.get_running_loop()
+        self._loaded: asyncio.Future[Engine] = self._loop.create_future()
+        self._thread.start()
+        return self._loaded
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._generations)
+
+    def check_open(self) -> None:
+        """Raises the 503 that fits the state."""
+        if self.state != "ready":
+            raise ApiError(503, WHY_CLOSED[self.state], code=self.state, retry_after=1)
+
+    def submit(self, prompts: Sequence[list[int]], params: SamplingParams) -> Generation:
+        self.check_open()
+        if self.in_flight - self.snapshot.running + len(prompts) > self._max_waiting:
+            raise ApiError(429, "too many requests are waiting; try again later", code="queue_full", retry_after=1)
+        request_ids = [f"r{next(self._ids)}" for _ in prompts]
+        generation = Generation(request_ids, self._abort)
+        for request_id, prompt_ids in zip(request_ids, prompts, strict=True):
+            self._generations[request_id] = generation
+            self._commands.put(Add(request_id, prompt_ids, params))
+        return generation
+
+    async def drain(self, seconds: float) -> None:
+        """Refuses new requests, gives the running ones so long to finish, then ends them with an error."""
+        if self.state != "dead":
+            self.state = "draining"
+        deadline = self._loop.time() + seconds
+        while self._generations and self._loop.time() < deadline:
+            await asyncio.sleep(0.02)
+        if self._generations:
+            log.warning("shutting down: ending %d requests that did not finish in time", self.in_flight)
+        self._fail_all(ApiError(503, WHY_CLOSED["draining"], code="draining", retry_after=1))
+
+    def stop(self, timeout: float) -> bool:
+        """False if the thread did not end in time: it is loading, or inside a long step."""
+        self._commands.put(Stop())
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _abort(self, request_id: str) -> None:
+        if self._generations.pop(request_id, None) is not None:
+            self._commands.put(Abort(request_id))
+
+    def _fail_all(self, error: ApiError) -> None:
+        for request_id, generation in list(self._generations.items()):
+            generation.deliver(Failure(request_id, error))
+            self._abort(request_id)
+
+    def _on_loaded(self, engine: Engine) -> None:
+        if self.state == "loading":
+            self.state = "ready"
+        if not self._loaded.done():
+            self._loaded.set_result(engine)
+
+    def _on_load_failed(self, error: BaseException) -> None:
+        self.state = "dead"
+        if not self._loaded.done():
+            self._loaded.set_exception(error)
+
+    def _on_step(self, events: list[Event], snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+        for event in events:
+            generation = self._generations.get(event.request_id)
+            if generation is not None:  # else aborted while this was on its way
+                if is_last(event):
+                    del self._generations[event.request_id]
+                generation.deliver(event)
+
+    def _on_death(self) -> None:
+        self.state = "dead"
+        self._fail_all(ApiError(500, "the engine has stopped; the server's log says why", code="engine_dead"))
+
+    def _run(self) -> None:
+        """In the engine's thread, with `_report` its only way out."""
+        try:
+            engine = self._load()
+        except BaseException as error:  # the caller of `start` gets it, whatever it is
+            self._report(self._on_load_failed, error)
+            return
+        self._report(self._on_loaded, engine)
+        try:
+            EngineLoop(engine, self._commands, lambda *round_: self._report(self._on_step, *round_)).run()
+        except Exception:
+            log.exception("the engine has stopped")
+            self._report(self._on_death)
+
+    def _report(self, callback: Callable[..., None], *args: object) -> None:
+        """In the engine's thread. The event loop may already be closed when the process is told to go at once."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback, *args)

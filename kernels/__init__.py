@@ -1,0 +1,1 @@
+"""One file per operation: its contract and its dispatch. Knows no model."""

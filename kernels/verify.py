@@ -1,0 +1,25 @@
+"""Verification of a draft tree: which path of drafted tokens equals the target's own choices. No walk, no linked lists.
+
+ok[0] = true, ok[i] = token[i] == choice[parent[i]]; a node lives if all its ancestors are ok; the deepest living node
+ends the accepted path. Siblings carry distinct tokens, so that node is unique.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accept(token: Tensor, parent: Tensor, depth: Tensor, ancestors: Tensor, length: Tensor, choice: Tensor) -> Tensor:
+    """All `[B, N]` (token, parent, depth, ancestors of a DraftTree, the target's choice per row), length `[B]`.
+
+    Returns `[B]`, the index of the last accepted node of each request (0 when no drafted token was accepted).
+    """
+    nodes = torch.arange(token.shape[1], device=token.device)
+    ok = token == choice.gather(1, parent.clamp(min=0).long())
+    ok[:, 0] = True
+    ok &= nodes < length[:, None]
+    ok_word = (ok.long() << nodes).sum(1)  # bit 63 makes the word negative, which the mask below does not mind
+    alive = (ancestors & ~ok_word[:, None]) == 0
+    alive &= nodes < length[:, None]
+    return torch.where(alive, depth, -1).argmax(1)

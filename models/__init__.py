@@ -1,0 +1,1 @@
+"""Everything that has weights. Knows no optimiser, no scheduler and no HTTP."""

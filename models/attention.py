@@ -1,0 +1,73 @@
+"""The attention seam: what a layer calls, and the dense implementations that training plugs in.
+
+`attention(layer, q, k, v)` receives rotated queries and keys of the current tokens and answers `[..., heads * D]`.
+Where older keys come from (nowhere, earlier training-time-test steps, a paged pool) is the implementation's business;
+the paged one lives with the engine (infer/kv_cache.py, kernels/attention.py).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Attention(Protocol):
+    """Contract: q `[..., nh, D]`, k and v `[..., nkv, D]` with nh a multiple of nkv; returns `[..., nh * D]`."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+
+def repeat_kv(x: Tensor, groups: int) -> Tensor:
+    """`[B, nkv, T, D]` -> `[B, nkv * groups, T, D]`, each KV head repeated for its query heads."""
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+class CausalAttention:
+    """Every row of `[B, T]` attends to itself and to all rows before it. Stateless."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, heads, T, D]
+        groups = q.shape[1] // k.shape[1]
+        out = F.scaled_dot_product_attention(q, repeat_kv(k, groups), repeat_kv(v, groups), is_causal=True)
+        return out.transpose(1, 2).flatten(2)
+
+
+class TrainingTimeTestAttention:
+    """EAGLE-3's training-time test (arXiv 2503.01840): the keys that a chain draft would find in its cache.
+
+    At step k, slot i stands for "k tokens drafted after position i". It sees the step-0 entries of positions <= i,
+    made from target features, and its own entry of every later step: a causal block and one diagonal per step.
+    This equals the engine's cached chain decoding. Call `begin_step(k)` before the head's k-th step, k = 0, 1, ...
+    Steps after the first may run on the last `rows` slots alone: slots before the first response are never drafted from.
+    """
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._keys: dict[int, list[Tensor]] = {}
+        self._values: dict[int, list[Tensor]] = {}
+
+    def begin_step(self, step: int) -> None:
+        assert step == self._step + 1, "training-time-test steps run in order"
+        self._step = step
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, heads, T, D]
+        groups = q.shape[1] // k.shape[1]
+        keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
+        keys.append(repeat_kv(k, groups))
+        values.append(repeat_kv(v, groups))
+        if self._step == 0:
+            out = F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
+            return out.transpose(1, 2).flatten(2)
+        rows, T, scale = q.shape[2], keys[0].shape[2], q.shape[3] ** -0.5
+        causal = torch.ones(rows, T, dtype=torch.bool, device=q.device).tril(T - rows)
+        scores = (q @ keys[0].transpose(2, 3) * scale).masked_fill(~causal, float("-inf"))  # [B, h, rows, T]
+        own = torch.stack([(q * key).sum(-1) * scale for key in keys[1:]], dim=-1)  # [B, h, rows, k]
+        weights = torch.cat([scores, own], dim=-1).float().softmax(-1).to(q.dtype)
+        out = weights[..., :T] @ values[0]
+        for index, value in enumerate(values[1:]):
+            out = out + weights[..., T + index, None] * value
+        return out.transpose(1, 2).flatten(2)

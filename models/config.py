@@ -1,0 +1,126 @@
+"""What a target is: sizes and constants read from a Hugging Face `config.json`.
+
+Sizes always come from the checkpoint, never from a table of ours. An architecture option that would change
+the logits and that we do not implement is an error here, not a silent difference later.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: `theta` is the base, `parameters` holds the scaling numbers of `rope_type` under HF's names."""
+
+    theta: float = 10000.0
+    rope_type: str = "default"
+    parameters: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> RopeConfig:
+        """Reads both spellings: `rope_theta` + `rope_scaling` (transformers 4) and `rope_parameters` (transformers 5)."""
+        section = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+        rope_type = section.pop("rope_type", section.pop("type", "default"))
+        section.pop("type", None)
+        theta = float(section.pop("rope_theta", config.get("rope_theta", 10000.0)))
+        if rope_type not in ROPE_TYPES:
+            raise ValueError(f"rope_type={rope_type!r}: not supported; one of {', '.join(ROPE_TYPES)}")
+        if float(section.pop("partial_rotary_factor", None) or 1.0) != 1.0:
+            raise ValueError("partial_rotary_factor: a rotary embedding over part of the head is not supported")
+        numbers = {key: value for key, value in section.items() if value is not None}
+        for key, value in numbers.items():
+            if not isinstance(value, (int, float)):
+                raise ValueError(f"rope_scaling.{key}={value!r}: expected a number")
+        if rope_type in ("linear", "llama3", "yarn") and "factor" not in numbers:
+            raise ValueError(f"rope_scaling.factor: missing, rope_type={rope_type!r} needs it")
+        return cls(theta, rope_type, tuple(sorted((key, float(value)) for key, value in numbers.items())))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"rope_theta": self.theta, "rope_type": self.rope_type, **dict(self.parameters)}
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """A decoder-only target in Llama's family, under our own names for what `config.json` says."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    rope: RopeConfig
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> TargetConfig:
+        """Raises ValueError that names the key for anything missing, inconsistent or not implemented."""
+
+        def need(key: str) -> Any:
+            if config.get(key) is None:
+                raise ValueError(f"config.json: {key} is missing")
+            return config[key]
+
+        architectures = config.get("architectures") or [config.get("model_type")]
+        if config.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"config.json: hidden_act={config['hidden_act']!r}: only 'silu' is supported")
+        if "quantization_config" in config:
+            raise ValueError("config.json: quantization_config: quantised checkpoints are not supported yet")
+        hidden_size, num_heads = need("hidden_size"), need("num_attention_heads")
+        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        if num_heads % num_kv_heads:
+            raise ValueError(f"config.json: num_attention_heads={num_heads} is no multiple of {num_kv_heads} KV heads")
+        eos = config.get("eos_token_id")
+        return cls(
+            architecture=str(architectures[0]),
+            vocab_size=need("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=need("intermediate_size"),
+            num_layers=need("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=config.get("head_dim") or hidden_size // num_heads,
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            max_position_embeddings=config.get("max_position_embeddings", 2048),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            attention_bias=bool(config.get("attention_bias", False)),
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            rope=RopeConfig.from_json(config),
+            bos_token_id=config.get("bos_token_id"),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        )
+
+    @property
+    def default_aux_layers(self) -> tuple[int, int, int]:
+        """The three features of EAGLE-3: id j means HF `hidden_states[j]`, the input of decoder layer j."""
+        layers = (2, self.num_layers // 2, self.num_layers - 3)
+        if not 0 <= layers[0] < layers[1] < layers[2]:
+            raise ValueError(
+                f"head.aux_layers: the defaults {layers} collide on a target of {self.num_layers} layers; name them"
+            )
+        return layers
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads one JSON object. Raises ValueError naming the file when it is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object")
+    return content

@@ -1,0 +1,88 @@
+"""The demo target's corpus: the running Python's standard library, split into train and held-out by file.
+
+The split is a hash of the file's name, so it is the same on every machine; the text is the interpreter's own, so
+whoever reports a number on it reports `corpus_hash()` and the Python version too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sysconfig
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
+
+# Tests, other people's packages, and generated tables (code pages, help topics as one literal): no prose, no code.
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "ensurepip"}
+SKIPPED_FOLDERS |= {"encodings", "pydoc_data"}
+HELD_OUT_SHARE = 0.05
+
+Split = Literal["train", "held_out"]
+
+
+class Document(NamedTuple):
+    name: str  # path relative to the standard library
+    text: str
+
+
+class Encoder(Protocol):
+    def encode(self, text: str) -> list[int]: ...
+
+
+def stdlib_files() -> list[Path]:
+    """The standard library's sources without tests and generated tables, sorted by name."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts)]
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a file belongs to the held-out split; `name` is its path relative to the standard library."""
+    return int.from_bytes(hashlib.sha256(f"headway:{name}".encode()).digest()[:4], "big") / 2**32 < HELD_OUT_SHARE
+
+
+@lru_cache(maxsize=2)
+def read_split(split: Split) -> tuple[Document, ...]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    documents = []
+    for path in stdlib_files():
+        name = path.relative_to(root).as_posix()
+        if is_held_out(name) == (split == "held_out"):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if text.strip():
+                documents.append(Document(name, text))
+    return tuple(documents)
+
+
+def corpus_hash() -> str:
+    """Hash over names and texts of both splits."""
+    digest = hashlib.sha256()
+    for split in ("train", "held_out"):
+        for document in read_split(split):
+            digest.update(f"{document.name}\0{document.text}\0".encode())
+    return digest.hexdigest()[:16]
+
+
+def cut_prompts(tokenizer: Encoder, split: Split, count: int, tokens: int, seed: int) -> list[list[int]]:
+    """`count` prompts of `tokens` ids, each cut at a random line start of a random file (by length), reproducibly."""
+    rng = random.Random(f"{split}-{seed}")
+    documents: Sequence[Document] = read_split(split)
+    weights = [len(document.text) for document in documents]
+    prompts: list[list[int]] = []
+    while len(prompts) < count:
+        text = rng.choices(documents, weights)[0].text
+        start = text.rfind("\n", 0, rng.randrange(len(text))) + 1
+        ids = tokenizer.encode(text[start : start + 12 * tokens])[:tokens]
+        if len(ids) == tokens:
+            prompts.append(ids)
+    return prompts
+
+
+def held_out_prompts(tokenizer: Encoder, count: int, tokens: int = 64, seed: int = 0) -> list[list[int]]:
+    return cut_prompts(tokenizer, "held_out", count, tokens, seed)
+
+
+def train_prompts(tokenizer: Encoder, count: int, tokens: int = 64, seed: int = 0) -> list[list[int]]:
+    return cut_prompts(tokenizer, "train", count, tokens, seed)

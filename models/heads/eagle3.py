@@ -1,0 +1,271 @@
+"""EAGLE-3 head (arXiv 2503.01840): one or more decoder layers over fused hidden states of the target.
+
+One module for training and serving. A step takes, at slot i, the embedding of token t[i+1] and a state: the fused
+features f[i] of the target, or, further down a draft, the head's own previous output. It answers the next state and,
+through `logits`, a distribution over the draft vocabulary for t[i+2]. Rotary position i is the feature's position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.attention import Attention
+from models.config import TargetConfig
+from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding
+from models.targets.llama import DecoderLayer, LlamaTarget, SelfAttention
+
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """`layer` holds the decoder layer's sizes (its num_layers counts the head's layers, its vocab_size is the target's)."""
+
+    layer: TargetConfig
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    target_hidden_size: int
+    norm_before_residual: bool = True
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.draft_vocab_size <= self.layer.vocab_size:
+            raise ValueError(
+                f"head.draft_vocab_size={self.draft_vocab_size}: must be 1 to the target's {self.layer.vocab_size}"
+            )
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("head.fc_norm=true: excludes head.norm_before_fc=true")
+
+    @classmethod
+    def for_target(
+        cls,
+        target: TargetConfig,
+        *,
+        draft_vocab_size: int | None = None,
+        aux_layers: Sequence[int] | None = None,
+        num_layers: int = 1,
+        **flags: bool,
+    ) -> Eagle3Config:
+        """A head shaped like one of the target's own layers; `draft_vocab_size` None or too large means all of V."""
+        layer = replace(
+            target, architecture="LlamaForCausalLM", num_layers=num_layers, tie_word_embeddings=False
+        )
+        size = min(draft_vocab_size or target.vocab_size, target.vocab_size)
+        aux = tuple(sorted(aux_layers)) if aux_layers is not None else target.default_aux_layers
+        if any(not 0 <= layer_id < target.num_layers for layer_id in aux):
+            raise ValueError(f"head.aux_layers={list(aux)}: ids of this target are 0..{target.num_layers - 1}")
+        return cls(layer, size, aux, target.hidden_size, **flags)
+
+    @classmethod
+    def from_json(cls, config: dict[str, Any]) -> Eagle3Config:
+        """Reads the speculators format, with every flag it must state. Raises ValueError naming the key."""
+        if config.get("speculators_model_type") != "eagle3":
+            raise ValueError(
+                f"config.json: speculators_model_type={config.get('speculators_model_type')!r}: expected 'eagle3'"
+            )
+        for key in (*FLAGS, "transformer_layer_config", "draft_vocab_size"):
+            if key not in config:
+                raise ValueError(f"config.json: {key} is missing; readers disagree on its default, so it must be stated")
+        layer = dict(config["transformer_layer_config"])
+        layer.setdefault("architectures", ["LlamaForCausalLM"])
+        parsed = TargetConfig.from_json(layer)
+        nested = config.get("eagle_config") or {}
+        aux = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+        if not aux:
+            raise ValueError("config.json: eagle_aux_hidden_state_layer_ids is missing")
+        return cls(
+            layer=replace(parsed, tie_word_embeddings=False),
+            draft_vocab_size=config["draft_vocab_size"],
+            aux_layers=tuple(aux),
+            target_hidden_size=config.get("target_hidden_size") or parsed.hidden_size,
+            **{flag: bool(config[flag]) for flag in FLAGS},
+        )
+
+    def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
+        """The speculators config.json that vLLM reads, every flag written out."""
+        layer = self.layer
+        return {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.9.0",
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [
+                    {
+                        "proposal_type": "greedy",
+                        "speculative_tokens": speculative_tokens,
+                        "verifier_accept_k": 1,
+                        "accept_tolerance": 0.0,
+                    }
+                ],
+                "verifier": {"name_or_path": verifier, "architectures": [verifier_architecture]},
+            },
+            "transformer_layer_config": {
+                "model_type": "llama",
+                "architectures": ["LlamaForCausalLM"],
+                "vocab_size": layer.vocab_size,
+                "hidden_size": layer.hidden_size,
+                "intermediate_size": layer.intermediate_size,
+                "num_hidden_layers": layer.num_layers,
+                "num_attention_heads": layer.num_heads,
+                "num_key_value_heads": layer.num_kv_heads,
+                "head_dim": layer.head_dim,
+                "hidden_act": "silu",
+                "rms_norm_eps": layer.rms_norm_eps,
+                "max_position_embeddings": layer.max_position_embeddings,
+                "rope_theta": layer.rope.theta,
+                "rope_scaling": None
+                if layer.rope.rope_type == "default"
+                else {key: value for key, value in layer.rope.to_json().items() if key != "rope_theta"},
+                "attention_bias": layer.attention_bias,
+                "mlp_bias": layer.mlp_bias,
+                "tie_word_embeddings": False,
+                "bos_token_id": layer.bos_token_id,
+                "eos_token_id": list(layer.eos_token_ids) or None,
+            },
+            "draft_vocab_size": self.draft_vocab_size,
+            **{flag: getattr(self, flag) for flag in FLAGS},
+            "eagle_aux_hidden_state_layer_ids": list(self.aux_layers),
+            "num_aux_hidden_states": len(self.aux_layers),
+            "target_hidden_size": self.target_hidden_size,
+            "embed_requires_grad": False,
+        }
+
+
+class Eagle3FirstLayer(nn.Module):
+    """The layer that reads token and state: attention over their concatenation, residual from the state."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RMSNorm(size, eps)
+        self.hidden_norm = RMSNorm(size, eps)
+        self.self_attn = SelfAttention(config.layer, 0, input_size=2 * size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = GatedMLP(size, config.layer.intermediate_size, bias=config.layer.mlp_bias)
+
+    def forward(self, embedding: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        normed = self.hidden_norm(state)
+        x = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
+        x = (normed if self.norm_before_residual else state) + self.self_attn(x, rotary, attention)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle3Head(nn.Module):
+    """Buffers `d2t` int64 [Vd] (an offset: target id = draft id + d2t[draft id]) and `t2d` bool [V] map vocabularies."""
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config = config
+        layer, fused = config.layer, config.target_hidden_size * len(config.aux_layers)
+        self.embed_tokens = nn.Embedding(layer.vocab_size, layer.hidden_size)
+        self.embed_tokens.weight.requires_grad_(False)
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(fused, layer.rms_norm_eps)
+        if config.fc_norm:
+            norms = (RMSNorm(config.target_hidden_size, layer.rms_norm_eps) for _ in config.aux_layers)
+            self.fc_norm = nn.ModuleList(norms)
+        self.fc = Linear(fused, layer.hidden_size, bias=False)
+        self.rotary = RotaryEmbedding(layer.rope, layer.head_dim, layer.max_position_embeddings)
+        rest = (DecoderLayer(layer, index) for index in range(1, layer.num_layers))
+        self.layers = nn.ModuleList([Eagle3FirstLayer(config), *rest])
+        self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.lm_head = Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.arange(layer.vocab_size) < config.draft_vocab_size)
+
+    def fuse(self, aux: Sequence[Tensor]) -> Tensor:
+        """Features of the target, one `[..., Ht]` per aux layer -> the first state `[..., H]`."""
+        assert len(aux) == len(self.config.aux_layers), "one feature per aux layer"
+        if self.config.fc_norm:
+            aux = [norm(feature) for norm, feature in zip(self.fc_norm, aux, strict=True)]
+        fused = torch.cat(list(aux), dim=-1)
+        return self.fc(self.input_norm(fused) if self.config.norm_before_fc else fused)
+
+    def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """ids, positions `[...]`, state `[..., H]` -> next state `[..., H]`: pre-norm, or post-norm with norm_output."""
+        embedding = self.embed_tokens(ids).to(state.dtype)
+        rotary = self.rotary.rows(positions, state.dtype)
+        first, *rest = self.layers
+        x = first(embedding, state, rotary, attention)
+        for layer in rest:
+            x = layer(x, rotary, attention)
+        return self.norm(x) if self.config.norm_output else x
+
+    def logits(self, state: Tensor) -> Tensor:
+        """What `step` answered -> `[..., Vd]`."""
+        return self.lm_head(state if self.config.norm_output else self.norm(state))
+
+    def draft_to_target(self, draft_ids: Tensor) -> Tensor:
+        return draft_ids + self.d2t[draft_ids]
+
+    @torch.no_grad()
+    def set_vocabulary(self, d2t: Tensor, t2d: Tensor) -> None:
+        assert d2t.shape == self.d2t.shape
+        assert t2d.shape == self.t2d.shape
+        self.d2t.copy_(d2t)
+        self.t2d.copy_(t2d)
+
+    @torch.no_grad()
+    def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
+        """Copies the target's embedding; `from_target` also starts from its last layer, final norm and LM head.
+
+        Call after `set_vocabulary` (the LM head takes the rows of the draft vocabulary) and before the target is
+        packed. The fused state starts as the last aux feature; the embedding's half of the QKV input starts at zero.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2 and name != "embed_tokens.weight":
+                parameter.normal_(0.0, 0.02, generator=generator)
+        self.embed_tokens.weight.copy_(target.embedding_weight)
+        if not from_target:
+            return
+        size = self.config.layer.hidden_size
+        if size != target.config.hidden_size:
+            raise ValueError("head.init_from_target=true: needs a head of the target's hidden size; set it to false")
+        donor, first = target.layers[-1], self.layers[0]
+        self.lm_head.weight.copy_(target.lm_head.weight[torch.arange(len(self.d2t)) + self.d2t])
+        self.norm.weight.copy_(target.norm.weight)
+        self.fc.weight[:, -size:].copy_(torch.eye(size))
+        first.self_attn.qkv_proj.weight[:, size:].copy_(donor.self_attn.qkv_proj.weight)
+        first.self_attn.o_proj.weight.copy_(donor.self_attn.o_proj.weight)
+        first.mlp.load_state_dict(donor.mlp.state_dict())
+        first.hidden_norm.weight.copy_(donor.input_layernorm.weight)
+        first.post_attention_layernorm.weight.copy_(donor.post_attention_layernorm.weight)
+
+    def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
+        """Parameter or buffer name -> speculators tensor names concatenated to make it; no d2t/t2d when Vd = V."""
+        layout: dict[str, tuple[str, ...]] = {}
+        for name, _ in self.named_parameters():
+            if "qkv_proj" in name:
+                layout[name] = tuple(name.replace("qkv_proj", part) for part in ("q_proj", "k_proj", "v_proj"))
+            elif "gate_up_proj" in name:
+                layout[name] = tuple(name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj"))
+            else:
+                layout[name] = (name,)
+        if self.config.draft_vocab_size < self.config.layer.vocab_size:
+            layout |= {"d2t": ("d2t",), "t2d": ("t2d",)}
+        return layout
+
+    def merged_sizes(self) -> dict[str, list[int]]:
+        """Rows of each part of the merged tensors, for writing them apart."""
+        layer = self.config.layer
+        qkv = [layer.num_heads * layer.head_dim] + 2 * [layer.num_kv_heads * layer.head_dim]
+        gate_up = 2 * [layer.intermediate_size]
+        return {
+            name: qkv if "qkv_proj" in name else gate_up
+            for name, parts in self.checkpoint_layout().items()
+            if len(parts) > 1
+        }

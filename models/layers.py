@@ -1,0 +1,150 @@
+"""The few layers every target and head is made of: linear, RMSNorm, rotary embedding, gated MLP.
+
+They know nothing of batches or caches: every tensor is `[..., features]`. A linear layer can be prepacked for
+serving, after which its bits do not depend on the number of rows (kernels/linear.py).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.linear import PackedLinear
+from models.config import RopeConfig
+
+
+class Linear(nn.Linear):
+    """`y = x Wᵀ + b`; plain torch for training, the packed form after `pack()` for serving."""
+
+    packed: PackedLinear | None = None
+
+    def pack(self, *, exact: bool = True) -> None:
+        """Replaces the weight by its packed form. Irreversible: the unpacked weight is freed."""
+        self.packed = PackedLinear(self.weight.detach(), None if self.bias is None else self.bias.detach(), exact=exact)
+        self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.packed is None:
+            return F.linear(input, self.weight, self.bias)
+        return self.packed(input)
+
+
+def pack(module: nn.Module, *, exact: bool = True) -> None:
+    """Packs every linear layer for serving, in place; parameters are freed, so the module can no longer be trained."""
+    for child in module.modules():
+        if isinstance(child, Linear) and child.packed is None:
+            child.pack(exact=exact)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (arXiv 1910.07467), statistics in fp32 as HF's Llama computes them."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class GatedMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, gate and up merged into one linear."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:
+    """Inverse frequencies `[head_dim / 2]` and the factor on cos and sin, for each scaling of HF's `rope_scaling`.
+
+    default: arXiv 2104.09864. linear: positions divided by `factor`. llama3: long wavelengths slowed by `factor`,
+    short ones kept, a ramp between. yarn: arXiv 2309.00071, with its attention factor.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    inverse = 1.0 / (rope.theta**exponents)
+    p = dict(rope.parameters)
+    if rope.rope_type == "default":
+        return inverse, 1.0
+    factor = p["factor"]
+    if rope.rope_type == "linear":
+        return inverse / factor, 1.0
+    if rope.rope_type == "llama3":
+        original = p["original_max_position_embeddings"]
+        wavelength = 2 * math.pi / inverse
+        low, high = original / p["low_freq_factor"], original / p["high_freq_factor"]
+        ramp = (original / wavelength - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])
+        scaled = torch.where(wavelength > low, inverse / factor, inverse)
+        medium = (wavelength <= low) & (wavelength >= high)
+        return torch.where(medium, (1 - ramp) * inverse / factor + ramp * inverse, scaled), 1.0
+    return _yarn_frequencies(inverse, rope.theta, head_dim, max_position_embeddings, p)
+
+
+def _yarn_frequencies(
+    inverse: Tensor, theta: float, head_dim: int, max_position_embeddings: int, p: dict[str, float]
+) -> tuple[Tensor, float]:
+    original = p.get("original_max_position_embeddings") or max_position_embeddings
+    factor = p["factor"]
+
+    def magnitude(scale: float, mscale: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
+
+    attention_factor = p.get("attention_factor")
+    if attention_factor is None:
+        if p.get("mscale") and p.get("mscale_all_dim"):
+            attention_factor = magnitude(factor, p["mscale"]) / magnitude(factor, p["mscale_all_dim"])
+        else:
+            attention_factor = magnitude(factor)
+
+    def dimension_of(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension_of(p.get("beta_fast") or 32.0), dimension_of(p.get("beta_slow") or 1.0)
+    if p.get("truncate", 1.0):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return inverse / factor * ramp + inverse * (1 - ramp), attention_factor
+
+
+class RotaryEmbedding:
+    """Rotates query and key halves by their position, from a table of `max_position_embeddings` rows.
+
+    No module: the table is fp32 whatever dtype the model is cast to, and made on the device of the first positions.
+    """
+
+    def __init__(self, rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> None:
+        self._sizes = rope, head_dim, max_position_embeddings
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def rows(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin `[..., 1, D]` for integer positions `[...]`, in the model's dtype as HF's Llama rounds them."""
+        key = (positions.device, dtype)
+        if key not in self._tables:
+            self._tables[key] = self._build(*key)
+        cos, sin = self._tables[key]
+        return F.embedding(positions, cos).unsqueeze(-2), F.embedding(positions, sin).unsqueeze(-2)
+
+    def _build(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        rope, head_dim, length = self._sizes
+        inverse, factor = rope_frequencies(rope, head_dim, length)
+        angles = torch.outer(torch.arange(length).float(), inverse)
+        angles = torch.cat([angles, angles], dim=-1)  # [P, D]
+        return (angles.cos() * factor).to(device, dtype), (angles.sin() * factor).to(device, dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x `[..., heads, D]` rotated by `cos`, `sin` `[..., 1, D]`."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], -1) * sin

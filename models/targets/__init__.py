@@ -1,0 +1,67 @@
+"""Targets by architecture, and how one is loaded from a folder or a hub id. One file per architecture family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from models.config import TargetConfig, read_json
+from models.targets.llama import LlamaTarget, TargetOutput
+from models.weights import fingerprint, load_into, read_tensors
+
+__all__ = ["ARCHITECTURES", "LlamaTarget", "TargetOutput", "load_target", "resolve_checkpoint"]
+
+ARCHITECTURES = {"LlamaForCausalLM": LlamaTarget}
+
+
+def resolve_checkpoint(path_or_hub_id: str, revision: str | None = None) -> Path:
+    """A local folder for a path or a hub id. Raises ValueError that says what was looked for and what to do."""
+    folder = Path(path_or_hub_id).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"model.path={path_or_hub_id}: the folder has no config.json; it is no checkpoint")
+        return folder
+    if path_or_hub_id.count("/") != 1 or path_or_hub_id.startswith((".", "/", "~")):
+        raise ValueError(f"model.path={path_or_hub_id}: no such folder (a hub id would be written owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+    try:
+        return Path(snapshot_download(path_or_hub_id, revision=revision, allow_patterns=wanted))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ValueError(
+            f"model.path={path_or_hub_id}: neither a local folder nor reachable on the model hub "
+            f"({type(error).__name__}). Check the spelling, the network and, for a gated model, `hf auth login`; "
+            "or download it elsewhere and give the folder: model.path=/path/to/folder"
+        ) from error
+
+
+def load_target(
+    path_or_hub_id: str,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> LlamaTarget:
+    """Loads a target for inference: eval mode, no gradients. Raises ValueError for anything that does not fit."""
+    folder = resolve_checkpoint(path_or_hub_id, revision)
+    config = TargetConfig.from_json(read_json(folder / "config.json"))
+    if config.architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"{folder}: architecture {config.architecture!r} is not supported; one of {', '.join(ARCHITECTURES)}"
+        )
+    with torch.device("meta"):
+        target = ARCHITECTURES[config.architecture](config)
+    target = target.to(dtype).to_empty(device=device)
+    if config.tie_word_embeddings:
+        target.lm_head.weight = target.embed_tokens.weight
+    tensors = dict(read_tensors(folder))
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)  # some exporters write the tied copy out
+    for name in [name for name in tensors if name.endswith("rotary_emb.inv_freq")]:
+        del tensors[name]  # a buffer that old exporters saved; recomputed from the config
+    load_into(target, tensors, target.checkpoint_layout(), source=str(folder))
+    target.path, target.folder, target.fingerprint = str(path_or_hub_id), folder, fingerprint(folder)
+    return target.eval().requires_grad_(False)

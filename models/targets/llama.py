@@ -1,0 +1,115 @@
+"""Llama-family decoder (LlamaForCausalLM): grouped-query attention, rotary embedding, gated MLP, RMSNorm.
+
+One module for training-time features and for serving; where attention finds older keys is the caller's `attention`.
+QKV and gate/up are stored merged; `checkpoint_layout` says which checkpoint tensors each parameter is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.attention import Attention
+from models.config import TargetConfig
+from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding, rotate
+
+
+class TargetOutput(NamedTuple):
+    last_hidden: Tensor  # [..., H] before the final norm
+    hidden: Tensor  # [..., H] after it: what the LM head reads
+    aux: tuple[Tensor, ...]  # [..., H] each, in the order asked for
+
+
+class SelfAttention(nn.Module):
+    """Projections and rotary embedding around the attention seam. `input_size` differs from H in an EAGLE-3 head."""
+
+    def __init__(self, config: TargetConfig, layer: int, *, input_size: int | None = None) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv_proj = Linear(input_size or config.hidden_size, rows, bias=config.attention_bias)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        rotated = self.num_heads + self.num_kv_heads
+        qk = rotate(qkv[..., :rotated, :], *rotary)
+        q, k = qk[..., : self.num_heads, :], qk[..., self.num_heads :, :]
+        return self.o_proj(attention(self.layer, q, k, qkv[..., rotated:, :]))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: TargetConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotary, attention)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LlamaTarget(nn.Module):
+    """The target. Layer id j in `aux_layers` is HF's `hidden_states[j]`: the residual stream entering layer j."""
+
+    path: str = ""  # as the user gave it: a folder or a hub id
+    folder: Path = Path()  # where the checkpoint lies
+    fingerprint: str = ""
+
+    def __init__(self, config: TargetConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, attention: Attention, *, aux_layers: Sequence[int] = ()
+    ) -> TargetOutput:
+        """ids and positions `[...]` of one shape; see `logits` for the vocabulary projection."""
+        for layer in aux_layers:
+            if not 0 <= layer < len(self.layers):
+                raise ValueError(f"aux_layers: id {layer} is outside 0..{len(self.layers) - 1}")
+        x = self.embed_tokens(ids)
+        rotary = self.rotary.rows(positions, x.dtype)
+        streams: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            if index in aux_layers:
+                streams[index] = x
+            x = layer(x, rotary, attention)
+        return TargetOutput(x, self.norm(x), tuple(streams[layer] for layer in aux_layers))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Post-norm hidden `[..., H]` -> `[..., V]`."""
+        return self.lm_head(hidden)
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        return self.embed_tokens.weight
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.embed_tokens.weight)
+
+    def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
+        """Parameter name -> the HF tensor names that are concatenated along dim 0 to make it."""
+        layout: dict[str, tuple[str, ...]] = {}
+        for name, _ in self.named_parameters():
+            source = name if name.startswith("lm_head") else f"model.{name}"
+            if "qkv_proj" in source:
+                layout[name] = tuple(source.replace("qkv_proj", part) for part in ("q_proj", "k_proj", "v_proj"))
+            elif "gate_up_proj" in source:
+                layout[name] = tuple(source.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj"))
+            else:
+                layout[name] = (source,)
+        return layout

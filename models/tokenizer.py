@@ -1,0 +1,232 @@
+"""Text <-> token ids: one Tokenizer for training, serving and the demo, from a checkpoint's own files.
+
+Reads tokenizer.json (the `tokenizers` library), the chat template as sandboxed Jinja, and the ids that end a text.
+Knows nothing about models, requests or HTTP; never runs code of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jinja2
+import jinja2.ext
+import tokenizers
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers.decoders import DecodeStream
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+
+
+class Tokenizer:
+    """Safe to share between threads: nothing changes after `load`."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        eos_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        source: str = "tokenizer",
+    ) -> None:
+        backend.no_truncation()  # some exports carry their training set-up
+        backend.no_padding()
+        self.backend = backend
+        self.chat_template = chat_template
+        self.special_tokens = dict(special_tokens or {})  # name -> text, as templates use them
+        self.eos_ids = tuple(dict.fromkeys(eos_ids))
+        self.special_ids = frozenset(
+            index for index, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self.source = source
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Raises ValueError when the folder has no tokenizer.json or one that cannot be read."""
+        folder = Path(folder)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(f"{folder}: no tokenizer.json; download the checkpoint's tokenizer as well")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing more precise
+            raise ValueError(f"{file}: not a tokenizer that `tokenizers` can read ({error})") from error
+        settings = read_optional_json(folder / "tokenizer_config.json")
+        specials = {name: text for name in SPECIAL_NAMES if (text := token_text(settings.get(name)))}
+        eos_ids = [
+            *as_ids(read_optional_json(folder / "generation_config.json").get("eos_token_id")),
+            *as_ids(read_optional_json(folder / "config.json").get("eos_token_id")),
+        ]
+        if "eos_token" in specials and (eos_id := backend.token_to_id(specials["eos_token"])) is not None:
+            eos_ids.append(eos_id)
+        return cls(
+            backend,
+            eos_ids=eos_ids,
+            chat_template=find_chat_template(folder, settings),
+            special_tokens=specials,
+            source=str(folder),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """`add_special_tokens` is whatever the checkpoint puts around a text, such as a begin token."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Without special tokens; bytes that are no character become U+FFFD."""
+        return self.backend.decode(list(ids), skip_special_tokens=True)
+
+    def stream(self) -> DetokenizeStream:
+        return DetokenizeStream(self)
+
+    def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
+        """The conversation's ids up to the assistant's turn. ValueError: no template, or it refuses the messages."""
+        return self.encode(self.render_chat(messages), add_special_tokens=False)  # the template writes them itself
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        if self.chat_template is None:
+            raise ValueError(f"{self.source}: this model has no chat template; use plain completions (/v1/completions)")
+        plain = [dict(message) for message in messages]
+        try:
+            return self._template.render(messages=plain, add_generation_prompt=True, **self.special_tokens)
+        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, IndexError, ValueError) as error:
+            raise ValueError(f"messages: the model's chat template refuses them ({error})") from error
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        assert self.chat_template is not None
+        try:
+            return chat_environment().from_string(self.chat_template)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"{self.source}: the chat template is not valid Jinja ({error})") from error
+
+
+class DetokenizeStream:
+    """Text of ids as they come, whole characters only. The pieces, then `flush`, make up the text.
+
+    `tokenizers` holds back an unfinished character but cannot be asked for it at the end, and it gives up when a later
+    byte spoils a character already shown (byte-fallback vocabularies do that); both are mended here.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._held: list[int] = []  # ids whose text has not been returned
+
+    def push(self, ids: Iterable[int]) -> str:
+        pieces = []
+        for token in ids:
+            self._held.append(token)
+            piece = self._step(token)
+            if piece is not None:
+                self._held.clear()
+                pieces.append(piece)
+        return "".join(pieces)
+
+    def flush(self) -> str:
+        """What is still held back, an unfinished character as U+FFFD. Nothing may be pushed afterwards."""
+        rest = self._tokenizer.decode(self._held)
+        self._held.clear()
+        return rest
+
+    def _step(self, token: int) -> str | None:
+        try:
+            return self._stream.step(self._tokenizer.backend, token)
+        except Exception as error:  # the library raises nothing more precise
+            if "Invalid prefix" not in str(error):
+                raise
+        self._stream = DecodeStream(skip_special_tokens=True)
+        pieces = [self._stream.step(self._tokenizer.backend, held) for held in self._held]
+        return "".join(piece for piece in pieces if piece) or None
+
+
+def read_optional_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: cannot be read ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: must be a JSON object")
+    return content
+
+
+def as_ids(value: object) -> list[int]:
+    """HF writes one id, a list of them, or null."""
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if isinstance(item, int)]
+
+
+def token_text(value: object) -> str | None:
+    """HF writes a special token as its text or as {"content": text, ...}."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
+
+
+def find_chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja wins over tokenizer_config.json; of several named templates, the default one."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default")
+    return template
+
+
+def chat_environment() -> ImmutableSandboxedEnvironment:
+    """What chat templates expect to find, as transformers provides it, in Jinja's sandbox."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["namespace"] = SafeNamespace
+    return environment
+
+
+def refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+class GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text for training masks; here only its content counts."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class SafeNamespace(jinja2.utils.Namespace):
+    """Jinja's namespace without underscore names, through which a template could reach the interpreter."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, values = args[0], dict(*args[1:], **kwargs)
+        for name in values:
+            check_name(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        check_name(name)
+        super().__setitem__(name, value)
+
+
+def check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")

@@ -1,0 +1,91 @@
+"""Reading and writing safetensors, strict about names and shapes. Knows no architecture.
+
+A parameter may be the concatenation of several checkpoint tensors (merged QKV); `layout` says which.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint folder. Raises ValueError saying what was looked for."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if (folder / INDEX).is_file():
+        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        for name in names:
+            if Path(name).name != name or not (folder / name).is_file():
+                raise ValueError(f"{folder}: {INDEX} names {name!r}, which is not there; download the checkpoint again")
+        return [folder / name for name in names]
+    raise ValueError(f"{folder}: no weights; looked for {SINGLE} and {INDEX} (pickled .bin files are never read)")
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in shard_files(folder):
+        try:
+            with safe_open(str(file), framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118 - safe_open is no mapping
+                    yield name, shard.get_tensor(name)
+        except OSError as error:
+            raise ValueError(f"{file}: cannot be read ({error})") from error
+
+
+def load_into(
+    module: nn.Module, tensors: Mapping[str, Tensor], layout: Mapping[str, tuple[str, ...]], *, source: str
+) -> None:
+    """Copies `tensors` into the parameters and buffers that `layout` names.
+
+    Raises ValueError that lists every missing, left-over or misshapen tensor; nothing is dropped silently.
+    """
+    state = dict(module.named_parameters()) | dict(module.named_buffers())
+    wanted = [name for names in layout.values() for name in names]
+    problems = [f"{name}: missing" for name in wanted if name not in tensors]
+    problems += [f"{name}: not part of this architecture" for name in sorted(set(tensors) - set(wanted))]
+    if not problems:
+        for name, parts in layout.items():
+            value = tensors[parts[0]] if len(parts) == 1 else torch.cat([tensors[part] for part in parts])
+            if value.shape != state[name].shape:
+                shapes = ", ".join(f"{part} {list(tensors[part].shape)}" for part in parts)
+                problems.append(f"{shapes}: expected {list(state[name].shape)} in all")
+            else:
+                with torch.no_grad():
+                    state[name].copy_(value)
+    if problems:
+        shown = "\n  ".join(problems[:12]) + (f"\n  and {len(problems) - 12} more" if len(problems) > 12 else "")
+        raise ValueError(f"{source}: the tensors do not fit the config:\n  {shown}")
+
+
+def split_merged(module: nn.Module, layout: Mapping[str, tuple[str, ...]], sizes: Mapping[str, list[int]]) -> dict:
+    """The inverse of `load_into`: checkpoint tensors by name. `sizes` gives the rows of each part of a merged tensor."""
+    state = dict(module.named_parameters()) | dict(module.named_buffers())
+    tensors: dict[str, Tensor] = {}
+    for name, parts in layout.items():
+        value = state[name].detach()
+        pieces = [value] if len(parts) == 1 else list(value.split(sizes[name]))
+        tensors |= {part: piece.contiguous() for part, piece in zip(parts, pieces, strict=True)}
+    return tensors
+
+
+def fingerprint(folder: Path) -> str:
+    """Identifies a checkpoint without reading all of it: config, and of each shard its size, header and three samples."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in shard_files(folder):
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as stream:
+            header = int.from_bytes(stream.read(8), "little")
+            digest.update(stream.read(header))
+            for offset in (8 + header, size // 2, max(8 + header, size - 65536)):
+                stream.seek(offset)
+                digest.update(stream.read(65536))
+    return digest.hexdigest()[:32]

@@ -1,0 +1,246 @@
+"""Looks at this machine and says what would go wrong, each with a one-line fix: python scripts/doctor.py [--json]
+
+Compares versions with the bounds of pyproject.toml, lists devices, and looks for the traps that are known to bite.
+Changes nothing. Exit code 1 when something is broken; a warning alone is 0.
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
+import importlib.util
+import json
+import platform
+import shutil
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+ROOT = Path(HERE).parent
+CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16")
+GIB = 2**30
+MARKS = {"ok": "ok  ", "warning": "warn", "broken": "FAIL"}
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    status: str  # ok | warning | broken
+    detail: str
+    fix: str = ""
+
+
+def installed_version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def requirements(pyproject: dict) -> Iterator[tuple[str, Requirement]]:
+    """(extra or "", requirement) for this platform; the project's references to its own extras are left out."""
+    project = pyproject["project"]
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    for extra, lines in groups.items():
+        for requirement in map(Requirement, lines):
+            if requirement.name != project["name"] and (requirement.marker is None or requirement.marker.evaluate()):
+                yield extra, requirement
+
+
+def check_python(pyproject: dict, version: str) -> Check:
+    bound = pyproject["project"]["requires-python"]
+    if SpecifierSet(bound).contains(version, prereleases=True):
+        return Check("python", "ok", f"{version} ({bound}), {sys.executable}")
+    fix = "rm -r .venv; HEADWAY_PYTHON=python3.11 ./scripts/test.sh"
+    return Check("python", "broken", f"{version}, needs {bound}", fix)
+
+
+def check_package(extra: str, requirement: Requirement, version: str | None) -> Check:
+    bound = str(requirement.specifier)
+    if version is None:
+        detail = f"not installed, needs {bound}" + (f" for the extra '{extra}'" if extra else "")
+        fix = f"pip install -e '.[{extra}]'" if extra else "pip install -e ."
+        return Check(requirement.name, "warning" if extra else "broken", detail, fix)
+    if not requirement.specifier.contains(version, prereleases=True):
+        fix = f"pip install '{requirement.name}{bound}'"
+        return Check(requirement.name, "broken", f"{version}, outside {bound}", fix)
+    return Check(requirement.name, "ok", f"{version} ({bound})")
+
+
+def check_kernels(version: str | None, location: Path | None) -> Check:
+    """Hugging Face's `kernels` distribution has the import name of our folder, and breaks transformers beside it."""
+    if version is not None:
+        detail = f"the distribution `kernels` {version} hides the folder kernels/ and breaks transformers' imports"
+        return Check("kernels package", "broken", detail, "pip uninstall kernels")
+    if location is None or ROOT not in location.parents:
+        return Check("kernels package", "broken", f"`import kernels` finds {location}", "remove it from PYTHONPATH")
+    return Check("kernels package", "ok", "`import kernels` finds this repository's folder")
+
+
+def check_wandb(version: str | None, has_init: bool, folder: Path) -> Check:
+    """A folder of run files called wandb/ imports as an empty namespace package when the distribution is missing."""
+    if version is None:
+        if folder.is_dir():
+            detail = f"not installed, and {folder} would import in its place"
+            return Check("wandb package", "broken", detail, f"rm -r {folder}; pip install -e '.[train]'")
+        return Check("wandb package", "warning", "not installed", "pip install -e '.[train]', or tracker=none")
+    if not has_init:
+        detail = f"{version}, but `import wandb` finds something else"
+        return Check("wandb package", "broken", detail, "remove the other wandb from PYTHONPATH")
+    return Check("wandb package", "ok", "importable")
+
+
+def check_torch_build(torch_version: str, has_nvidia: bool, has_cuda: bool, torchvision: str | None) -> Check:
+    if has_nvidia and not has_cuda:
+        detail = f"there is an NVIDIA GPU, and torch {torch_version} cannot use it"
+        return Check("torch build", "warning", detail, "pip install --force-reinstall torch==2.13.0")
+    if "+cpu" in torch_version and torchvision is not None and "+cpu" not in torchvision:
+        detail = f"torchvision {torchvision} is a CUDA build beside torch {torch_version}: importing it fails"
+        return Check("torch build", "broken", detail, "pip uninstall torchvision torchaudio")
+    return Check("torch build", "ok", torch_version)
+
+
+def check_devices() -> Check:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Check("devices", "ok", "cpu")
+    names = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        names.append(f"cuda:{index} {device.name} {device.total_memory / GIB:.0f} GiB sm_{device.major}{device.minor}")
+    return Check("devices", "ok", ", ".join(names))
+
+
+def cpu_facts(cpuinfo: str) -> tuple[str, list[str]]:
+    """(model, known features) out of the text of /proc/cpuinfo."""
+    model, flags = "", set()
+    for line in cpuinfo.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            model = value.strip()
+        elif key.strip() in ("flags", "Features"):
+            flags |= set(value.split())
+    return model, [feature for feature in CPU_FEATURES if feature in flags]
+
+
+def check_cpu() -> Check:
+    import torch
+
+    file = Path("/proc/cpuinfo")
+    model, features = cpu_facts(file.read_text() if file.exists() else "")
+    capability = torch.backends.cpu.get_cpu_capability()
+    detail = f"{model or platform.processor() or platform.machine()}; torch uses {capability}; {' '.join(features)}"
+    if not torch.backends.mkldnn.is_available():
+        detail += "; torch has no oneDNN, which serving on a CPU needs"
+        return Check("cpu", "broken", detail, "install torch's official wheel for this platform, or serve on a GPU")
+    if capability == "DEFAULT" and platform.machine() == "x86_64":
+        return Check(
+            "cpu",
+            "warning",
+            detail,
+            "unset ATEN_CPU_CAPABILITY; if it is not set, this CPU has no AVX2 and will be slow",
+        )
+    return Check("cpu", "ok", detail)
+
+
+def check_threads(cores: int, threads: int, omp: str | None) -> Check:
+    detail = f"{threads} of torch on {cores} usable cores" + (f" (OMP_NUM_THREADS={omp})" if omp else "")
+    if threads > cores:
+        return Check("threads", "warning", detail + ": they would take turns", f"engine.threads={cores}")
+    return Check("threads", "ok", detail)
+
+
+def check_disk(free: float, folder: Path) -> Check:
+    detail = f"{free / GIB:.1f} GiB free at {folder}"
+    if free < GIB:
+        return Check("disk", "broken", detail, "free some: a checkpoint of a small head needs a few hundred MB")
+    return Check("disk", "ok" if free >= 5 * GIB else "warning", detail, "" if free >= 5 * GIB else "free some")
+
+
+def check_demo(folder: Path) -> Check:
+    missing = [name for name in ("config.json", "tokenizer.json", "model.safetensors") if not (folder / name).is_file()]
+    if missing:
+        fix = "git checkout models/demo, or make it anew: python scripts/pretrain_demo.py"
+        return Check("demo target", "broken", f"models/demo lacks {', '.join(missing)}", fix)
+    size = (folder / "model.safetensors").stat().st_size / 2**20
+    return Check("demo target", "ok", f"models/demo, {size:.1f} MiB of weights")
+
+
+def check_triton_interpret(value: str | None) -> Check:
+    if value and value != "0":
+        detail = f"TRITON_INTERPRET={value}: every Triton kernel runs in the interpreter, a thousand times slower"
+        return Check("triton interpreter", "warning", detail, "unset TRITON_INTERPRET")
+    return Check("triton interpreter", "ok", "TRITON_INTERPRET is not set")
+
+
+def has_wandb_init() -> bool:
+    try:
+        import wandb
+    except ImportError:
+        return False
+    return hasattr(wandb, "init")
+
+
+def kernels_location() -> Path | None:
+    spec = importlib.util.find_spec("kernels")
+    return Path(spec.origin).resolve() if spec and spec.origin else None
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_checks() -> list[Check]:
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    checks = [check_python(pyproject, platform.python_version())]
+    for extra, requirement in requirements(pyproject):
+        checks.append(check_package(extra, requirement, installed_version(requirement.name)))
+    checks.append(check_kernels(installed_version("kernels"), kernels_location()))
+    checks.append(check_wandb(installed_version("wandb"), has_wandb_init(), ROOT / "wandb"))
+    checks.append(check_disk(shutil.disk_usage(ROOT).free, ROOT))
+    checks.append(check_demo(ROOT / "models" / "demo"))
+    checks.append(check_triton_interpret(os.environ.get("TRITON_INTERPRET")))
+    torch_checks: list[Callable[[], Check]] = [check_devices, check_cpu]
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+        return [
+            *checks,
+            Check("torch", "broken", f"import fails: {error}", "pip install --force-reinstall torch==2.13.0"),
+        ]
+    has_nvidia = shutil.which("nvidia-smi") is not None
+    checks.append(
+        check_torch_build(torch.__version__, has_nvidia, torch.cuda.is_available(), installed_version("torchvision"))
+    )
+    checks.append(check_threads(usable_cores(), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")))
+    return checks + [check() for check in torch_checks]
+
+
+def main(argv: list[str]) -> int:
+    if argv not in ([], ["--json"]):
+        print(f"error: {' '.join(argv)}: unknown; the only option is --json", file=sys.stderr)
+        return 2
+    checks = run_checks()
+    broken = any(check.status == "broken" for check in checks)
+    if argv:
+        print(json.dumps({"ok": not broken, "checks": [asdict(check) for check in checks]}, indent=2))
+        return int(broken)
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        print(f"{MARKS[check.status]}  {check.name:<{width}}  {check.detail}")
+        if check.fix:
+            print(f"{'':{width + 8}}fix: {check.fix}")
+    return int(broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,370 @@
+"""Trains the demo target: a small, deep Llama on the running Python's standard library, into models/demo/.
+
+    python scripts/pretrain_demo.py                      # resumes outputs/pretrain_demo if it is there
+    python scripts/pretrain_demo.py steps=40 folder=/somewhere export=/somewhere/demo
+
+Constant learning rate after a warm-up, then a linear cool-down on the full context: until the cool-down begins the
+trajectory does not depend on `steps`, so a run can be stopped and given another length. Matrices are trained by Muon,
+embedding and norms by AdamW (both from torch.optim).
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+
+import json
+import math
+import platform
+import signal
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from models.attention import CausalAttention
+from models.config import TargetConfig
+from models.demo.corpus import Split, corpus_hash, read_split
+from models.targets.llama import LlamaTarget
+from models.weights import split_merged
+
+ROOT = Path(HERE).parent
+END = "<|endoftext|>"
+# Bits of a conversation in a base model's own language: Python comments. The demo is no chat model; this makes
+# /v1/chat/completions usable with it.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant:{% endif %}"
+)
+
+
+@dataclass
+class PretrainConfig:
+    layers: int = 16
+    hidden_size: int = 256
+    intermediate_size: int = 640
+    heads: int = 4
+    kv_heads: int = 2
+    vocab_size: int = 2048
+    context: int = 1024
+    short_context: int = 256  # until the cool-down
+    batch_tokens: int = 4096
+    steps: int = 2400
+    warmup: int = 60
+    cooldown: float = 0.4  # share of the steps
+    muon_lr: float = 0.02
+    adam_lr: float = 0.003
+    weight_decay: float = 0.02
+    seed: int = 0
+    eval_every: int = 200
+    eval_tokens: int = 32768
+    checkpoint_every: int = 100
+    threads: int = 0  # 0 = torch's default
+    compile: bool = False
+    folder: str = "outputs/pretrain_demo"
+    export: str = "models/demo"
+
+
+FREE_ON_RESUME = {"steps", "cooldown", "eval_every", "checkpoint_every", "threads", "compile", "folder", "export"}
+
+
+def read_config(argv: list[str]) -> PretrainConfig:
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        print("Options, key=value:\n" + OmegaConf.to_yaml(OmegaConf.structured(PretrainConfig)))
+        raise SystemExit(0)
+    try:
+        config = OmegaConf.merge(OmegaConf.structured(PretrainConfig), OmegaConf.from_dotlist(argv))
+        return OmegaConf.to_object(config)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise SystemExit(f"error: {error}\nkeys: {', '.join(asdict(PretrainConfig()))}") from error
+
+
+def train_tokenizer(vocab_size: int) -> Tokenizer:
+    """Byte-level BPE on the training files; id 0 ends a document."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((document.text for document in read_split("train")), trainer)
+    return tokenizer
+
+
+def token_stream(tokenizer: Tokenizer, split: Split) -> Tensor:
+    ids: list[int] = []
+    for encoding in tokenizer.encode_batch([document.text for document in read_split(split)]):
+        ids += [0, *encoding.ids]
+    return torch.tensor(ids)
+
+
+def hf_config(config: PretrainConfig) -> dict:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.hidden_size // config.heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": config.context,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "initializer_range": 0.02,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def initialise(model: LlamaTarget, layers: int) -> None:
+    """Normal(0, 0.02); what writes into the residual stream is scaled by 1 / sqrt(2 · layers) (GPT-2)."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
+
+
+def make_optimizers(model: LlamaTarget, config: PretrainConfig) -> list[torch.optim.Optimizer]:
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    muon = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay)
+    adamw = torch.optim.AdamW(others, lr=config.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    return [muon, adamw]
+
+
+def learning_rate_factor(step: int, config: PretrainConfig) -> float:
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    return min(1.0, (config.steps - step) / max(1, config.cooldown * config.steps))
+
+
+def sample_batch(stream: Tensor, step: int, config: PretrainConfig) -> Tensor:
+    """Windows `[B, T + 1]` at offsets that depend on (seed, step) alone: resuming needs no sampler state."""
+    cooling = step >= (1 - config.cooldown) * config.steps
+    length = config.context if cooling else config.short_context
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+    starts = torch.randint(0, len(stream) - length, (config.batch_tokens // length, 1), generator=generator)
+    return stream[starts + torch.arange(length + 1)]
+
+
+def token_losses(model: LlamaTarget, ids: Tensor) -> Tensor:
+    positions = torch.arange(ids.shape[1] - 1).expand(ids.shape[0], -1)
+    hidden = model(ids[:, :-1], positions, CausalAttention()).hidden
+    return F.cross_entropy(model.logits(hidden).float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+
+
+@torch.no_grad()
+def held_out_loss(model: LlamaTarget, stream: Tensor, tokens: int, context: int) -> float:
+    """Mean nats per token over `tokens` held-out tokens in windows spread evenly over the stream."""
+    count = max(1, min(tokens, len(stream) - 1) // context)
+    starts = torch.linspace(0, len(stream) - context - 1, count).long()[:, None]
+    losses = [token_losses(model, stream[rows + torch.arange(context + 1)]) for rows in starts.split(4)]
+    return torch.cat(losses).mean().item()
+
+
+def save_checkpoint(path: Path, model: nn.Module, optimizers: list, step: int, config: PretrainConfig) -> None:
+    tensors = {f"model.{k}": v for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    for index, optimizer in enumerate(optimizers):
+        for key, state in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{key}.{k}": v.clone() for k, v in state.items() if isinstance(v, Tensor)}
+    temporary = path.with_suffix(".tmp")
+    save_file(tensors, temporary, metadata={"step": str(step), "config": json.dumps(asdict(config))})
+    os.replace(temporary, path)
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizers: list, config: PretrainConfig) -> int:
+    from safetensors import safe_open
+
+    with safe_open(str(path), framework="pt") as file:
+        metadata = file.metadata()
+    saved = json.loads(metadata["config"])
+    for key, value in asdict(config).items():
+        if key not in FREE_ON_RESUME and saved.get(key) != value:
+            raise SystemExit(f"error: {key}={value} but {path} was made with {saved.get(key)}; use another folder=")
+    tensors = load_file(path)
+    weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
+    model.load_state_dict(weights, strict=False)
+    for index, optimizer in enumerate(optimizers):
+        state_dict = optimizer.state_dict()
+        for name, value in tensors.items():
+            if name.startswith(f"optimizer.{index}."):
+                _, _, key, slot = name.split(".", 3)
+                state_dict["state"].setdefault(int(key), {})[slot] = value
+        optimizer.load_state_dict(state_dict)
+    return int(metadata["step"])
+
+
+@torch.no_grad()
+def complete(model: LlamaTarget, tokenizer: Tokenizer, prompt: str, tokens: int = 72) -> str:
+    ids = tokenizer.encode(prompt).ids
+    for _ in range(tokens):
+        batch = torch.tensor([ids])
+        hidden = model(batch, torch.arange(len(ids))[None], CausalAttention()).hidden[:, -1]
+        ids.append(int(model.logits(hidden).argmax(-1)))
+    return tokenizer.decode(ids)
+
+
+CARD = """# The demo target
+
+A Llama-architecture model of {parameters:.1f} M parameters ({layers} layers of width {hidden_size}, {heads} query and
+{kv_heads} KV heads, vocabulary {vocab_size}, context {context}, tied embeddings, bf16), made by
+`scripts/pretrain_demo.py` from the standard library of Python {python}, split into train and held-out by file.
+It exists so that everything in this repository runs on real text without a download; it is no assistant.
+
+| | |
+|---|---|
+| held-out loss | {nats:.3f} nats per token, **{bpb:.3f} bits per byte** |
+| training loss (last 100 steps) | {train:.3f} nats per token |
+| steps, tokens | {steps}, {tokens:.1f} M |
+| corpus hash | `{corpus}` (seed {seed}) |
+| torch | {torch} |
+
+Greedy completions of held-out prompts:
+
+{completions}
+
+Licence: the training text is CPython's standard library (PSF licence).
+"""
+
+
+def export(
+    model: LlamaTarget, tokenizer: Tokenizer, config: PretrainConfig, train_loss: float, stream: Tensor
+) -> dict[str, float]:
+    folder = ROOT / config.export
+    folder.mkdir(parents=True, exist_ok=True)
+    attention, mlp = model.layers[0].self_attn, config.intermediate_size
+    kv = attention.num_kv_heads * attention.head_dim
+    layout = {name: parts for name, parts in model.checkpoint_layout().items() if name != "lm_head.weight"}
+    sizes = {
+        name: [config.hidden_size, kv, kv] if "qkv" in name else [mlp, mlp]
+        for name, parts in layout.items()
+        if len(parts) > 1
+    }
+    # Everything measured for the card is measured on the exported bf16 weights.
+    model.load_state_dict({k: v.to(torch.bfloat16).float() for k, v in model.state_dict().items()})
+    tensors = {name: value.to(torch.bfloat16) for name, value in split_merged(model, layout, sizes).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf_config(config), indent=2) + "\n")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    specials = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END,
+        "eos_token": END,
+        "model_max_length": config.context,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(specials, indent=2) + "\n")
+    nats = held_out_loss(model, stream, len(stream), config.context)
+    text_bytes = sum(len(document.text.encode()) for document in read_split("held_out"))
+    bpb = nats * len(stream) / text_bytes / math.log(2)
+    prompts = ["    def __init__(self, ", "class Error(Exception):\n", "import os\nimport sys\n"]
+    blocks = "\n".join(f"```python\n{complete(model, tokenizer, prompt)}\n```" for prompt in prompts)
+    card = CARD.format(
+        **asdict(config) | {"layers": config.layers},
+        parameters=sum(p.numel() for p in model.parameters()) / 1e6,
+        python=platform.python_version(),
+        nats=nats,
+        bpb=bpb,
+        train=train_loss,
+        tokens=config.steps * config.batch_tokens / 1e6,
+        corpus=corpus_hash(),
+        torch=torch.__version__,
+        completions=blocks,
+    )
+    (folder / "README.md").write_text(card)
+    return {"held_out_nats": nats, "bits_per_byte": bpb}
+
+
+def main() -> None:
+    config = read_config(sys.argv[1:])
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    folder = ROOT / config.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(config.seed)
+    tokenizer_file = folder / "tokenizer.json"
+    if not tokenizer_file.exists():
+        train_tokenizer(config.vocab_size).save(str(tokenizer_file))
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    train_stream, held_out = token_stream(tokenizer, "train"), token_stream(tokenizer, "held_out")
+    model = LlamaTarget(TargetConfig.from_json(hf_config(config)))
+    initialise(model, config.layers)
+    optimizers = make_optimizers(model, config)
+    peak = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    checkpoint, step = folder / "checkpoint.safetensors", 0
+    if checkpoint.exists():
+        step = load_checkpoint(checkpoint, model, optimizers, config)
+        print(f"resuming {checkpoint.relative_to(ROOT)} at step {step}")
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(train_stream) / 1e6:.2f} M tokens")
+
+    stop = False
+
+    def request_stop(signum: int, frame: object) -> None:
+        nonlocal stop
+        stop = True
+
+    signal.signal(signal.SIGTERM, request_stop)
+    signal.signal(signal.SIGINT, request_stop)
+    losses_of = torch.compile(token_losses) if config.compile else token_losses
+    recent: list[float] = []
+    bar = tqdm(total=config.steps, initial=step, unit="step", dynamic_ncols=True)
+    with (folder / "metrics.jsonl").open("a") as log:
+        while step < config.steps and not stop:
+            started = time.perf_counter()
+            factor = learning_rate_factor(step, config)
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            for group, rate in zip(groups, peak, strict=True):
+                group["lr"] = rate * factor
+            batch = sample_batch(train_stream, step, config)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = losses_of(model, batch).mean()
+            loss.backward()
+            if not torch.isfinite(loss):
+                raise SystemExit(f"error: the loss is {loss.item()} at step {step}; the last checkpoint is kept")
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            step += 1
+            recent = [*recent[-99:], loss.item()]
+            row = {"step": step, "loss": recent[-1], "lr": factor, "seconds": time.perf_counter() - started}
+            if step % config.eval_every == 0 or step == config.steps:
+                row["held_out"] = held_out_loss(model, held_out, config.eval_tokens, config.short_context)
+                bar.write(f"step {step}: train {sum(recent) / len(recent):.3f}, held-out {row['held_out']:.3f} nats/token")
+            log.write(json.dumps(row) + "\n")
+            log.flush()
+            bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", tokens_s=int(config.batch_tokens / row["seconds"]))
+            bar.update()
+            if step % config.checkpoint_every == 0 or step == config.steps or stop:
+                save_checkpoint(checkpoint, model, optimizers, step, config)
+    bar.close()
+    if step < config.steps:
+        print(f"stopped at step {step}; resume with: python scripts/pretrain_demo.py {' '.join(sys.argv[1:])}")
+        return
+    train_loss = sum(recent) / len(recent) if recent else float("nan")
+    print(json.dumps({"steps": step, **export(model, tokenizer, config, train_loss, held_out)}))
+
+
+if __name__ == "__main__":
+    main()

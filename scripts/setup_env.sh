@@ -1,0 +1,89 @@
+# Sourced by test.sh (`source setup_env.sh dev`) and quickstart.sh (`source setup_env.sh train,serve`): makes .venv at the
+# repository root if need be, installs Headway with those extras, and leaves the interpreter in $PYTHON.
+# Fast when there is nothing to do: a stamp in .venv holds the hash of the pyproject.toml that was installed.
+#
+#   HEADWAY_PYTHON       the Python (3.11 or later) to make .venv with; else the first that fits of python3, python3.14, ...
+#   HEADWAY_TORCH_INDEX  the package index to take torch from, such as PyTorch's CPU index on a machine without a GPU
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+PYTHON="$ROOT/.venv/bin/python"
+TORCH_RANGE="$(sed -n 's/^ *"\(torch>=[^"]*\)",$/\1/p' "$ROOT/pyproject.toml")" # torch>=2.11,<2.14
+TORCH_CPU="torch==2.13.0"
+
+say() { printf 'headway: %s\n' "$*" >&2; }
+die() { say "$*"; exit 2; }
+
+find_python() {
+    local candidate
+    for candidate in ${HEADWAY_PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            printf '%s' "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.11 or later found (tried: ${HEADWAY_PYTHON:-python3, python3.11 to python3.14}); set HEADWAY_PYTHON"
+}
+
+# Whether this Python has a torch of the range. Reads metadata and imports nothing.
+has_torch() {
+    "$1" - "$TORCH_RANGE" 2>/dev/null <<'PY'
+import re, sys
+from importlib.metadata import version
+release = [int(part) for part in version("torch").split("+")[0].split(".")[:2]]
+low, high = ([int(part) for part in bound.split(".")] for bound in re.findall(r"\d+\.\d+", sys.argv[1]))
+sys.exit(not low <= release < high)
+PY
+}
+
+make_venv() {
+    local python options=()
+    python="$(find_python)"
+    # A torch that the machine already has is shared: it fits the machine's GPU, or its lack of one.
+    if "$python" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' && has_torch "$python"; then
+        options=(--system-site-packages)
+    fi
+    say "making .venv with $python ${options[*]:-}"
+    if ! "$python" -m venv ${options[@]+"${options[@]}"} "$ROOT/.venv"; then
+        rm -rf "$ROOT/.venv"
+        die "$python -m venv failed; on Debian and Ubuntu: apt install python3-venv"
+    fi
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+
+pip_knows_cpu_torch() {
+    "$PYTHON" -m pip install -q --dry-run --no-deps --report - "$TORCH_CPU" 2>/dev/null | grep -q '"version": "[^"]*+cpu"'
+}
+
+# Installed before everything else, because a plain dependency on torch would bring the CUDA build even where no GPU is.
+install_torch() {
+    if [ -n "${HEADWAY_TORCH_INDEX:-}" ]; then
+        say "installing torch from HEADWAY_TORCH_INDEX"
+        "$PYTHON" -m pip install -q "$TORCH_RANGE" --index-url "$HEADWAY_TORCH_INDEX"
+        return
+    fi
+    if has_gpu || [ "$(uname -s)" != Linux ]; then
+        return # pip's own choice is right here
+    fi
+    if ! pip_knows_cpu_torch; then
+        say "no GPU here, and pip knows no CPU build of torch: it will bring several GB of CUDA packages as well."
+        say "To avoid that, stop now (Ctrl-C) and set HEADWAY_TORCH_INDEX to PyTorch's CPU index. Going on in 10 seconds."
+        sleep 10
+    fi
+    say "installing $TORCH_CPU"
+    "$PYTHON" -m pip install -q "$TORCH_CPU"
+}
+
+setup_env() {
+    local extras="$1" stamp="$ROOT/.venv/.headway-installed" hash
+    [ -x "$PYTHON" ] || make_venv
+    hash="$("$PYTHON" -c 'import hashlib, sys; print(hashlib.sha256(open(sys.argv[1], "rb").read()).hexdigest())' "$ROOT/pyproject.toml")"
+    # the extra dev holds all others
+    if grep -qsxF -e "$hash dev" -e "$hash $extras" "$stamp"; then return; fi
+    has_torch "$PYTHON" || install_torch
+    say "installing headway[$extras] into .venv (a few minutes the first time)"
+    "$PYTHON" -m pip install -q -e "$ROOT[$extras]"
+    printf '%s\n' "$hash $extras" >>"$stamp"
+}
+
+setup_env "$1"

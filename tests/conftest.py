@@ -1,0 +1,136 @@
+"""Fixtures that every test may use: a tiny random target as a Hugging Face folder, its tokenizer, a random head for it.
+
+The folder is written by transformers, so reading it tests our reader. Everything is seeded. Session fixtures are shared
+and must not be changed: load your own copy to pack or train it.
+"""
+
+from __future__ import annotations
+
+import os
+
+# before anything imports a hub client or a tokenizer
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("WANDB_SILENT", "true")
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+END = "<|endoftext|>"
+VOCAB_SIZE = 384
+CHAT_TEMPLATE = (
+    "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant:{% endif %}"
+)
+
+MakeTarget = Callable[..., Path]
+
+
+def train_tiny_tokenizer() -> Any:
+    """Byte-level BPE: END, the 256 bytes and a few merges learned from the sources of `textwrap`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(textwrap.__file__).read_text(encoding="utf-8")], trainer)
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def make_target_folder(tmp_path_factory: pytest.TempPathFactory) -> MakeTarget:
+    """`make_target_folder(seed=0, dtype=torch.float32, **config)`: a fresh random Llama; keys are LlamaConfig's."""
+    tokenizer = train_tiny_tokenizer()
+
+    def make(*, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
+        from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+        config = {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 8,  # the fewest on which the default aux layers differ
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "initializer_range": 0.1,  # wide, so that argmax does not hang on the last bits
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+        folder = tmp_path_factory.mktemp("target")
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = LlamaForCausalLM(LlamaConfig(**(config | overrides)))
+        model.to(dtype).save_pretrained(folder)
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END)
+        fast.chat_template = CHAT_TEMPLATE
+        fast.save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_target_folder(make_target_folder: MakeTarget) -> Path:
+    return make_target_folder()
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tiny_target_folder: Path) -> Any:
+    """Shared: do not pack, train or move it."""
+    from models.targets import load_target
+
+    return load_target(str(tiny_target_folder))
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tiny_target_folder: Path) -> Any:
+    from models.tokenizer import Tokenizer
+
+    return Tokenizer.load(tiny_target_folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_head_folder(tiny_target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported random EAGLE-3 head for `tiny_target`, with a reduced draft vocabulary of 128."""
+    from models.heads import save_head
+    from models.heads.eagle3 import Eagle3Config, Eagle3Head
+    from models.vocab import build_draft_vocab
+
+    counts = torch.arange(VOCAB_SIZE).flip(0) % 7  # some order that is no prefix of the vocabulary
+    head = Eagle3Head(Eagle3Config.for_target(tiny_target.config, draft_vocab_size=128))
+    head.set_vocabulary(*build_draft_vocab(counts, 128, forced_ids=[0]))
+    head.initialise(tiny_target, from_target=True, seed=0)
+    folder = tmp_path_factory.mktemp("head")
+    save_head(
+        head,
+        folder,
+        verifier=tiny_target.path,
+        verifier_architecture=tiny_target.config.architecture,
+        speculative_tokens=4,
+        provenance={"target_fingerprint": tiny_target.fingerprint},
+    )
+    return folder
+
+
+@pytest.fixture
+def tiny_head(tiny_head_folder: Path, tiny_target: Any) -> Any:
+    from models.heads import load_head
+
+    return load_head(tiny_head_folder, target=tiny_target)

@@ -1,0 +1,274 @@
+"""The configuration: everything composes, every mistake is an error that names it, every key is known here.
+
+A new, renamed or removed key is a visible diff of config_keys.txt, which HEADWAY_UPDATE_GOLDEN=1 writes anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from infer import config as infer_config
+from infer.cli import CONF, compose, groups_of, help_text, load_config, quote_free_text, save_config
+from train import config as train_config
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = Path(__file__).with_name("config_keys.txt")
+SCHEMAS = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
+COMMANDS = {**infer_config.COMMANDS, **train_config.COMMANDS}
+FILES = sorted(path.relative_to(CONF).as_posix() for path in Path(CONF).rglob("*.yaml"))
+GIVEN = {"data/jsonl": ["data.path=x.jsonl"]}  # what an option asks the user for
+ENTRY_POINTS = {
+    "train": "train/run.py",
+    "serve": "infer/serve.py",
+    "generate": "infer/generate.py",
+    "bench": "scripts/bench.py",
+}
+
+
+def options() -> list[tuple[str, str, str]]:
+    """(command, group, option) for every option that a command line can name."""
+    return [(c, group, option) for c in sorted(COMMANDS) for group, names in groups_of(c).items() for option in names]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_compose(command: str) -> None:
+    assert type(compose(command, COMMANDS[command])) is COMMANDS[command]
+
+
+@pytest.mark.parametrize(("command", "group", "option"), options())
+def test_options_compose_under_their_own_name(command: str, group: str, option: str) -> None:
+    overrides = [f"{group}={option}", *GIVEN.get(f"{group}/{option}", [])]
+    if (command, group, option) == ("train", "head", "none"):
+        with pytest.raises(ValueError, match="head=none: training needs a head"):
+            compose(command, COMMANDS[command], overrides)
+        return
+    config = compose(command, COMMANDS[command], overrides)
+    if group != "experiment" and hasattr(getattr(config, group), "name"):
+        assert getattr(config, group).name == option
+
+
+def test_every_file_is_reachable() -> None:
+    reached = {f"{command}.yaml" for command in COMMANDS} | {f"{group}/{option}.yaml" for _, group, option in options()}
+    reached.add("hydra/default.yaml")
+    assert set(FILES) - reached == set()
+
+
+def test_every_group_file_is_held_to_a_schema() -> None:
+    """Without `base_x` an unknown key in the file would pass in silence."""
+    for file in FILES:
+        group = file.partition("/")[0]
+        if group in SCHEMAS:
+            base = yaml.safe_load((Path(CONF) / file).read_text())["defaults"]
+            assert len(base) == 1, file
+            assert base[0].removeprefix("base_") in SCHEMAS[group], file
+
+
+@pytest.mark.parametrize("model", [f.split("/")[1][:-5] for f in FILES if f.startswith("model/")])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_model_goes_with_the_head(command: str, model: str) -> None:
+    config = compose(command, COMMANDS[command], [f"model={model}", "head=eagle3"])
+    assert (config.model.name, config.head.name) == (model, "eagle3")
+
+
+def golden_keys() -> str:
+    keys = [f"{command}: {field.name}" for command, schema in COMMANDS.items() for field in dataclasses.fields(schema)]
+    for group, schemas in SCHEMAS.items():
+        for option, schema in schemas.items():
+            keys += [f"{group}/{option}: {field.name}" for field in dataclasses.fields(schema)]
+    return "\n".join(sorted(keys)) + "\n"
+
+
+def test_no_key_comes_or_goes_unseen() -> None:
+    if os.environ.get("HEADWAY_UPDATE_GOLDEN"):
+        GOLDEN.write_text(golden_keys())
+    assert GOLDEN.read_text() == golden_keys()
+
+
+@pytest.mark.parametrize(
+    ("command", "overrides", "message"),
+    [
+        # what Hydra and the schemas refuse
+        ("train", ["optim.lrr=1"], "optim.lrr: unknown key; did you mean lr? known: betas, clip, eps,"),
+        ("train", ["heda=eagle3"], "heda: unknown key; did you mean head? known:"),
+        ("train", ["+optim.foo=1"], "optim.foo: unknown key; known: betas, clip, eps,"),
+        ("serve", ["++model.foo=1"], "model.foo: unknown key; known: device, dtype, name, path, revision"),
+        ("train", ["optim.lr=fast"], "optim.lr: Value 'fast' of type 'str' could not be converted to Float"),
+        ("train", ["batch_size=2.5"], "batch_size: Value '2.5' of type 'float' could not be converted to Integer"),
+        ("train", ["head.aux_layers=[1,x]"], "head.aux_layers[1]: Value 'x' of type 'str' could not be converted"),
+        ("serve", ["engine.exact=7.5"], "engine.exact: Value '7.5' is not a valid bool"),
+        ("generate", ["head=eagel3"], "head=eagel3: no such option; did you mean eagle3? known: eagle3, none"),
+        ("train", ["experiment=x"], "experiment=x: no such option; known: demo-eagle3-hour"),
+        ("train", ["data=jsonl"], "data.path: must be given, as data.path=..."),
+        ("train", ["seed"], "Error parsing override 'seed'"),
+        # what __post_init__ refuses
+        ("serve", ["engine.page_size=24"], "engine.page_size=24: must be a power of two (16, 32, ...)"),
+        ("serve", ["engine.max_rows=8"], "engine.max_rows=8: must hold engine.prefill_chunk=256 rows"),
+        ("serve", ["server.port=70000"], "server.port=70000: must be 0 to 65535"),
+        ("serve", ["model.dtype=fp8"], "model.dtype=fp8: must be one of float32, bfloat16, float16"),
+        ("serve", ["model.device=gpu"], "model.device=gpu: must be auto, cpu, cuda or cuda:<number>"),
+        ("serve", ["head=none", "proposer=head"], "proposer=head: needs a head; say head=eagle3"),
+        ("serve", ["head=none", "head.path=x"], "head.path=x: head=none reads no head"),
+        ("serve", ["proposer.max_draft_tokens=64"], "proposer.max_draft_tokens=64: must be 0 to 63"),
+        ("serve", ["proposer.ngram_min=5"], "proposer.ngram_min=5: must be at least 1 and at most ngram_max=4"),
+        ("generate", ["temperature=-1"], "temperature=-1.0: must be at least 0"),
+        ("generate", ["temperature=nan"], "temperature=nan: must be at least 0"),
+        ("generate", ["top_p=0"], "top_p=0.0: must be above 0 and at most 1"),
+        ("generate", ["color=red"], "color=red: must be one of auto, always, never"),
+        ("generate", ["prompt=a", "prompts_file=b"], "prompts_file: excludes prompt"),
+        ("generate", ["compare=true", "proposer=none"], "compare=true: compares speculation off and on"),
+        ("bench", ["systems=[off,vllm]"], "systems=vllm: must be one of off, ngram"),
+        ("bench", ["concurrency=[]"], "concurrency=[]: name at least one"),
+        ("train", ["steps=null", "minutes=null"], "steps=null and minutes=null: the run would not end"),
+        ("train", ["run=../x"], "run=../x: becomes a folder name"),
+        ("train", ["run=heads"], "run=heads: outputs/heads holds the exported heads"),
+        ("train", ["precision=fp16"], "precision=fp16: must be one of fp32, bf16"),
+        ("train", ["head.fc_norm=true", "head.norm_before_fc=true"], "head.fc_norm=true: excludes head.norm_before_fc"),
+        ("train", ["head.aux_layers=[2,2]"], "head.aux_layers=[2, 2]: must be distinct layer ids"),
+        ("train", ["objective.step_weight=0"], "objective.step_weight=0.0: must be above 0"),
+        ("train", ["optim.betas=[0.9]"], "optim.betas=[0.9]: must be two numbers"),
+        ("train", ["data.temperatures=[]"], "data.temperatures=[]: give at least one"),
+    ],
+)
+def test_mistakes_are_errors_that_name_them(command: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the message is compared below, as it stands
+        compose(command, COMMANDS[command], overrides)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("foo: 1", "conf/head/none.yaml: head.foo: Key 'foo' not in 'NoHeadConfig'"),
+        (
+            "allow_mismatch: 1.5",
+            "conf/head/none.yaml: head.allow_mismatch: Value '1.5' is not a valid bool (type float)",
+        ),
+    ],
+)
+def test_mistakes_in_a_file_name_the_file(
+    line: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in FILES:
+        (tmp_path / file).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / file).write_text((Path(CONF) / file).read_text())
+    with (tmp_path / "head" / "none.yaml").open("a") as file:
+        file.write(line + "\n")
+    monkeypatch.setattr("infer.cli.CONF", str(tmp_path))
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        compose("serve", infer_config.ServeConfig, ["head=none"])
+    assert str(error.value) == message
+
+
+def run_command(command: str, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / ENTRY_POINTS[command]), *arguments],
+        cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "argument", "message"),
+    [
+        ("train", "optim.lrr=1", "error: optim.lrr: unknown key; did you mean lr? known: betas,"),
+        (
+            "serve",
+            "server.port=http",
+            "error: server.port: Value 'http' of type 'str' could not be converted to Integer",
+        ),
+        ("generate", "head=eagel3", "error: head=eagel3: no such option; did you mean eagle3? known: eagle3, none"),
+        ("bench", "rounds=0", "error: rounds=0: must be at least 1"),
+    ],
+)
+def test_the_command_line_shows_one_message(command: str, argument: str, message: str, tmp_path: Path) -> None:
+    result = run_command(command, argument, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(message)
+    assert result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_traceback_is_there_when_asked_for(tmp_path: Path) -> None:
+    result = run_command("train", "precision=fp16", cwd=tmp_path, HYDRA_FULL_ERROR="1")
+    assert result.returncode == 2
+    assert "Traceback" in result.stderr
+    assert result.stderr.endswith("error: precision=fp16: must be one of fp32, bf16\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def main():",
+        "Hello, world!",
+        "x = {1: [2]}",
+        "it's",
+        "a\\",
+        "\\'",
+        '"""doc"""',
+        "${x}",
+        "a\nb",
+        "τ",
+        "",
+        "null ",
+    ],
+)
+def test_a_prompt_is_taken_as_typed(text: str) -> None:
+    argument = quote_free_text(f"prompt={text}", infer_config.GenerateConfig)
+    assert compose("generate", infer_config.GenerateConfig, [argument]).prompt == text
+
+
+def test_only_a_prompt_is_quoted() -> None:
+    for argument in ("prompt=null", "prompts_file=a,b", "seed=1", "--cfg", "job"):
+        assert quote_free_text(argument, infer_config.GenerateConfig) == argument
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_groups_with_their_options_and_keys(command: str) -> None:
+    text = help_text(command, COMMANDS[command])
+    for group, names in groups_of(command).items():
+        assert re.search(rf"^  {group} +{re.escape(' | '.join(names))}$", text, re.MULTILINE)
+    for field in dataclasses.fields(COMMANDS[command]):
+        assert field.name in groups_of(command) or f"\n  {field.name}:" in text
+    assert "base_" not in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_written_config_reads_back_equal(command: str, tmp_path: Path) -> None:
+    config: Any = compose(command, COMMANDS[command], ["head.num_layers=2", "engine.threads=1"])
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml", COMMANDS[command], SCHEMAS) == config
+
+
+def test_a_written_config_is_read_strictly(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    save_config(compose("serve", infer_config.ServeConfig), path)
+    path.write_text(path.read_text().replace("num_layers:", "num_lairs:"))
+    with pytest.raises(ValueError, match=r"config\.yaml: head\.num_lairs: unknown key; did you mean num_layers\?"):
+        load_config(path, infer_config.ServeConfig, SCHEMAS)
+
+
+def test_relative_paths_count_from_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = compose("serve", infer_config.ServeConfig)
+    assert config.model.path_or_hub_id == str(ROOT / "models" / "demo")
+    assert config.head.folder(config.output_dir, "demo") == ROOT / "outputs" / "heads" / "demo" / "eagle3"
+    hub = compose("serve", infer_config.ServeConfig, ["model=llama3-8b"])
+    assert hub.model.path_or_hub_id == "meta-llama/Meta-Llama-3-8B-Instruct"
+    given = compose("serve", infer_config.ServeConfig, [f"head.path={tmp_path}", f"model.path={tmp_path}"])
+    assert given.head.folder(given.output_dir, "demo") == tmp_path
+    assert given.model.path_or_hub_id == str(tmp_path)
+
+
+def test_pages_of_the_kv_pool() -> None:
+    assert infer_config.EngineConfig().num_pages(1024) == 32 * 1024 // 16
+    assert infer_config.EngineConfig().num_pages(8192) == 65536 // 16  # bounded
+    assert infer_config.EngineConfig().num_pages(131072) == 131072 // 16  # but one request fits
+    assert infer_config.EngineConfig(max_tokens_in_cache=100).num_pages(1024) == 7

@@ -1,0 +1,140 @@
+"""doctor.py: each trap is recognised, each finding has a fix, and this environment has nothing broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from scripts import doctor
+
+ROOT = Path(__file__).resolve().parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+GIB = 2**30
+
+
+def run_doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), *arguments]
+    return subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_this_environment_is_sound() -> None:
+    result = run_doctor("--json")
+    report = json.loads(result.stdout)
+    assert [check for check in report["checks"] if check["status"] == "broken"] == []
+    assert (result.returncode, report["ok"]) == (0, True)
+    names = [check["name"] for check in report["checks"]]
+    assert len(names) == len(set(names))
+    for name in ("python", "torch", "kernels package", "wandb package", "demo target", "devices", "cpu", "threads"):
+        assert name in names
+
+
+def test_the_table_shows_every_check_and_its_fix() -> None:
+    result = run_doctor(TRITON_INTERPRET="1")
+    assert result.returncode == 0  # a warning is not broken
+    line = next(i for i, text in enumerate(result.stdout.splitlines()) if "TRITON_INTERPRET=1" in text)
+    assert result.stdout.splitlines()[line].startswith("warn")
+    assert result.stdout.splitlines()[line + 1].strip() == "fix: unset TRITON_INTERPRET"
+
+
+def test_unknown_options_are_refused() -> None:
+    result = run_doctor("--jsn")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "error: --jsn: unknown; the only option is --json\n"
+
+
+def test_requirements_are_those_of_the_pyproject() -> None:
+    found = {requirement.name: extra for extra, requirement in doctor.requirements(PYPROJECT)}
+    assert found["torch"] == ""
+    assert found["accelerate"] == "train"
+    assert found["fastapi"] == "serve"
+    assert found["pytest"] == "dev"
+    assert "headway" not in found
+
+
+@pytest.mark.parametrize(
+    ("version", "allowed"),
+    [("2.13.0+cpu", True), ("2.13.0", True), ("2.11.0", True), ("2.10.0", False), ("2.14.0", False), (None, False)],
+)
+def test_torch_bound(version: str | None, allowed: bool) -> None:
+    requirement = next(r for _, r in doctor.requirements(PYPROJECT) if r.name == "torch")
+    check = doctor.check_package("", requirement, version)
+    assert (check.status == "ok") == allowed
+    assert bool(check.fix) != allowed
+
+
+@pytest.mark.parametrize(("torch", "triton"), [("2.11", "3.6.0"), ("2.12", "3.7.0"), ("2.13", "3.7.1")])
+def test_the_triton_that_each_torch_brings_is_allowed(torch: str, triton: str) -> None:
+    bounds = {r.name: r.specifier for _, r in doctor.requirements(PYPROJECT)}
+    assert bounds["torch"].contains(torch)
+    assert bounds["triton"].contains(triton)
+    assert not bounds["triton"].contains("3.9.0")
+
+
+def test_missing_extra_is_a_warning_and_says_which() -> None:
+    check = doctor.check_package("train", Requirement("wandb>=0.28"), None)
+    assert (check.status, check.fix) == ("warning", "pip install -e '.[train]'")
+
+
+def test_python_bound() -> None:
+    assert doctor.check_python(PYPROJECT, "3.11.0").status == "ok"
+    assert doctor.check_python(PYPROJECT, "3.14.0").status == "ok"
+    assert doctor.check_python(PYPROJECT, "3.10.9").status == "broken"
+
+
+def test_foreign_kernels_is_broken(tmp_path: Path) -> None:
+    here = ROOT / "kernels" / "__init__.py"
+    assert doctor.check_kernels(None, here).status == "ok"
+    assert doctor.check_kernels("0.18.2", here).fix == "pip uninstall kernels"
+    assert doctor.check_kernels(None, tmp_path / "kernels" / "__init__.py").status == "broken"
+
+
+def test_local_wandb_folder_is_broken_only_without_the_package(tmp_path: Path) -> None:
+    (tmp_path / "wandb").mkdir()
+    assert doctor.check_wandb(None, False, tmp_path / "wandb").status == "broken"
+    assert doctor.check_wandb(None, False, tmp_path / "none").status == "warning"
+    assert doctor.check_wandb("0.31.0", False, tmp_path / "wandb").status == "broken"
+    assert doctor.check_wandb("0.31.0", True, tmp_path / "wandb").status == "ok"
+
+
+def test_torch_build_against_the_machine() -> None:
+    assert doctor.check_torch_build("2.13.0+cpu", False, False, None).status == "ok"
+    assert doctor.check_torch_build("2.13.0+cpu", True, False, None).status == "warning"
+    assert doctor.check_torch_build("2.13.0", True, True, "0.28.0").status == "ok"
+    assert doctor.check_torch_build("2.13.0+cpu", False, False, "0.28.0").fix == "pip uninstall torchvision torchaudio"
+
+
+def test_threads_disk_and_interpreter(tmp_path: Path) -> None:
+    assert doctor.check_threads(2, 2, None).status == "ok"
+    assert doctor.check_threads(2, 8, "8").status == "warning"
+    assert doctor.check_disk(10 * GIB, tmp_path).status == "ok"
+    assert doctor.check_disk(3 * GIB, tmp_path).status == "warning"
+    assert doctor.check_disk(0.5 * GIB, tmp_path).status == "broken"
+    assert doctor.check_triton_interpret(None).status == "ok"
+    assert doctor.check_triton_interpret("0").status == "ok"
+    assert doctor.check_triton_interpret("1").status == "warning"
+
+
+def test_demo_weights(tmp_path: Path) -> None:
+    check = doctor.check_demo(tmp_path)
+    assert check.status == "broken"
+    assert check.detail == "models/demo lacks config.json, tokenizer.json, model.safetensors"
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_bytes(b"x")
+    assert doctor.check_demo(tmp_path).status == "ok"
+
+
+def test_cpu_facts_are_read_from_either_architecture() -> None:
+    x86 = "processor : 0\nmodel name\t: EPYC\nflags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile\n"
+    arm = "processor : 0\nFeatures\t: fp asimd bf16\n"
+    assert doctor.cpu_facts(x86) == ("EPYC", ["avx2", "avx512f", "avx512_bf16", "amx_tile"])
+    assert doctor.cpu_facts(arm) == ("", ["asimd", "bf16"])
+    assert doctor.cpu_facts("") == ("", [])

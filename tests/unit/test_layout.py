@@ -1,0 +1,181 @@
+"""The rules of the tree: which way imports point, which names are taken, what no file may contain."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("kernels", "models", "infer", "train", "scripts")
+MAY_IMPORT = {
+    "kernels": set(),
+    "models": {"kernels"},
+    "infer": {"kernels", "models"},
+    "train": {"kernels", "models", "infer"},
+}
+ENTRY_POINTS = ("train/run.py", "infer/serve.py", "infer/generate.py", "scripts/bench.py", "scripts/doctor.py")
+BOOTSTRAP = """\
+import os
+import sys
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or '.') != HERE]"""
+# Names that a user may well have installed beside us, and that this environment has not.
+FOREIGN = {
+    "arctic_inference", "bitsandbytes", "deepspeed", "evaluate", "flashinfer", "lm_eval", "peft", "ray", "requests",
+    "scipy", "sglang", "specforge", "speculators", "torchaudio", "torchvision", "trl", "vllm", "xformers", "xgrammar",
+    "zmq",
+}  # fmt: skip
+FORBIDDEN_IMPORTS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imported_modules(tree: ast.Module) -> list[str]:
+    """Every imported module's dotted name, those inside functions too."""
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import of {node.module}: write it absolute"
+            names.append(node.module or "")
+    return names
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_imports_point_downwards(package: str) -> None:
+    not_allowed = {*PRODUCT, "tests"} - MAY_IMPORT[package] - {package}
+    wrong = [
+        f"{relative(path)} imports {name}"
+        for path in sources(package)
+        for name in imported_modules(parse(path))
+        if name.split(".")[0] in not_allowed
+    ]
+    assert wrong == []
+
+
+def test_no_file_beside_an_entry_point_shadows_a_module() -> None:
+    """Python puts an entry point's own folder first on sys.path."""
+    ours = {"kernels", "models", "infer", "train", "scripts", "tests"}
+    taken = set(sys.stdlib_module_names) | (set(metadata.packages_distributions()) - ours) | FOREIGN
+    names = {
+        f"{folder}/{path.name}": path.stem
+        for folder in ("train", "infer", "scripts")
+        for path in (ROOT / folder).iterdir()
+        if path.suffix == ".py" or (path.is_dir() and path.name != "__pycache__")
+    }
+    assert {file: name for file, name in names.items() if name in taken} == {}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_packages_resolve_to_this_repository(package: str) -> None:
+    module = importlib.import_module(package)
+    assert [Path(folder).resolve() for folder in module.__path__] == [ROOT / package]
+
+
+def test_hugging_face_kernels_is_not_installed() -> None:
+    with pytest.raises(metadata.PackageNotFoundError):
+        metadata.distribution("kernels")
+
+
+def entry_points() -> list[str]:
+    scripts = [relative(path) for path in sources("scripts") if "__main__" in path.read_text(encoding="utf-8")]
+    return sorted({*ENTRY_POINTS, *scripts})
+
+
+@pytest.mark.parametrize("file", entry_points())
+def test_entry_points_begin_with_the_bootstrap(file: str) -> None:
+    body = parse(ROOT / file).body
+    if isinstance(body[0], ast.Expr):
+        body = body[1:]  # the docstring
+    if isinstance(body[0], ast.ImportFrom) and body[0].module == "__future__":
+        body = body[1:]
+    assert "\n".join(ast.unparse(node) for node in body[:4]) == BOOTSTRAP
+    assert ast.unparse(body[4]) == "os.environ.setdefault('USE_HUB_KERNELS', 'NO')"
+
+
+def test_bootstrap_replaces_the_own_folder(tmp_path: Path) -> None:
+    """Started from elsewhere, beside a file that shadows the standard library, a script still finds the repository."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "queue.py").write_text("raise RuntimeError('shadowed')\n")
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("where = 'the right one'\n")
+    (folder / "run.py").write_text(f"{BOOTSTRAP}\nimport queue, kernels\nprint(kernels.where)\n")
+    command = [sys.executable, str(folder / "run.py")]
+    environment = {**os.environ, "PYTHONSAFEPATH": ""}
+    result = subprocess.run(command, cwd="/", capture_output=True, text=True, env=environment, check=False)
+    assert (result.stdout, result.stderr) == ("the right one\n", "")
+
+
+def forbidden(tree: ast.Module) -> list[str]:
+    found = [name for name in imported_modules(tree) if name.split(".")[0] in FORBIDDEN_IMPORTS]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
+            found.append("torch.load")
+        if isinstance(node, ast.Name) and node.id in ("eval", "exec"):
+            found.append(node.id)
+        unsafe = isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "allow_pickle")
+        if unsafe and ast.unparse(node.value) != "False":
+            found.append(ast.unparse(node))
+        if isinstance(node, ast.Constant) and node.value == "_target_":
+            found.append("_target_")
+    return found
+
+
+def test_no_code_from_data() -> None:
+    """No pickle, no remote code, no class names in a configuration."""
+    found = {relative(path): names for path in sources(*PRODUCT) if (names := forbidden(parse(path)))}
+    assert found == {}
+    assert [relative(path) for path in (ROOT / "conf").rglob("*.yaml") if "_target_" in path.read_text()] == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from dill import loads",
+        "def f():\n    import pickle.foo",
+        "torch.load(f)",
+        "f(trust_remote_code=True)",
+        "np.load(f, allow_pickle=x)",
+        "x = '_target_'",
+        "eval('1')",
+    ],
+)
+def test_the_search_for_code_from_data_finds_it(code: str) -> None:
+    assert forbidden(ast.parse(code)) != []
+
+
+def test_files_stay_small() -> None:
+    long = {relative(path): n for path in sources(*PRODUCT) if (n := path.read_text().count("\n")) > 600}
+    assert long == {}
+
+
+def test_no_paths_of_one_machine() -> None:
+    pattern = re.compile(r"(?<![\w.])/(?:" + "|".join(["work", "root", "home"]) + r")/\w")
+    files = [
+        *sources(*PRODUCT, "tests"),
+        *ROOT.glob("*.md"),
+        *(ROOT / "conf").rglob("*.yaml"),
+        *ROOT.glob("scripts/*.sh"),
+    ]
+    assert [relative(path) for path in files if pattern.search(path.read_text(encoding="utf-8"))] == []

@@ -1,0 +1,1 @@
+"""Target to features to head to exported head."""

@@ -1,0 +1,67 @@
+"""What a head reads and predicts at every slot: shifts and masks, as pure functions (DESIGN section 6).
+
+Slot i holds what the engine holds when the target has just emitted token t[i+1]: the pair (t[i+1], feature f[i]) at
+rotary position i. Its draft approximates p[i+1], the target's distribution over t[i+2]. At training-time-test step k
+the slot has drafted k tokens more: it reads t[i+1+k] at position i+k and approximates p[i+1+k]. Knows nothing about
+models or losses; every function takes `[..., T]`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def shift_left(x: Tensor, by: int, fill: int | bool = 0) -> Tensor:
+    """`out[..., i] = x[..., i + by]`, `fill` past the end."""
+    length = x.shape[-1]
+    out = torch.full_like(x, fill)
+    if by < length:
+        out[..., : length - by] = x[..., by:]
+    return out
+
+
+def draft_tokens(ids: Tensor, step: int) -> Tensor:
+    """The token that slot i reads at this step: t[i + 1 + step], teacher-forced; 0 past the end, never served."""
+    return shift_left(ids, 1 + step)
+
+
+def draft_positions(length: int, step: int, device: torch.device | str | None = None) -> Tensor:
+    """The rotary position of slot i at this step: i + step.
+
+    Held below `length`, which only slots without a target reach, so that no position leaves the rotary table.
+    """
+    return (torch.arange(length, device=device) + step).clamp(max=length - 1)
+
+
+def predicted_tokens(ids: Tensor, step: int) -> Tensor:
+    """The token that slot i's draft must equal to be accepted at this step: t[i + 2 + step]."""
+    return shift_left(ids, 2 + step)
+
+
+def served(assistant: Tensor) -> Tensor:
+    """Slots from which the engine drafts: `assistant[i+1] & assistant[i+2]`.
+
+    A draft starts from a token that the target itself emitted, the first of a response included, and is of use only
+    while another follows: the slot of the last token (end of text) is out. The last two slots have no target.
+    """
+    return shift_left(assistant, 1, False) & shift_left(assistant, 2, False)
+
+
+def step_masks(assistant: Tensor, steps: int) -> Tensor:
+    """`[steps, ..., T]`: slot i counts at step k when slots i .. i+k are all served: no draft crosses a turn."""
+    start = served(assistant)
+    masks = [start]
+    for step in range(1, steps):
+        masks.append(masks[-1] & shift_left(start, step, False))
+    return torch.stack(masks)
+
+
+def teacher_rows(assistant: Tensor) -> Tensor:
+    """Positions whose target distribution some slot approximates: j with slot j-1 served.
+
+    Slot i at step k is taught by position i+1+k, so all steps share these rows.
+    """
+    rows = torch.zeros_like(assistant)
+    rows[..., 1:] = served(assistant)[..., :-1]
+    return rows

@@ -1,0 +1,110 @@
+"""Checkpoints of a training run: parameters, optimiser, random state and position, in safetensors and JSON.
+
+A checkpoint is one folder, whole or not there; `latest` names the newest and moves last. Restoring one continues the
+run bit for bit. Knows nothing about what is trained beyond names and tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from train import atomic
+
+LATEST = "latest"
+
+
+def save_checkpoint(
+    folder: Path, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep: int
+) -> Path:
+    """Writes `folder`/step-NNNNNN and keeps the newest `keep`. Frozen parameters are not stored."""
+    path = folder / f"step-{step:06d}"
+    with atomic.replace_folder(path) as staging:
+        save_file(module_tensors(module), staging / "module.safetensors")
+        save_file(optimizer_tensors(module, optimizer), staging / "optimizer.safetensors")
+        save_file(random_state(), staging / "random.safetensors")
+        atomic.write_text(staging / "state.json", json.dumps({"step": step, **state}, indent=2) + "\n")
+    atomic.write_text(folder / LATEST, path.name + "\n")
+    for old in sorted(folder.glob("step-*"))[:-keep]:
+        if old != path:
+            atomic.discard(old)
+    return path
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint, None when there is none yet."""
+    if not (folder / LATEST).is_file():
+        return None
+    path = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
+    if not path.is_dir():
+        raise ValueError(f"{folder / LATEST}: names {path.name}, which is not there; delete it to start the run anew")
+    return path
+
+
+def load_checkpoint(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Restores what `save_checkpoint` wrote, the random state included, and returns its `state`."""
+    try:
+        tensors = {name: load_file(path / f"{name}.safetensors") for name in ("module", "optimizer", "random")}
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    except (OSError, SafetensorError, ValueError) as error:
+        raise ValueError(f"{path}: this checkpoint cannot be read ({error})") from error
+    mine = module_tensors(module)
+    if mine.keys() != tensors["module"].keys():
+        names = sorted(mine.keys() ^ tensors["module"].keys())
+        raise ValueError(f"{path}: of another head; these tensors are on one side only: {', '.join(names[:8])}")
+    with torch.no_grad():
+        for name, value in mine.items():
+            value.copy_(tensors["module"][name])
+    load_optimizer_tensors(module, optimizer, tensors["optimizer"])
+    restore_random_state(tensors["random"])
+    return state
+
+
+def module_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Trainable parameters and persistent buffers, by name."""
+    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    return {name: value.detach() for name, value in module.state_dict().items() if name not in frozen}
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """`<parameter>|<key>` -> tensor, for an optimiser that was given `trainable(module)` in order."""
+    names = list(trainable(module))
+    tensors: dict[str, Tensor] = {}
+    for index, values in optimizer.state_dict()["state"].items():
+        for key, value in values.items():
+            assert isinstance(value, Tensor), f"optimiser state {key} is no tensor"
+            tensors[f"{names[index]}|{key}"] = value.detach().contiguous()
+    return tensors
+
+
+def load_optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    numbers = {name: index for index, name in enumerate(trainable(module))}
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        name, _, slot = key.rpartition("|")
+        state.setdefault(numbers[name], {})[slot] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state |= {f"cuda.{index}": value for index, value in enumerate(torch.cuda.get_rng_state_all())}
+    return state
+
+
+def restore_random_state(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    for name, value in state.items():
+        if name.startswith("cuda.") and int(name[5:]) < torch.cuda.device_count():
+            torch.cuda.set_rng_state(value, int(name[5:]))

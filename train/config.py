@@ -1,0 +1,199 @@
+"""The schemas of training: data, features, objective, optimiser, parallelism, tracker, and the train command.
+
+Builds on the schemas of `infer/config.py` for everything that training shares with serving (target, head, engine).
+Checks values and their combinations; does nothing with them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from infer.config import EngineConfig, HeadConfig, ModelConfig, at_least, one_of, register
+
+
+@dataclass
+class DataConfig:
+    """Prompts and how the target continues them. Responses are always the target's own, written by our engine."""
+
+    name: str = MISSING
+    num_sequences: int = 512  # at most this many training sequences
+    max_new_tokens: int = 192
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # dealt out in turn
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        for key in ("num_sequences", "max_new_tokens"):
+            at_least(f"data.{key}", getattr(self, key), 1)
+        if not self.temperatures:
+            raise ValueError("data.temperatures=[]: give at least one, 0.0 for greedy")
+        for temperature in self.temperatures:
+            at_least("data.temperatures", temperature, 0)
+        at_least("data.top_k", self.top_k, 0)
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"data.top_p={self.top_p}: must be above 0 and at most 1")
+
+
+@dataclass
+class DemoDataConfig(DataConfig):
+    prompt_tokens: int = 64  # length of the prompts cut from the corpus, for training and for evaluation
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("data.prompt_tokens", self.prompt_tokens, 1)
+
+
+@dataclass
+class JsonlDataConfig(DataConfig):
+    path: str = MISSING  # relative to the repository
+    held_out_path: str | None = None  # null: a share of `path`
+    held_out_share: float = 0.05
+    max_prompt_tokens: int = 2048  # rows with a longer prompt are left out, and counted
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
+        if not 0 < self.held_out_share < 1:
+            raise ValueError(f"data.held_out_share={self.held_out_share}: must be between 0 and 1")
+
+
+@dataclass
+class FeaturesConfig:
+    name: str = MISSING  # online: from the target in this process
+    cache_gb: float = 4.0  # features computed once and kept in memory while all of the data's fit; 0: never
+
+    def __post_init__(self) -> None:
+        at_least("features.cache_gb", self.cache_gb, 0)
+
+
+@dataclass
+class ObjectiveConfig:
+    name: str = MISSING
+    steps: int = 5  # K: how many tokens the head drafts from its own states
+    step_weight: float = 0.8  # step k counts step_weight ** k
+    loss: str = "kl"  # kl: against the target's distribution | ce: against its choice
+    drop_out_of_vocab: bool = True  # no loss where the target's choice is outside the draft vocabulary
+
+    def __post_init__(self) -> None:
+        at_least("objective.steps", self.steps, 1)
+        one_of("objective.loss", self.loss, ("kl", "ce"))
+        if not 0 < self.step_weight <= 1:
+            raise ValueError(f"objective.step_weight={self.step_weight}: must be above 0 and at most 1")
+
+
+@dataclass
+class OptimConfig:
+    name: str = MISSING
+    lr: float = 1e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup: float = 0.04  # share of the run
+    final_lr: float = 0.05  # the cosine's end, as a share of lr
+    clip: float = 1.0  # gradient norm
+
+    def __post_init__(self) -> None:
+        for key in ("lr", "eps", "clip"):
+            if not getattr(self, key) > 0:
+                raise ValueError(f"optim.{key}={getattr(self, key)}: must be above 0")
+        at_least("optim.weight_decay", self.weight_decay, 0)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas={self.betas}: must be two numbers from 0 to below 1")
+        for key in ("warmup", "final_lr"):
+            if not 0 <= getattr(self, key) <= 1:
+                raise ValueError(f"optim.{key}={getattr(self, key)}: is a share, must be 0 to 1")
+
+
+@dataclass
+class ParallelConfig:
+    name: str = MISSING  # single | ddp
+
+    def __post_init__(self) -> None:
+        one_of("parallel.name", self.name, ("single", "ddp"))
+
+
+@dataclass
+class TrackerConfig:
+    name: str = MISSING
+
+
+@dataclass
+class WandbConfig(TrackerConfig):
+    project: str = "headway"
+    entity: str | None = None
+    mode: str = "auto"  # auto: online with credentials, else offline | online | offline
+
+    def __post_init__(self) -> None:
+        one_of("tracker.mode", self.mode, ("auto", "online", "offline"))
+
+
+@dataclass
+class TrainConfig:
+    model: ModelConfig = MISSING
+    head: HeadConfig = MISSING
+    data: DataConfig = MISSING
+    features: FeaturesConfig = MISSING
+    objective: ObjectiveConfig = MISSING
+    optim: OptimConfig = MISSING
+    parallel: ParallelConfig = MISSING
+    tracker: TrackerConfig = MISSING
+    engine: EngineConfig = MISSING
+    # identity: outputs/<run>/ is resumed when it exists; null: <model>-<head>-<date and time>
+    run: str | None = None
+    output_dir: str = "outputs"
+    seed: int = 0
+    # budget: whichever ends first; at least one of them
+    steps: int | None = None
+    minutes: float | None = None  # of optimisation, regeneration and evaluation included
+    # one step
+    batch_size: int = 16  # sequences per forward
+    sequence_length: int = 256  # longer sequences are cut
+    accumulate: int = 1  # forwards per optimiser step
+    precision: str = "fp32"  # fp32 | bf16
+    # every how many steps
+    log_every: int = 1
+    eval_every: int = 50
+    checkpoint_every: int = 50
+    keep_checkpoints: int = 2
+    # held-out prompts on which acceptance is measured, by the trainer and by the engine
+    eval_prompts: int = 16
+    eval_max_tokens: int = 128
+    eval_draft_tokens: int = 5
+
+    def __post_init__(self) -> None:
+        if self.head.name == "none":
+            raise ValueError("head=none: training needs a head; say head=eagle3")
+        if self.head.allow_mismatch:
+            raise ValueError("head.allow_mismatch=true: is for serving; a head is trained for the target it is given")
+        if self.run is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run):
+            raise ValueError(f"run={self.run}: becomes a folder name; use letters, digits, '.', '_' and '-'")
+        if self.run == "heads":
+            raise ValueError("run=heads: outputs/heads holds the exported heads; choose another name")
+        one_of("precision", self.precision, ("fp32", "bf16"))
+        if self.steps is None and self.minutes is None:
+            raise ValueError("steps=null and minutes=null: the run would not end; give one of them")
+        at_least("steps", self.steps, 1)
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes={self.minutes}: must be above 0")
+        for key in ("batch_size", "accumulate", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"):
+            at_least(key, getattr(self, key), 1)
+        for key in ("eval_prompts", "eval_max_tokens", "eval_draft_tokens"):
+            at_least(key, getattr(self, key), 1)
+        # slot i trains on tokens i+1 .. i+1+steps, so a shorter sequence holds no slot at all
+        at_least("sequence_length", self.sequence_length, self.objective.steps + 2)
+
+
+SCHEMAS: dict[str, dict[str, type]] = {
+    "data": {"demo": DemoDataConfig, "jsonl": JsonlDataConfig},
+    "features": {"online": FeaturesConfig},
+    "objective": {"ttt": ObjectiveConfig},
+    "optim": {"adamw": OptimConfig},
+    "parallel": {"parallel": ParallelConfig},
+    "tracker": {"wandb": WandbConfig, "tensorboard": TrackerConfig, "none": TrackerConfig},
+}
+COMMANDS: dict[str, type] = {"train": TrainConfig}
+
+register(SCHEMAS, COMMANDS)

@@ -1,0 +1,126 @@
+"""Token sequences with the mask of what the target itself wrote, and the order in which training takes them.
+
+Ids and masks are stored as they were generated and never rendered again. Knows nothing about prompts' origin or
+models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from train import atomic
+
+
+class Batch(NamedTuple):
+    ids: Tensor  # int64 [B, T], 0 in the padding
+    assistant: Tensor  # bool [B, T]: the target wrote this token; False in the padding
+    rows: tuple[int, ...]  # which sequences of the data these are
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.ids.to(device), self.assistant.to(device), self.rows)
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences of any length, end to end: row r is `ids[offsets[r]:offsets[r + 1]]`."""
+
+    ids: Tensor  # int64 [total]
+    assistant: Tensor  # bool [total]
+    offsets: Tensor  # int64 [rows + 1]
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[Sequence[int], Sequence[bool]]]) -> Sequences:
+        lengths = torch.tensor([0, *(len(ids) for ids, _ in rows)])
+        ids = torch.tensor([token for ids, _ in rows for token in ids], dtype=torch.int64)
+        assistant = torch.tensor([flag for _, mask in rows for flag in mask], dtype=torch.bool)
+        return cls(ids, assistant, lengths.cumsum(0))
+
+    def __len__(self) -> int:
+        return self.offsets.numel() - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.offsets.diff()
+
+    def row(self, index: int) -> tuple[Tensor, Tensor]:
+        span = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        return self.ids[span], self.assistant[span]
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """The rows, padded on the right to the longest of them."""
+        parts = [self.row(index) for index in rows]
+        length = max(ids.numel() for ids, _ in parts)
+        batch = Batch(
+            torch.zeros(len(parts), length, dtype=torch.int64),
+            torch.zeros(len(parts), length, dtype=torch.bool),
+            tuple(rows),
+        )
+        for index, (ids, assistant) in enumerate(parts):
+            batch.ids[index, : ids.numel()] = ids
+            batch.assistant[index, : ids.numel()] = assistant
+        return batch
+
+    def cut(self, length: int) -> Sequences:
+        """Every row cut to `length` tokens; rows that then serve no slot are left out."""
+        rows = []
+        for index in range(len(self)):
+            ids, assistant = (part[:length] for part in self.row(index))
+            if (assistant[1:-1] & assistant[2:]).any():
+                rows.append((ids, assistant))
+        return Sequences(
+            torch.cat([ids for ids, _ in rows]) if rows else self.ids[:0],
+            torch.cat([assistant for _, assistant in rows]) if rows else self.assistant[:0],
+            torch.tensor([0, *(ids.numel() for ids, _ in rows)]).cumsum(0),
+        )
+
+    def counts(self, vocab_size: int) -> Tensor:
+        """How often the target wrote each token, `[V]`."""
+        return torch.bincount(self.ids[self.assistant], minlength=vocab_size)
+
+    def content_hash(self) -> str:
+        digest = hashlib.sha256()
+        for part in (self.ids, self.assistant, self.offsets):
+            digest.update(part.contiguous().numpy().tobytes())
+        return digest.hexdigest()[:32]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"ids": self.ids.to(torch.int32), "assistant": self.assistant, "offsets": self.offsets}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Sequences:
+        return cls(tensors["ids"].to(torch.int64), tensors["assistant"], tensors["offsets"])
+
+    def save(self, path: Path) -> None:
+        """Whole or not there."""
+        atomic.write_tensors(path, self.tensors())
+
+    @classmethod
+    def load(cls, path: Path) -> Sequences:
+        try:
+            return cls.from_tensors(load_file(path))
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path}: cannot be read ({error}); delete it to have it made again") from error
+
+
+def epoch_order(rows: int, seed: int, epoch: int) -> Tensor:
+    """A permutation that depends on (seed, epoch) alone: where a run resumes is a position, not a sampler's state."""
+    generator = torch.Generator().manual_seed((seed << 20) + epoch)
+    return torch.randperm(rows, generator=generator)
+
+
+def rows_at(rows: int, position: int, count: int, seed: int) -> list[int]:
+    """Rows number position .. position + count - 1 of the endless sequence of shuffled epochs."""
+    chosen: list[int] = []
+    while len(chosen) < count:
+        epoch, offset = divmod(position + len(chosen), rows)
+        chosen += epoch_order(rows, seed, epoch)[offset : offset + count - len(chosen)].tolist()
+    return chosen

@@ -1,0 +1,100 @@
+"""The target's hidden states that a head learns from, taken from the target in this process.
+
+Computed for the sequences of each batch, or once for all of them and kept in memory. Which layers: the head says.
+Knows nothing about losses; what a feature means is DESIGN section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from models.attention import CausalAttention
+from models.targets.llama import LlamaTarget
+from train.config import FeaturesConfig
+from train.data import Batch, Sequences
+
+
+class Features(NamedTuple):
+    aux: tuple[Tensor, ...]  # [B, T, H] per aux layer
+    hidden: Tensor  # [B, T, H] after the final norm: the teacher's logits are the LM head's of this
+
+
+class FeatureSource(Protocol):
+    """Contract: features of exactly the batch's rows; nothing is learned of padding. No gradients."""
+
+    def __call__(self, batch: Batch) -> Features: ...
+
+
+@torch.no_grad()
+def compute_features(target: LlamaTarget, batch: Batch, aux_layers: Sequence[int]) -> Features:
+    positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
+    output = target(batch.ids, positions, CausalAttention(), aux_layers=aux_layers)
+    return Features(output.aux, output.hidden)
+
+
+class OnlineFeatures:
+    """The target runs for every batch."""
+
+    def __init__(self, target: LlamaTarget, aux_layers: Sequence[int]) -> None:
+        self.target, self.aux_layers = target, tuple(aux_layers)
+
+    def __call__(self, batch: Batch) -> Features:
+        return compute_features(self.target, batch, self.aux_layers)
+
+
+class CachedFeatures:
+    """Features of all sequences, computed once at the start, in the data's order.
+
+    That order, and not the order in which training asks, decides which sequences share a forward: a resumed run
+    computes the same bits again.
+    """
+
+    def __init__(
+        self, target: LlamaTarget, aux_layers: Sequence[int], sequences: Sequences, batch_size: int, *, show: bool
+    ) -> None:
+        self._offsets = sequences.offsets
+        self._device = target.norm.weight.device
+        total, parts = int(sequences.offsets[-1]), len(aux_layers) + 1
+        dtype = target.norm.weight.dtype
+        self._store = torch.empty(parts, total, target.config.hidden_size, dtype=dtype, device=self._device)
+        rows = range(0, len(sequences), batch_size)
+        for start in tqdm(rows, desc="features", unit="batch", disable=not show, dynamic_ncols=True):
+            batch = sequences.batch(range(start, min(start + batch_size, len(sequences)))).to(self._device)
+            features = compute_features(target, batch, aux_layers)
+            for index, row in enumerate(batch.rows):
+                low, high = int(self._offsets[row]), int(self._offsets[row + 1])
+                for part, feature in enumerate((*features.aux, features.hidden)):
+                    self._store[part, low:high] = feature[index, : high - low]
+
+    def __call__(self, batch: Batch) -> Features:
+        shape = (self._store.shape[0], *batch.ids.shape, self._store.shape[2])
+        out = self._store.new_zeros(shape)  # [parts, B, T, H]
+        for index, row in enumerate(batch.rows):
+            low, high = int(self._offsets[row]), int(self._offsets[row + 1])
+            out[:, index, : high - low] = self._store[:, low:high]
+        *aux, hidden = out.unbind(0)
+        return Features(tuple(aux), hidden)
+
+
+def feature_bytes(target: LlamaTarget, aux_layers: Sequence[int], tokens: int) -> int:
+    return (len(aux_layers) + 1) * tokens * target.config.hidden_size * target.norm.weight.element_size()
+
+
+def make_features(
+    config: FeaturesConfig,
+    target: LlamaTarget,
+    aux_layers: Sequence[int],
+    sequences: Sequences,
+    *,
+    batch_size: int,
+    show: bool = False,
+) -> FeatureSource:
+    """The cached form while it fits `features.cache_gb`, else the target runs for every batch."""
+    if feature_bytes(target, aux_layers, int(sequences.offsets[-1])) <= config.cache_gb * 1e9:
+        return CachedFeatures(target, aux_layers, sequences, batch_size, show=show)
+    return OnlineFeatures(target, aux_layers)

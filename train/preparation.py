@@ -1,0 +1,169 @@
+"""Everything that must be there before the first step: target, engine, sequences, head, optimiser, features.
+
+The order matters. The engine packs the target, so it comes before any feature is computed (packed and unpacked
+linears differ in their last bits), on a fresh run and on a resumed one alike; a head that starts from the target's
+weights takes them from a copy that was never packed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from infer.config import Eagle3HeadConfig, ProposerConfig
+from infer.engine import Engine
+from infer.request import SamplingParams
+from models.heads.eagle3 import Eagle3Config, Eagle3Head
+from models.targets import load_target
+from models.targets.llama import LlamaTarget
+from models.tokenizer import Tokenizer
+from models.vocab import build_draft_vocab, coverage
+from train import atomic
+from train.config import TrainConfig
+from train.data import Sequences
+from train.evaluation import Evaluator
+from train.features import FeatureSource, OnlineFeatures, make_features
+from train.objectives import OBJECTIVES, TrainingTimeTest
+from train.parallel import say
+from train.prompts import Row, read_prompts
+from train.regenerate import collect_parts, continue_rows, sampling_params
+from train.stopping import StopRequest
+
+TRAIN, HELD_OUT, SOURCE = "train.safetensors", "held_out.safetensors", "source.json"
+
+
+@dataclass
+class Prepared:
+    target: LlamaTarget
+    sequences: Sequences  # cut to sequence_length
+    features: FeatureSource
+    head: Eagle3Head
+    objective: TrainingTimeTest  # around the head, as accelerate prepared it
+    optimizer: torch.optim.Optimizer
+    evaluator: Evaluator
+    data_source: str
+    data_hash: str
+
+
+def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: StopRequest) -> Prepared:
+    torch.manual_seed(config.seed)
+    dtype = getattr(torch, config.model.dtype)
+    path, revision = config.model.path_or_hub_id, config.model.revision
+    target = load_target(path, revision=revision, dtype=dtype, device=accelerator.device)
+    tokenizer = Tokenizer.load(target.folder)
+    head = make_head(config.head, target, config.seed)
+    drafts = ProposerConfig(name="head", max_draft_tokens=config.eval_draft_tokens)
+    engine = Engine(target, tokenizer=tokenizer, proposer="none", config=config.engine, proposer_config=drafts)
+    data = folder / "data"
+    if not (data / TRAIN).is_file():
+        make_data(config, engine, tokenizer, accelerator, data, stop)
+    whole, held_out = Sequences.load(data / TRAIN), Sequences.load(data / HELD_OUT)
+    sequences = whole.cut(config.sequence_length)
+    if not len(sequences):
+        raise ValueError(
+            f"sequence_length={config.sequence_length}: cuts every sequence before its second generated token; raise "
+            f"it (the longest sequence has {int(whole.lengths.max())} tokens)"
+        )
+    give_vocabulary(head, config, target, sequences, tokenizer)
+    head.to(accelerator.device)
+    objective = OBJECTIVES[config.objective.name](head, config.objective)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in head.parameters() if parameter.requires_grad],
+        lr=config.optim.lr,
+        betas=(config.optim.betas[0], config.optim.betas[1]),
+        eps=config.optim.eps,
+        weight_decay=config.optim.weight_decay,
+    )
+    objective, optimizer = accelerator.prepare(objective, optimizer)
+    show = accelerator.is_main_process
+    features = make_features(
+        config.features, target, head.config.aux_layers, sequences, batch_size=config.batch_size, show=show
+    )
+    held_out_features = OnlineFeatures(target, head.config.aux_layers)
+    say(
+        accelerator,
+        f"{len(sequences)} sequences, {int(sequences.offsets[-1])} tokens, {int(sequences.assistant.sum())} of them "
+        f"the target's own; the draft vocabulary of {head.config.draft_vocab_size} covers "
+        f"{100 * coverage(sequences.ids[sequences.assistant], head.t2d):.2f} % of these",
+    )
+    return Prepared(
+        target=target,
+        sequences=sequences,
+        features=features,
+        head=head,
+        objective=objective,
+        optimizer=optimizer,
+        evaluator=Evaluator(config, engine, held_out, held_out_features, stop.check),
+        data_source=json.loads((data / SOURCE).read_text(encoding="utf-8"))["source"],
+        data_hash=whole.content_hash(),
+    )
+
+
+def make_head(config: object, target: LlamaTarget, seed: int) -> Eagle3Head:
+    """Of the target's sizes, with no vocabulary yet. Raises ValueError for settings that do not fit the target."""
+    assert isinstance(config, Eagle3HeadConfig)
+    shape = Eagle3Config.for_target(
+        target.config,
+        draft_vocab_size=config.draft_vocab_size,
+        aux_layers=config.aux_layers,
+        num_layers=config.num_layers,
+        norm_before_residual=config.norm_before_residual,
+        norm_before_fc=config.norm_before_fc,
+        fc_norm=config.fc_norm,
+        norm_output=config.norm_output,
+    )
+    return Eagle3Head(shape)
+
+
+def give_vocabulary(
+    head: Eagle3Head, config: TrainConfig, target: LlamaTarget, sequences: Sequences, tokenizer: Tokenizer
+) -> None:
+    """Chooses the draft vocabulary from what the target wrote, and initialises the head for it."""
+    assert isinstance(config.head, Eagle3HeadConfig)
+    vocab_size = target.config.vocab_size
+    special = {*tokenizer.special_ids, *tokenizer.eos_ids, *target.config.eos_token_ids, target.config.bos_token_id}
+    forced = [token for token in special if token is not None and token < vocab_size]
+    head.set_vocabulary(*build_draft_vocab(sequences.counts(vocab_size), head.config.draft_vocab_size, forced))
+    donor = target
+    if config.head.init_from_target:
+        donor = load_target(config.model.path_or_hub_id, revision=config.model.revision, dtype=target.norm.weight.dtype)
+    head.initialise(donor, from_target=config.head.init_from_target, seed=config.seed)
+
+
+def make_data(
+    config: TrainConfig,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    accelerator: Accelerator,
+    folder: Path,
+    stop: StopRequest,
+) -> None:
+    """Writes the sequences of both splits, or what is finished of them when a stop is requested."""
+    prompts = read_prompts(config, tokenizer, engine.context)
+    for complaint in prompts.complaints[:8]:
+        say(accelerator, f"left out: {complaint}")
+    if len(prompts.complaints) > 8:
+        say(accelerator, f"left out: {len(prompts.complaints)} rows in all")
+    say(accelerator, f"the target continues {len(prompts.train)} training and {len(prompts.held_out)} held-out prompts")
+    rank, world, show = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
+
+    def greedy(index: int) -> SamplingParams:
+        return SamplingParams(max_tokens=config.eval_max_tokens)
+
+    def sampled(index: int) -> SamplingParams:
+        return sampling_params(index, config.data, config.seed)
+
+    held_out = [Row(row.prompt) for row in prompts.held_out]
+    for rows, params, name in ((held_out, greedy, HELD_OUT), (prompts.train, sampled, TRAIN)):
+        parts = folder / Path(name).stem
+        continue_rows(engine, rows, params, parts, share=(rank, world), check=stop.check, show=show)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            atomic.write_text(folder / SOURCE, json.dumps({"source": prompts.source}) + "\n")
+            collect_parts(parts, len(rows)).save(folder / name)  # the training part comes last: it marks the whole
+            atomic.discard(parts)
+    accelerator.wait_for_everyone()

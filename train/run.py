@@ -1,0 +1,28 @@
+"""Trains a speculator head and exports it: python train/run.py model=demo head=eagle3 [key=value ...]
+
+The keys are in conf/train.yaml and its groups. The last line of standard output is one JSON document.
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
+import json
+
+from infer.cli import entry_point
+from train.config import TrainConfig
+from train.loop import train
+
+
+@entry_point("train", TrainConfig)
+def main(config: TrainConfig) -> None:
+    result = train(config, sys.argv[1:])
+    if result is not None and int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

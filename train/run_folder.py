@@ -1,0 +1,93 @@
+"""outputs/<run>/: one folder per run, opened anew, or resumed under exactly the configuration it was begun with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from infer import config as infer_config
+from infer.cli import load_config, save_config
+from infer.config import resolve_path
+from train import atomic
+from train import config as train_config
+from train.config import TrainConfig
+
+CONFIG, SCHEDULE = "config.yaml", "schedule.json"
+# What may differ when a run is resumed: nothing that the trained head depends on.
+FREE = (
+    "tracker.",
+    "engine.",
+    "log_every",
+    "eval_every",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "output_dir",
+    "head.path",
+)
+ABSENT = object()
+
+
+def name_run(config: TrainConfig) -> TrainConfig:
+    """With `run` filled in: <model>-<head>-<date and time>, numbered if there is one already."""
+    if config.run is not None:
+        return config
+    base = f"{config.model.name}-{config.head.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    names = [base, *(f"{base}-{number}" for number in range(2, 100))]
+    free = next(name for name in names if not (resolve_path(config.output_dir) / name).exists())
+    return replace(config, run=free)
+
+
+def open_run(config: TrainConfig) -> Path:
+    """The run's folder, made or checked. Raises ValueError naming the keys in which `config` differs from the run's."""
+    assert config.run is not None
+    folder = resolve_path(config.output_dir) / config.run
+    if (folder / CONFIG).is_file():
+        schemas = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
+        refuse_differences(config, load_config(folder / CONFIG, TrainConfig, schemas), folder)
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"run={config.run}: {folder} holds something else than a training run; choose another name")
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic.sweep(folder)
+    staging = folder / f".{CONFIG}.tmp"
+    save_config(config, staging)
+    staging.replace(folder / CONFIG)
+    return folder
+
+
+def refuse_differences(new: TrainConfig, old: TrainConfig, folder: Path) -> None:
+    mine, theirs = flatten(asdict(new)), flatten(asdict(old))
+    different = [
+        f"{key}={mine.get(key, ABSENT)} (the run has {theirs.get(key, ABSENT)})"
+        for key in sorted(mine.keys() | theirs.keys())
+        if mine.get(key, ABSENT) != theirs.get(key, ABSENT) and not key.startswith(FREE)
+    ]
+    if different:
+        raise ValueError(
+            f"run={new.run}: {folder} was begun with other settings: {'; '.join(different)}. "
+            "Give the run's own to resume it, or another run= to begin a new one"
+        )
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def read_steps(folder: Path) -> int | None:
+    """How many steps this run has, once that is decided."""
+    path = folder / SCHEDULE
+    return int(json.loads(path.read_text(encoding="utf-8"))["steps"]) if path.is_file() else None
+
+
+def write_steps(folder: Path, steps: int) -> None:
+    atomic.write_text(folder / SCHEDULE, json.dumps({"steps": steps}) + "\n")

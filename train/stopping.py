@@ -1,0 +1,50 @@
+"""Ctrl-C and SIGTERM as a request to stop at the next safe place; a second one stops at once."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(Exception):
+    """Work that may be dropped (generating, evaluating) was cut short because a stop was requested."""
+
+
+class StopRequest:
+    """A context manager that listens; outside the main thread it never hears anything."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
+
+    def __enter__(self) -> StopRequest:
+        try:
+            self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        except ValueError:  # not the main thread
+            self._before = {}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def check(self) -> None:
+        """Raises Interrupted once a stop was requested."""
+        if self.requested:
+            raise Interrupted
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        self._restore()
+        print("\nstopping at the next safe place; once more stops at once", file=sys.stderr, flush=True)
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

@@ -1,0 +1,198 @@
+"""Where metrics go: metrics.jsonl always, and W&B or TensorBoard beside it. Secrets never go anywhere.
+
+A tracker that cannot work falls back or is refused at the start; none of them can stop or hang a run. Knows no
+metric's meaning.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import netrc
+import os
+import re
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from train import atomic
+from train.config import TrackerConfig, WandbConfig
+
+METRICS = "metrics.jsonl"
+SECRET_KEY = re.compile(r"(key|token|secret|password|passwd|credentials?|auth)$", re.IGNORECASE)
+SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-)\w{8,}|//[^/\s:@]+:[^/\s@]+@")
+FINISH_SECONDS = 60.0
+
+
+class Tracker(Protocol):
+    """Contract: `log` with growing steps, then `finish` once; neither raises for a lost network."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class JsonlTracker:
+    """One JSON object per line. Rows after `resume_step`, of a run that was killed, are dropped: they come again."""
+
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        path = folder / METRICS
+        kept = [json.dumps(row) for row in read_metrics(folder) if row["step"] <= resume_step]
+        atomic.write_text(path, "".join(line + "\n" for line in kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+
+    def finish(self) -> None:
+        self._file.close()
+
+
+class TensorboardTracker:
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(
+                "tracker=tensorboard: tensorboard is not installed; pip install tensorboard, or tracker=none"
+            ) from error
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases, files under the run's folder. The run's name is its id there, so that resuming continues it."""
+
+    def __init__(self, wandb: Any, config: WandbConfig, folder: Path, run: str, settings: Mapping[str, Any]) -> None:
+        self._wandb = wandb
+        arguments = {
+            "project": config.project,
+            "entity": config.entity,
+            "id": run,
+            "name": run,
+            "dir": str(folder),
+            "config": dict(settings),
+        }
+        mode = wandb_mode(config)
+        quiet = wandb.Settings(console="off", silent=True, init_timeout=30)
+        try:
+            resume = "allow" if mode == "online" else None  # offline runs of one id are joined when they are synced
+            self._run = wandb.init(**arguments, mode=mode, resume=resume, settings=quiet)
+        except Exception as error:  # whatever it is, a tracker must not end the run
+            if config.mode == "online":
+                raise ValueError(
+                    f"tracker.mode=online: W&B cannot be reached ({error}); say tracker.mode=offline"
+                ) from error
+            warn(f"W&B cannot be reached ({type(error).__name__}: {error}); tracking offline")
+            self._run = wandb.init(**arguments, mode="offline", settings=quiet)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        """Waits for the upload, but not for ever: what is left lies in the run's folder for `wandb sync`."""
+        ending = threading.Thread(target=self._run.finish, daemon=True)
+        ending.start()
+        ending.join(FINISH_SECONDS)
+        if ending.is_alive():
+            warn("W&B does not finish its upload; `wandb sync` in the run's folder does it later")
+
+
+class Trackers:
+    """All of a run's trackers as one; `Trackers([])` tracks nothing."""
+
+    def __init__(self, trackers: list[Tracker]) -> None:
+        self._trackers = trackers
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+
+    def finish(self) -> None:
+        for tracker in self._trackers:
+            tracker.finish()
+
+
+def make_trackers(
+    config: TrackerConfig, folder: Path, run: str, settings: Mapping[str, Any], *, resume_step: int
+) -> Trackers:
+    """`settings` is the run's configuration; secrets in it are masked before anyone sees it."""
+    trackers: list[Tracker] = [JsonlTracker(folder, resume_step)]
+    if config.name == "tensorboard":
+        trackers.append(TensorboardTracker(folder, resume_step))
+    elif isinstance(config, WandbConfig):
+        wandb = import_wandb()
+        if wandb is None:
+            if config.mode == "online":
+                raise ValueError("tracker.mode=online: wandb is not installed; pip install wandb, or tracker=none")
+            warn(f"wandb is not installed: metrics go to {METRICS} alone (tracker=none says so in silence)")
+        else:
+            trackers.append(WandbTracker(wandb, config, folder, run, redact(settings)))
+    return Trackers(trackers)
+
+
+def import_wandb() -> Any | None:
+    """The package; a folder of that name left by its runs imports as an empty one, hence the look at `init`."""
+    try:
+        wandb = importlib.import_module("wandb")
+    except ImportError:
+        return None
+    return wandb if hasattr(wandb, "init") else None
+
+
+def wandb_mode(config: WandbConfig) -> str:
+    """`tracker.mode`; with auto WANDB_MODE decides, then whether there are credentials."""
+    if config.mode != "auto":
+        return config.mode
+    asked = os.environ.get("WANDB_MODE")
+    if asked in ("online", "offline", "disabled"):
+        return asked
+    return "online" if has_wandb_credentials() else "offline"
+
+
+def has_wandb_credentials() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    base = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    host = base.partition("//")[2].partition("/")[0].partition(":")[0]
+    file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    try:
+        return netrc.netrc(str(file)).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def redact(value: Any, key: str = "") -> Any:
+    """A copy in which every text under a secret's name, or that looks like one, is masked."""
+    if isinstance(value, Mapping):
+        return {name: redact(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(item, key) for item in value]
+    if isinstance(value, str) and (SECRET_KEY.search(key) or SECRET_VALUE.search(value)):
+        return "***"
+    return value
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """All whole rows; the last one may have been cut by a kill."""
+    path = folder / METRICS
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def warn(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)
