@@ -19,12 +19,13 @@ from typing import Any, TypeVar, cast
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from infer.config import REPO_ROOT, resolve_path
+from infer.config import COMMANDS, REPO_ROOT, HeadConfig, resolve_path
 
 CONF = str(REPO_ROOT / "conf")
 USER_ERROR = 2
@@ -53,6 +54,7 @@ def compose(command: str, schema: type[T], overrides: Sequence[str] = ()) -> T:
             config = hydra.compose(command, list(overrides))
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(explain(error)) from error
+    refuse_keys_without_effect(command, overrides)
     return to_config(config, schema)
 
 
@@ -70,6 +72,7 @@ def entry_point(command: str, schema: type[T]) -> Callable[[Callable[[T], Any]],
         def run(config: DictConfig) -> Any:
             _set_full_error(full_error)  # processes that the task starts see the user's setting
             with _user_errors(full_error == "1"):  # inside Hydra too, which would print half a traceback
+                refuse_keys_without_effect(command, HydraConfig.get().overrides.task)
                 return task(to_config(config, schema))
 
         def main() -> None:
@@ -129,6 +132,15 @@ def _user_errors(show_traceback: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def refuse_keys_without_effect(command: str, overrides: Iterable[str]) -> None:
+    """The commands of infer/ read an exported head, which brings its hyper-parameters in its own config.json."""
+    read = {f"head.{field.name}" for field in fields(HeadConfig)}
+    for override in overrides if command in COMMANDS else ():
+        key = override.partition("=")[0].lstrip("+~")
+        if key.startswith("head.") and key not in read:
+            raise ValueError(f"{key}: only shapes a new head (train/run.py); an exported head brings its own")
 
 
 def _refuse_added_keys(config: DictConfig) -> None:

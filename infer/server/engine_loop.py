@@ -138,7 +138,7 @@ class EngineLoop:
             self.engine.add(command.prompt_ids, command.params, request_id=command.request_id)
             self._stats[command.request_id] = self.engine._requests[command.request_id].stats
         except ValueError as error:
-            return ApiError(400, str(error), code="invalid_prompt")
+            return ApiError(400, str(error), param="prompt", code="invalid_prompt")
         except Exception:
             log.exception("a request could not be added")
             return internal_error()

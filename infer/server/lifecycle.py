@@ -56,8 +56,9 @@ def serve(service: Service, listener: socket.socket, *, api_key: str | None, on_
         return await run(service, listener, stopping, api_key=api_key, on_ready=on_ready)
 
     code = asyncio.run(main())
-    if not service.runtime.stop(THREAD_GRACE_S):
-        # A thread inside native code cannot be ended, and the interpreter's own shutdown would trip over it.
+    if not service.runtime.stop(THREAD_GRACE_S if service.attached else 0):
+        # Still loading, or inside a long step: a thread in native code cannot be ended, and the interpreter's own
+        # shutdown would trip over it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

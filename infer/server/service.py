@@ -27,6 +27,10 @@ class Service:
         self.created = int(time.time())
         self.context = 0
 
+    @property
+    def attached(self) -> bool:
+        return self.context > 0
+
     def attach(self, engine: Engine) -> None:
         assert engine.tokenizer is not None, "the server needs text"
         self.tokenizer: Tokenizer = engine.tokenizer

@@ -18,6 +18,7 @@ from models.attention import Attention
 from models.config import TargetConfig
 from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding
 from models.targets.llama import DecoderLayer, LlamaTarget, SelfAttention
+from models.vocab import target_ids
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
@@ -236,7 +237,7 @@ class Eagle3Head(nn.Module):
         if size != target.config.hidden_size:
             raise ValueError("head.init_from_target=true: needs a head of the target's hidden size; set it to false")
         donor, first = target.layers[-1], self.layers[0]
-        self.lm_head.weight.copy_(target.lm_head.weight[torch.arange(len(self.d2t)) + self.d2t])
+        self.lm_head.weight.copy_(target.lm_head.weight[target_ids(self.d2t)])
         self.norm.weight.copy_(target.norm.weight)
         self.fc.weight[:, -size:].copy_(torch.eye(size))
         first.self_attn.qkv_proj.weight[:, size:].copy_(donor.self_attn.qkv_proj.weight)

@@ -1,0 +1,39 @@
+"""What paged attention means, one row at a time in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def paged_attention(
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    committed: list[int],
+    counts: list[int],
+    *,
+    page_size: int,
+    scale: float,
+    ancestors: Tensor | None = None,
+) -> Tensor:
+    """q `[R, nh, D]`, cache `[2, nkv, slots, D]`, block_table `[B, P]` -> `[R, nh * D]` float64.
+
+    Row j of a request sees its committed positions and, of the step's rows, those in its ancestor word (itself and the
+    rows before it when there are no words).
+    """
+    group = q.shape[1] // cache.shape[1]
+    out, row = [], 0
+    for b, (start, count) in enumerate(zip(committed, counts, strict=True)):
+        for node in range(count):
+            if ancestors is None:
+                own = list(range(node + 1))
+            else:
+                own = [j for j in range(count) if int(ancestors[b, node]) >> j & 1]
+            places = torch.tensor(list(range(start)) + [start + j for j in own])
+            slots = block_table[b][places // page_size] * page_size + places % page_size
+            keys, values = cache[:, :, slots].double().repeat_interleave(group, dim=1)  # [nh, L, D] each
+            weights = (torch.einsum("hd,hld->hl", q[row].double(), keys) * scale).softmax(-1)
+            out.append(torch.einsum("hl,hld->hd", weights, values).flatten())
+            row += 1
+    return torch.stack(out)

@@ -1,0 +1,113 @@
+"""The choice rule: greedy ties, the law of the sampled choice, and noise that depends on its three numbers alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kernels.choose import ChoiceParameters, choose, gumbel_noise, restrict
+
+
+def parameters(rows, temperature=1.0, top_k=0, top_p=1.0, seeds=None):
+    seeds = torch.arange(rows) if seeds is None else seeds
+    return ChoiceParameters(
+        torch.full((rows,), temperature),
+        torch.full((rows,), top_k),
+        torch.full((rows,), top_p),
+        seeds & 0xFFFFFFFF,
+        seeds >> 32,
+    )
+
+
+def law(logits, top_k, top_p):
+    """p' by the textbook: sort, cut, renormalise."""
+    p = logits.double().softmax(-1)
+    ordered, index = p.sort(descending=True)
+    keep = torch.ones_like(p, dtype=torch.bool)
+    if top_k:
+        keep[index[top_k:]] = False
+    if top_p < 1:
+        kept = ordered * keep[index]
+        before = (kept / kept.sum()).cumsum(0) - kept / kept.sum()
+        keep[index[before >= top_p]] = False
+    p = p * keep
+    return p / p.sum()
+
+
+def test_ties_go_to_the_lowest_id():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
+    assert choose(logits, None, torch.zeros(2)).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 3, 1.0), (1.5, 0, 0.6), (1.0, 5, 0.8)]
+)
+def test_sampled_choices_follow_the_processed_distribution(temperature, top_k, top_p):
+    rows, logits = 40_000, torch.tensor([2.0, 1.5, 0.3, 0.0, -1.0, -1.2, 0.9, -3.0])
+    expected = law(logits / temperature, top_k, top_p)
+    for positions, seeds in (
+        (torch.full((rows,), 17), torch.arange(rows) * 7919 + 2**40),  # many seeds at one position
+        (torch.arange(rows), torch.full((rows,), 12345)),  # one seed along a text
+    ):
+        chosen = choose(logits.expand(rows, -1), parameters(rows, temperature, top_k, top_p, seeds), positions)
+        counts = torch.bincount(chosen, minlength=len(logits)).double()
+        support = expected > 0
+        assert counts[~support].sum() == 0
+        statistic = ((counts - rows * expected)[support] ** 2 / (rows * expected[support])).sum()
+        freedom = int(support.sum()) - 1
+        assert statistic < freedom + 5 * math.sqrt(2 * freedom) + 5  # chi-square, far in its tail
+
+
+def test_consecutive_positions_are_independent():
+    rows = 40_000
+    noise = gumbel_noise(torch.full((rows,), 3), torch.zeros(rows, dtype=torch.int64), torch.arange(rows), torch.arange(4))
+    bits = (noise.argmax(-1) >= 2).double() - 0.5
+    for lag in (1, 2, 16):
+        assert abs((bits[lag:] * bits[:-lag]).mean() * 4) < 5 / math.sqrt(rows)
+
+
+def test_noise_has_the_moments_of_a_gumbel():
+    noise = gumbel_noise(torch.arange(64), torch.arange(64), torch.arange(64), torch.arange(4096)).double()
+    assert torch.isfinite(noise).all()
+    assert abs(noise.mean() - 0.5772) < 0.01
+    assert abs(noise.var() - math.pi**2 / 6) < 0.02
+    correlation = torch.corrcoef(noise)
+    assert (correlation - torch.eye(64)).abs().max() < 0.1
+
+
+def test_noise_depends_on_seed_position_and_id_alone():
+    ids = torch.arange(1000)
+    whole = gumbel_noise(torch.arange(9), torch.arange(9), torch.arange(9) + 100, ids)
+    one = gumbel_noise(torch.tensor([4]), torch.tensor([4]), torch.tensor([104]), ids)
+    assert torch.equal(whole[4], one[0])
+    subset = torch.tensor([3, 999, 17])
+    assert torch.equal(gumbel_noise(torch.tensor([4]), torch.tensor([4]), torch.tensor([104]), subset)[0], one[0, subset])
+    for other in ((5, 4, 104), (4, 5, 104), (4, 4, 105)):
+        changed = gumbel_noise(*(torch.tensor([number]) for number in other), ids)
+        assert (changed == one).double().mean() < 0.01
+
+
+def test_greedy_and_sampled_rows_mix():
+    logits = torch.randn(6, 50)
+    mixed = parameters(6)
+    mixed.temperature[::2] = 0
+    chosen = choose(logits, mixed, torch.arange(6))
+    assert torch.equal(chosen[::2], logits[::2].argmax(-1))
+    assert torch.equal(chosen[1::2], choose(logits, parameters(6), torch.arange(6))[1::2])
+
+
+def test_a_row_is_chosen_alike_in_any_batch():
+    logits, p = torch.randn(9, 300), parameters(9, 0.9, 40, 0.95)
+    together = choose(logits, p, torch.arange(9))
+    for row in range(9):
+        index = torch.tensor([row])
+        assert choose(logits[row : row + 1], p.rows(index), index).item() == together[row]
+
+
+def test_restrict_leaves_untouched_what_asks_for_nothing():
+    logits = torch.randn(2, 10)
+    out = restrict(logits, torch.tensor([0, 2]), torch.tensor([1.0, 1.0]))
+    assert torch.equal(out[0], logits[0])
+    assert (out[1] > -torch.inf).sum() == 2

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.linear import PackedLinear, assert_row_invariant
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (256, 1280), (640, 256)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_linear_matches_float64_for_any_leading_shape(dtype, tolerance, inputs, outputs, bias):
+    weight = (torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)
+    offset = torch.randn(outputs).to(dtype) if bias else None
+    linear = PackedLinear(weight, offset)
+    for shape in [(1,), (2,), (65,), (3, 5)]:
+        x = torch.randn(*shape, inputs).to(dtype)
+        expected = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
+        actual = linear(x)
+        assert actual.shape == (*shape, outputs)
+        assert actual.dtype == dtype
+        assert ((actual.double() - expected).abs().max() / expected.abs().max()) < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("inputs", "outputs"), [(256, 512), (256, 2048), (640, 256), (2048, 512)])
+def test_row_bits_do_not_depend_on_the_number_of_rows(dtype, inputs, outputs):
+    linear = PackedLinear(torch.randn(outputs, inputs).to(dtype))
+    assert_row_invariant(linear, dtype, torch.device("cpu"))
+
+
+def test_the_probe_notices_a_linear_whose_bits_depend_on_rows():
+    class Drifting(PackedLinear):
+        def __call__(self, x):
+            return super().__call__(x) * (1 + 1e-6 * (x.shape[0] > 3))
+
+    with pytest.raises(ValueError, match=r"engine\.exact=true.*engine\.exact=false"):
+        assert_row_invariant(Drifting(torch.randn(64, 64)), torch.float32, torch.device("cpu"))

@@ -1,0 +1,61 @@
+"""Acceptance over random trees against the definition: walk down from the root as long as a child equals the choice."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infer.tree import MAX_NODES, DraftTree
+from kernels.verify import accept
+
+
+def walk(token, parent, length, choice):
+    node = 0
+    while True:
+        children = [i for i in range(1, length) if parent[i] == node and token[i] == choice[node]]
+        if not children:
+            return node
+        (node,) = children
+
+
+@st.composite
+def trees(draw):
+    length = draw(st.integers(1, MAX_NODES))
+    parent, token, taken = [-1], [0], set()
+    for node in range(1, length):
+        above = draw(st.integers(0, node - 1))
+        word = draw(st.integers(0, 3))
+        while (above, word) in taken:
+            word += 1  # siblings carry distinct tokens
+        taken.add((above, word))
+        parent.append(above)
+        token.append(word)
+    return token, parent
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(trees(), min_size=1, max_size=4), st.integers(0, 2**31))
+def test_accept_equals_the_walk(cases, seed):
+    width = max(len(token) for token, _ in cases)
+    pad = [[*token, *[0] * (width - len(token))] for token, _ in cases]
+    parents = [[*parent, *[0] * (width - len(parent))] for _, parent in cases]
+    length = torch.tensor([len(token) for token, _ in cases])
+    tree = DraftTree.from_parents(torch.tensor(pad), torch.tensor(parents), length)
+    choice = torch.randint(0, 3, (len(cases), width), generator=torch.Generator().manual_seed(seed))
+    last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice)
+    for b, (token, parent) in enumerate(cases):
+        node = walk(token, parent, len(token), choice[b].tolist())
+        assert int(last[b]) == node
+        path = [node]
+        while parent[path[0]] >= 0:
+            path.insert(0, parent[path[0]])
+        assert tree.path(b, node) == path
+
+
+def test_chains_equal_trees_made_from_parents():
+    chain = DraftTree.chains([7, 8], [list(range(63)), [5]])
+    built = DraftTree.from_parents(chain.token, chain.parent, chain.length)
+    assert torch.equal(chain.ancestors, built.ancestors)
+    assert torch.equal(chain.depth, built.depth)
+    assert chain.is_chain

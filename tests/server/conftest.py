@@ -1,0 +1,92 @@
+"""A real server on a real socket: uvicorn and the engine in their threads, the tiny random target and head."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from infer.config import EngineConfig, HeadConfig, ModelConfig, ProposerConfig, ServerConfig
+from tests.server.harness import MODEL, MakeServer, Server
+
+
+@pytest.fixture(scope="session")
+def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
+    @contextmanager
+    def make(
+        *, proposer: str = "head", engine: EngineConfig | None = None, api_key: str | None = None, **server: Any
+    ) -> Iterator[Server]:
+        from infer.engine import Engine
+        from infer.server.address import bind, url
+        from infer.server.lifecycle import Stopping, run
+        from infer.server.service import Service
+
+        def load() -> Engine:
+            return Engine.load(
+                ModelConfig(name=MODEL, path=str(tiny_target_folder), device="cpu"),
+                HeadConfig(name="eagle3", path=str(tiny_head_folder)),
+                engine or EngineConfig(max_batch=4),
+                ProposerConfig(name=proposer, max_draft_tokens=4),
+            )
+
+        service = Service(MODEL, ServerConfig(**server), load)
+        listener = bind("127.0.0.1", 0)
+        ready = threading.Event()
+        state: dict[str, Any] = {}
+
+        def on_ready(engine: Engine) -> None:
+            state["engine"] = engine
+            ready.set()
+
+        async def main() -> int:
+            state["loop"], state["stopping"] = asyncio.get_running_loop(), Stopping()
+            return await run(service, listener, state["stopping"], api_key=api_key, on_ready=on_ready)
+
+        def in_thread() -> None:
+            state["code"] = asyncio.run(main())
+
+        thread = threading.Thread(target=in_thread)
+        thread.start()
+
+        def finish() -> int:
+            if "code" not in state:
+                state["loop"].call_soon_threadsafe(state["stopping"].ask)
+                thread.join(30)
+                assert service.runtime.stop(10)
+            return state["code"]
+
+        assert ready.wait(60)
+        try:
+            yield Server(url(listener), state["engine"], service, finish)
+        finally:
+            finish()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def server(make_server: MakeServer) -> Iterator[Server]:
+    """Shared, so counters are read as differences."""
+    with make_server() as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return server.openai
+
+
+@pytest.fixture(scope="session")
+def plain_engine(tiny_target_folder: Path) -> Any:
+    """The same target, decoding plainly and without a server: what every answer is compared with."""
+    from infer.engine import Engine
+
+    return Engine.load(
+        ModelConfig(name=MODEL, path=str(tiny_target_folder), device="cpu"), proposer=ProposerConfig(name="none")
+    )

@@ -1,0 +1,53 @@
+"""What a test holds of a running server: its address, clients for it, its counters, and the real engine inside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+
+MODEL = "tiny"
+
+
+@dataclass
+class Server:
+    url: str
+    engine: Any
+    service: Any
+    finish: Callable[[], int]  # drains and gives the exit code
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, timeout=60, **options)
+
+    def complete(self, **fields: Any) -> httpx.Response:
+        return self.post("/v1/completions", {"model": MODEL, "prompt": "def f(", **fields})
+
+    def metrics(self) -> dict[str, float]:
+        """Sample -> value, the labels that never vary left out."""
+        samples = {}
+        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+            if not line.startswith("#"):
+                name, value = line.rsplit(" ", 1)
+                for label in ('engine="0",', 'engine="0"', f'model_name="{MODEL}",', f'model_name="{MODEL}"'):
+                    name = name.replace(label, "")
+                samples[name.replace(",}", "}").replace("{}", "")] = float(value)
+        return samples
+
+
+MakeServer = Callable[..., AbstractContextManager[Server]]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)

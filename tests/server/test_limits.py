@@ -1,0 +1,213 @@
+"""What the server refuses and how it ends: queue, deadline, key, body size, drain, a dead engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from infer.config import EngineConfig, ServerConfig
+from infer.server.address import bind, check_exposure, is_loopback, read_api_key
+from infer.server.service import Service
+from tests.server.harness import MODEL, MakeServer, wait_until
+
+LONG: dict[str, Any] = {"max_tokens": 480, "ignore_eos": True, "temperature": 0}
+
+
+def test_a_full_queue_is_a_429(make_server: MakeServer) -> None:
+    with make_server(engine=EngineConfig(max_batch=1), max_waiting=2) as server, ThreadPoolExecutor(3) as pool:
+        running = pool.submit(server.complete, **LONG | {"max_tokens": 120})
+        wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1)
+        waiting = [pool.submit(server.complete, max_tokens=1) for _ in range(2)]
+        wait_until(lambda: server.metrics()["vllm:num_requests_waiting"] == 2)
+        refused = server.complete(max_tokens=1)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert int(refused.headers["retry-after"]) >= 1
+        with pytest.raises(openai.RateLimitError):
+            server.openai.completions.create(model=MODEL, prompt="x")
+        assert [task.result().status_code for task in (running, *waiting)] == [200, 200, 200]
+        assert server.complete(max_tokens=1).status_code == 200
+        # a list of prompts is taken whole or not at all
+        assert server.complete(prompt=["a", "b", "c"], max_tokens=1).status_code == 429
+        assert server.complete(prompt=["a", "b"], max_tokens=1).status_code == 200
+
+
+def test_a_late_answer_is_a_504_and_a_late_stream_ends_with_an_error(make_server: MakeServer) -> None:
+    with make_server(request_timeout_s=0.4) as server:
+        late = server.complete(**LONG)
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        stream = server.openai.completions.create(
+            model=MODEL, prompt="x", max_tokens=480, stream=True, extra_body={"ignore_eos": True}
+        )
+        with pytest.raises(openai.APIError, match="request_timeout_s"):
+            list(stream)
+        wait_until(lambda: server.metrics()["vllm:kv_cache_usage_perc"] == 0)
+        assert server.metrics()['vllm:request_success_total{finished_reason="abort"}'] == 2
+
+
+def test_every_endpoint_but_health_needs_the_key(make_server: MakeServer) -> None:
+    with make_server(api_key="s3cret") as server:
+        app_paths = ["/v1/models", f"/v1/models/{MODEL}", "/metrics", "/openapi.json", "/nowhere"]
+        for path in app_paths:
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic s3cret"}):
+                answer = httpx.get(server.url + path, headers=headers)
+                assert answer.status_code == 401, path
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            assert server.post(path, {}).status_code == 401
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        with pytest.raises(openai.AuthenticationError):
+            server.openai.models.list()
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="s3cret", max_retries=0)
+        assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).usage is not None
+
+
+def test_a_large_body_is_refused_before_it_is_read(make_server: MakeServer) -> None:
+    with make_server(max_body_bytes=2000, max_prompts=3) as server:
+        assert server.complete(prompt="x" * 3000).status_code == 413
+
+        def chunked() -> Any:
+            yield from (b"x" * 500 for _ in range(10))
+
+        assert httpx.post(f"{server.url}/v1/completions", content=chunked()).status_code == 413
+        assert server.complete(prompt=["a"] * 3, max_tokens=1).status_code == 200
+        too_many = server.complete(prompt=["a"] * 4, max_tokens=1)
+        assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_a_drain_finishes_what_runs_and_refuses_what_comes(make_server: MakeServer) -> None:
+    with make_server() as server, ThreadPoolExecutor(2) as pool:
+        running = pool.submit(server.complete, **LONG | {"max_tokens": 100})
+        wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1)
+        ending = pool.submit(server.finish)
+        wait_until(lambda: server.service.runtime.state == "draining")
+        health = httpx.get(f"{server.url}/health")
+        assert (health.status_code, health.json()) == (503, {"status": "draining"})
+        refused = server.complete()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert "retry-after" in refused.headers
+        assert running.result().json()["usage"]["completion_tokens"] == 100
+        assert ending.result() == 0
+
+
+def test_what_does_not_finish_in_the_drain_ends_with_an_error(make_server: MakeServer) -> None:
+    with make_server(drain_s=0.1) as server, ThreadPoolExecutor(3) as pool:
+        waiting = pool.submit(server.complete, **LONG)
+        stream = server.openai.completions.create(
+            model=MODEL, prompt="x", max_tokens=480, stream=True, extra_body={"ignore_eos": True}
+        )
+        pieces = iter(stream)
+        next(pieces)
+        wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 2)
+        ending = pool.submit(server.finish)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(pieces)
+        assert waiting.result().status_code == 503
+        assert ending.result() == 0
+        assert not server.engine.has_work
+
+
+def test_a_dead_engine_is_reported_everywhere(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    with make_server() as server:
+        stream = server.openai.completions.create(
+            model=MODEL, prompt="CANARY", max_tokens=480, stream=True, extra_body={"ignore_eos": True}
+        )
+        pieces = iter(stream)
+        next(pieces)
+
+        def broken() -> None:
+            raise RuntimeError("the device is gone")
+
+        with caplog.at_level(logging.INFO):
+            server.engine.step = broken  # a fault in the real engine's next step
+            with pytest.raises(openai.APIError, match="the engine has stopped"):
+                list(pieces)
+            wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+        assert "the device is gone" in caplog.text
+        assert "CANARY" not in caplog.text
+        after = server.complete()
+        assert (after.status_code, after.json()["error"]["code"]) == (503, "dead")
+        assert httpx.get(f"{server.url}/metrics").status_code == 200
+        assert server.finish() == 1
+
+
+def test_a_failure_in_one_request_is_that_request_s_alone(make_server: MakeServer) -> None:
+    with make_server() as server:
+        add = server.engine.add
+
+        def picky(prompt_ids: list[int], *args: Any, **options: Any) -> str:
+            if prompt_ids == [7, 7, 7]:
+                raise RuntimeError("a defect that this prompt alone brings out")
+            return add(prompt_ids, *args, **options)
+
+        server.engine.add = picky
+        failed = server.complete(prompt=[7, 7, 7])
+        assert failed.status_code == 500
+        assert failed.json()["error"]["type"] == "server_error"
+        assert "defect" not in failed.text
+        assert server.complete(prompt=[7, 7], max_tokens=2).status_code == 200
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_503_while_loading() -> None:
+    """Before the model is there HTTP already answers; a failed load ends the server with that very error."""
+    from infer.server.address import url
+    from infer.server.lifecycle import Stopping, run
+
+    may_fail = threading.Event()
+
+    def load() -> Any:
+        assert may_fail.wait(30)
+        raise ValueError("model.path=nowhere: no such folder")
+
+    listener = bind("127.0.0.1", 0)
+    service = Service(MODEL, ServerConfig(), load)
+
+    async def main() -> None:
+        serving = asyncio.ensure_future(
+            run(service, listener, Stopping(), api_key=None, on_ready=lambda engine: pytest.fail("nothing loaded"))
+        )
+        async with httpx.AsyncClient(base_url=url(listener)) as client:
+            health = await client.get("/health")
+            assert (health.status_code, health.json()) == (503, {"status": "loading"})
+            refused = await client.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
+        may_fail.set()
+        with pytest.raises(ValueError, match="nowhere"):
+            await serving
+
+    asyncio.run(main())
+
+
+def test_only_loopback_without_a_key() -> None:
+    for host in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
+        assert is_loopback(host)
+        check_exposure(ServerConfig(host=host), None)
+    for host in ("0.0.0.0", "::", "192.168.0.5", "example.org"):
+        with pytest.raises(ValueError, match=r"server.host=.*HEADWAY_API_KEY.*server.insecure=true"):
+            check_exposure(ServerConfig(host=host), None)
+        check_exposure(ServerConfig(host=host), "key")
+        check_exposure(ServerConfig(host=host, insecure=True), None)
+
+
+def test_an_empty_key_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_API_KEY", " ")
+    with pytest.raises(ValueError, match="HEADWAY_API_KEY"):
+        read_api_key()
+    monkeypatch.delenv("HEADWAY_API_KEY")
+    assert read_api_key() is None
+
+
+def test_an_address_that_cannot_be_had() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"127.0.0.1:{port}.*server.port="):
+            bind("127.0.0.1", port)
+    with pytest.raises(ValueError, match=r"server\.host=no\.such\.host\.invalid: no such address"):
+        bind("no.such.host.invalid", 8000)

@@ -1,0 +1,154 @@
+"""The command itself, in a process of its own: start, signals, exit codes, what it prints and what it logs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from infer.server.address import bind
+
+ROOT = Path(__file__).resolve().parents[2]
+CANARY = "zebra crossing at midnight"
+
+
+def command(folder: Path | str, *extra: str) -> list[str]:
+    overrides = ["model.name=tiny", f"model.path={folder}", "head=none", "engine.max_batch=4", "server.port=0"]
+    return [sys.executable, "infer/serve.py", *overrides, *extra]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class Process:
+    def __init__(self, arguments: list[str]) -> None:
+        self.child = subprocess.Popen(
+            arguments, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.child.stdout is not None
+        for line in self.child.stdout:
+            self.lines.append(line)
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def wait_for(self, pattern: str, seconds: float = 60) -> re.Match[str]:
+        deadline = time.monotonic() + seconds
+        while not (match := re.search(pattern, self.output)):
+            assert self.child.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.02)
+        return match
+
+    def end(self, number: int, seconds: float = 30) -> int:
+        self.child.send_signal(number)
+        code = self.child.wait(seconds)
+        self._reader.join()
+        return code
+
+
+@contextmanager
+def start(*arguments: str) -> Iterator[Process]:
+    process = Process(list(arguments))
+    try:
+        yield process
+    finally:
+        if process.child.poll() is None:
+            process.child.kill()
+        process.child.wait()
+
+
+def test_start_serve_and_ctrl_c(tiny_target_folder: Path) -> None:
+    with start(*command(tiny_target_folder)) as process:
+        url = process.wait_for(r"(http://127\.0\.0\.1:\d+): loading tiny")[1]
+        process.wait_for("try: curl")
+        assert "n-gram lookup" in process.output
+        assert "512 tokens" in process.output
+        assert f"{url}/v1/completions" in process.output
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        answer = client.completions.create(model="tiny", prompt=CANARY, max_tokens=5, extra_body={"ignore_eos": True})
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 5
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="tiny", prompt=CANARY, max_tokens=5000)
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": CANARY}], max_tokens=2)
+        begin = time.monotonic()
+        assert process.end(signal.SIGINT) == 0
+        assert time.monotonic() - begin < 15
+    assert "Traceback" not in process.output
+    assert "POST /v1/completions" in process.output
+    assert "zebra" not in process.output
+
+
+def test_sigterm_lets_a_stream_finish(tiny_target_folder: Path) -> None:
+    with start(*command(tiny_target_folder)) as process:
+        url = process.wait_for(r"(http://127\.0\.0\.1:\d+): loading")[1]
+        process.wait_for("try: curl")
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        stream = client.completions.create(
+            model="tiny", prompt="x", max_tokens=150, stream=True, seed=1, extra_body={"ignore_eos": True}
+        )
+        chunks = [next(iter(stream))]
+        process.child.send_signal(signal.SIGTERM)
+        chunks += list(stream)
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert process.child.wait(20) == 0
+    assert "Traceback" not in process.output
+
+
+def test_ctrl_c_while_loading(tiny_target_folder: Path) -> None:
+    with start(*command(tiny_target_folder)) as process:
+        url = process.wait_for(r"(http://127\.0\.0\.1:\d+): loading")[1]
+        httpx.get(f"{url}/health", timeout=60)  # HTTP is up, the model need not be
+        assert process.end(signal.SIGINT) == 0
+    assert "Traceback" not in process.output
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def test_a_port_in_use_is_one_line_before_anything_loads() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        result = run(*command("/nowhere", f"server.port={port}"))
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert f"127.0.0.1:{port}" in line
+    assert "server.port=" in line
+    assert "loading" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["model.path=no/such/folder"], "no/such/folder"),
+        (["server.host=0.0.0.0"], "server.insecure=true"),
+        (["server.colour=red"], "server.colour: unknown key"),
+        (["proposer=head"], "proposer=head: needs a head"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(tiny_target_folder: Path, extra: list[str], message: str) -> None:
+    result = run(*command(tiny_target_folder, *extra))
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

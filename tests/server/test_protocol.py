@@ -1,0 +1,180 @@
+"""Which fields pass: the ones implemented, the ones that ask for nothing; every other one is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from infer.server.errors import from_validation
+from infer.server.protocol import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STOP_TOKEN_IDS,
+    NOTHING,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+
+PLAIN: dict[str, Any] = {"model": "m", "prompt": "x"}
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+
+def refusal(kind: type[GenerationRequest], body: Any) -> dict[str, Any]:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    error = from_validation(dict(caught.value.errors()[0]))
+    assert error.status == 400
+    return error.body["error"]
+
+
+ASKING: dict[str, Any] = {
+    "n": 2,
+    "best_of": 2,
+    "echo": True,
+    "stop": ["\n"],
+    "suffix": "end",
+    "logprobs": 1,
+    "top_logprobs": 2,
+    "presence_penalty": 0.1,
+    "frequency_penalty": -1,
+    "repetition_penalty": 1.1,
+    "min_p": 0.1,
+    "min_tokens": 1,
+    "logit_bias": {"1": 5},
+    "response_format": {"type": "json_object"},
+    "tools": [{"type": "function"}],
+    "tool_choice": "required",
+    "functions": [{}],
+    "function_call": "f",
+    "modalities": ["audio"],
+    "skip_special_tokens": False,
+    "add_generation_prompt": False,
+    "store": True,
+    "service_tier": "flex",
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(NOTHING) - {"user", "parallel_tool_calls"}))
+def test_a_field_that_is_not_implemented_is_refused_by_name(name: str) -> None:
+    value = ASKING.get(name, "something")
+    for kind, body in ((CompletionRequest, PLAIN), (ChatRequest, CHAT)):
+        error = refusal(kind, body | {name: value})
+        assert error["param"] == name
+        assert error["code"] == "unsupported_parameter"
+        assert error["message"].startswith(f"{name}: not implemented")
+        assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(("name", "values"), sorted(NOTHING.items()))
+def test_what_asks_for_nothing_passes(name: str, values: tuple[Any, ...]) -> None:
+    for value in (None, *values):
+        CompletionRequest.model_validate(PLAIN | {name: value})
+        ChatRequest.model_validate(CHAT | {name: value})
+
+
+def test_a_boolean_is_no_number() -> None:
+    assert refusal(CompletionRequest, PLAIN | {"n": True})["param"] == "n"
+    assert refusal(CompletionRequest, PLAIN | {"echo": 0})["param"] == "echo"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", float("nan")),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("seed", 1.0),
+        ("max_tokens", 0),
+        ("max_tokens", "5"),
+        ("stream", "yes"),
+        ("stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1)),
+        ("model", 5),
+        ("prompt", ""),
+        ("prompt", []),
+        ("prompt", [[]]),
+        ("prompt", ["a", 1]),
+        ("prompt", [1, [2]]),
+        ("prompt", [True]),
+        ("prompt", [1.5]),
+        ("prompt", {"text": "a"}),
+        ("prompt", None),
+    ],
+)
+def test_values_out_of_bounds_are_refused_by_name(field: str, value: Any) -> None:
+    if (field, value) == ("prompt", ""):
+        CompletionRequest.model_validate(PLAIN | {"prompt": ""})  # some tokenizers make a begin token of it
+        return
+    error = refusal(CompletionRequest, PLAIN | {field: value})
+    assert error["param"].split(".")[0] == field
+    assert error["message"].startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "tool", "content": "x"}, "messages.0.role"),
+        ({"content": "x"}, "messages.0.role"),
+        ({"role": "user"}, "messages.0.content"),
+        ({"role": "user", "content": None}, "messages.0.content"),
+        ({"role": "user", "content": []}, "messages.0.content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}, "messages.0.content"),
+        ({"role": "user", "content": "x", "name": "me"}, "messages.0.name"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages.0.tool_calls"),
+        ({"role": "user", "content": "x", "extra": 1}, "messages.0.extra"),
+        ("hello", "messages.0"),
+    ],
+)
+def test_messages_are_checked(message: Any, param: str) -> None:
+    assert refusal(ChatRequest, CHAT | {"messages": [message]})["param"] == param
+
+
+def test_an_answer_may_be_sent_back_as_openai_s_client_dumps_it() -> None:
+    message = {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "tool_calls": None}
+    assert ChatRequest.model_validate(CHAT | {"messages": [message]}).messages[0].text == "x"
+
+
+def test_lists_are_bounded() -> None:
+    message, part = CHAT["messages"][0], {"type": "text", "text": "x"}
+    ChatRequest.model_validate(CHAT | {"messages": [message] * MAX_MESSAGES})
+    assert refusal(ChatRequest, CHAT | {"messages": [message] * (MAX_MESSAGES + 1)})["param"] == "messages"
+    assert refusal(ChatRequest, CHAT | {"messages": []})["param"] == "messages"
+    many = {"role": "user", "content": [part] * (MAX_PARTS + 1)}
+    assert refusal(ChatRequest, CHAT | {"messages": [many]})["param"].startswith("messages.0.content")
+    CompletionRequest.model_validate(PLAIN | {"stop_token_ids": [1] * MAX_STOP_TOKEN_IDS})
+
+
+def test_contradictions_are_refused() -> None:
+    assert refusal(CompletionRequest, PLAIN | {"stream_options": {"include_usage": True}})["param"] == "stream_options"
+    assert refusal(ChatRequest, CHAT | {"max_tokens": 1, "max_completion_tokens": 2})["param"] == "max_tokens"
+    assert ChatRequest.model_validate(CHAT | {"max_tokens": 2, "max_completion_tokens": 2}).limit == 2
+
+
+def test_defaults_are_openai_s() -> None:
+    params = CompletionRequest.model_validate(PLAIN).sampling_params(16)
+    assert (params.temperature, params.top_p, params.top_k, params.ignore_eos) == (1.0, 1.0, 0, False)
+    assert params.seed is not None
+    assert 0 <= params.seed < 2**53
+    assert CompletionRequest.model_validate(PLAIN | {"top_k": -1}).sampling_params(1).top_k == 0
+    assert CompletionRequest.model_validate(PLAIN | {"temperature": 0}).sampling_params(1).temperature == 0
+
+
+def test_prompts_are_one_list_whatever_their_form() -> None:
+    forms: list[tuple[Any, Any]] = [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2]], [[1], [2]]),
+    ]
+    for prompt, expected in forms:
+        assert CompletionRequest.model_validate(PLAIN | {"prompt": prompt}).prompts == expected

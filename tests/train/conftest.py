@@ -1,0 +1,72 @@
+"""A packed copy of the tiny target in an engine, and what it wrote: shared by the tests of training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from infer.config import EngineConfig, ProposerConfig
+from infer.engine import Engine
+from infer.request import SamplingParams
+from models.heads.eagle3 import Eagle3Config, Eagle3Head
+from models.targets import load_target
+from models.targets.llama import LlamaTarget
+from models.vocab import build_draft_vocab
+from train.config import ObjectiveConfig
+from train.data import Sequences
+from train.features import compute_features
+from train.objectives.ttt import TrainingTimeTest, slot_counts, teach
+
+STEPS = 4
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_target_folder: Path) -> Engine:
+    """Its target is packed. Drafts up to STEPS tokens; leave it with proposer "none" and idle."""
+    config = EngineConfig(max_tokens_in_cache=2048, max_batch=8)
+    drafts = ProposerConfig(name="head", max_draft_tokens=STEPS)
+    target = load_target(str(tiny_target_folder))
+    return Engine(target, proposer="none", config=config, proposer_config=drafts)
+
+
+@pytest.fixture(scope="session")
+def responses(engine: Engine) -> Sequences:
+    """Prompts of 6 to 11 tokens and the target's greedy continuations of them."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(1, 384, (6 + index,), generator=generator).tolist() for index in range(6)]
+    completions = engine.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=False))
+    rows = [(c.prompt_ids + c.token_ids, [False] * len(c.prompt_ids) + [True] * len(c.token_ids)) for c in completions]
+    return Sequences.of(rows)
+
+
+def make_head(target: LlamaTarget, responses: Sequences, *, vocab: int = 128, **flags: bool) -> Eagle3Head:
+    """Random, on the unpacked target `target`."""
+    head = Eagle3Head(Eagle3Config.for_target(target.config, draft_vocab_size=vocab, **flags))
+    head.set_vocabulary(*build_draft_vocab(responses.counts(target.config.vocab_size), vocab, forced_ids=[0]))
+    head.initialise(target, from_target=False, seed=1)
+    return head
+
+
+@pytest.fixture
+def random_head(tiny_target: LlamaTarget, responses: Sequences) -> Eagle3Head:
+    return make_head(tiny_target, responses)
+
+
+@pytest.fixture(scope="session")
+def trained_head(engine: Engine, tiny_target: LlamaTarget, responses: Sequences) -> Eagle3Head:
+    """Made to know `responses` nearly by heart, so that drafts of every length are accepted."""
+    head = make_head(tiny_target, responses)
+    objective = TrainingTimeTest(head, ObjectiveConfig(name="ttt", steps=STEPS))
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=5e-3)
+    batch = responses.batch(range(len(responses)))
+    features = compute_features(engine.target, batch, head.config.aux_layers)
+    teacher = teach(engine.target, features.hidden, batch.assistant, head.d2t)
+    denominators = slot_counts(batch.assistant, STEPS)
+    for _ in range(60):
+        loss, _ = objective(batch, features, teacher, denominators, metrics=False)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return head.requires_grad_(False)

@@ -1,0 +1,83 @@
+"""Golden tables of shifts and masks: the part of training in which an off-by-one is silent everywhere else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from train import alignment
+
+# position         0  1  2  3  4  5  6  7
+IDS = torch.tensor([10, 11, 12, 13, 14, 15, 16, 17])
+# prompt 0..2, response 3..6 (6 ends the text), 7 is padding
+ASSISTANT = torch.tensor([0, 0, 0, 1, 1, 1, 1, 0]).bool()
+
+
+def test_shift_left() -> None:
+    assert alignment.shift_left(IDS, 2).tolist() == [12, 13, 14, 15, 16, 17, 0, 0]
+    assert alignment.shift_left(IDS, 0).tolist() == IDS.tolist()
+    assert alignment.shift_left(IDS, 99, -1).tolist() == [-1] * 8
+    assert alignment.shift_left(IDS.view(2, 4), 1).tolist() == [[11, 12, 13, 0], [15, 16, 17, 0]]
+
+
+@pytest.mark.parametrize(
+    ("step", "tokens", "positions", "predicted"),
+    [
+        (0, [11, 12, 13, 14, 15, 16, 17, 0], [0, 1, 2, 3, 4, 5, 6, 7], [12, 13, 14, 15, 16, 17, 0, 0]),
+        (1, [12, 13, 14, 15, 16, 17, 0, 0], [1, 2, 3, 4, 5, 6, 7, 7], [13, 14, 15, 16, 17, 0, 0, 0]),
+        (3, [14, 15, 16, 17, 0, 0, 0, 0], [3, 4, 5, 6, 7, 7, 7, 7], [15, 16, 17, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_what_a_slot_reads_and_predicts(
+    step: int, tokens: list[int], positions: list[int], predicted: list[int]
+) -> None:
+    assert alignment.draft_tokens(IDS, step).tolist() == tokens
+    assert alignment.draft_positions(8, step).tolist() == positions
+    assert alignment.predicted_tokens(IDS, step).tolist() == predicted
+
+
+def test_served_slots() -> None:
+    """From the slot before the first response token (the first draft of all) to the one before the last."""
+    assert alignment.served(ASSISTANT).int().tolist() == [0, 0, 1, 1, 1, 0, 0, 0]
+
+
+def test_no_slot_without_two_response_tokens() -> None:
+    assert not alignment.served(torch.tensor([0, 0, 1, 0]).bool()).any()
+    assert not alignment.served(torch.tensor([0, 0, 0, 1]).bool()).any()
+
+
+def test_a_response_that_fills_the_sequence_ends_two_slots_early() -> None:
+    assert alignment.served(torch.ones(5).bool()).int().tolist() == [1, 1, 1, 0, 0]
+
+
+def test_step_masks_shrink_from_the_end() -> None:
+    masks = alignment.step_masks(ASSISTANT, 4).int().tolist()
+    assert masks == [
+        [0, 0, 1, 1, 1, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0, 0, 0],
+        [0, 0, 1, 0, 0, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0, 0, 0],
+    ]
+
+
+def test_no_draft_crosses_a_turn() -> None:
+    """Two responses, 2..4 and 7..9: slot 2 would reach the second one at step 3, over the user's turn."""
+    assistant = torch.tensor([0, 0, 1, 1, 1, 0, 0, 1, 1, 1]).bool()
+    assert alignment.served(assistant).int().tolist() == [0, 1, 1, 0, 0, 0, 1, 1, 0, 0]
+    assert alignment.step_masks(assistant, 5).flatten(1).sum(1).tolist() == [4, 2, 0, 0, 0]
+
+
+def test_the_teacher_of_a_slot_is_the_position_after_it() -> None:
+    """p[j] teaches slot j - 1; every slot and step is taught by one of these rows."""
+    rows = alignment.teacher_rows(ASSISTANT)
+    assert rows.int().tolist() == [0, 0, 0, 1, 1, 1, 0, 0]
+    masks = alignment.step_masks(ASSISTANT, 4)
+    for step, mask in enumerate(masks):
+        for slot in mask.nonzero().flatten().tolist():
+            assert rows[slot + 1 + step]
+
+
+def test_batches_are_rows_side_by_side() -> None:
+    both = torch.stack([ASSISTANT, ASSISTANT.roll(1)])
+    assert torch.equal(alignment.served(both)[0], alignment.served(ASSISTANT))
+    assert torch.equal(alignment.step_masks(both, 3)[:, 1], alignment.step_masks(ASSISTANT.roll(1), 3))

@@ -1,0 +1,128 @@
+"""Files and folders are whole or not there, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from train import atomic
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_new_folder_appears_whole(tmp_path: Path) -> None:
+    with atomic.replace_folder(tmp_path / "deep" / "x") as staging:
+        (staging / "a").write_text("1")
+        assert not (tmp_path / "deep" / "x").exists()
+    assert content(tmp_path / "deep" / "x") == {"a": "1"}
+    assert names(tmp_path / "deep") == {"x"}
+
+
+def test_an_old_folder_is_replaced_and_nothing_of_it_stays(tmp_path: Path) -> None:
+    for text in ("1", "2"):
+        with atomic.replace_folder(tmp_path / "x") as staging:
+            (staging / f"file{text}").write_text(text)
+    assert content(tmp_path / "x") == {"file2": "2"}
+    assert names(tmp_path) == {"x"}
+
+
+def test_where_names_cannot_be_exchanged_two_moves_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+    test_an_old_folder_is_replaced_and_nothing_of_it_stays(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="renameat2 is Linux's")
+def test_linux_exchanges_in_one_operation(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert atomic._exchange(tmp_path / "a", tmp_path / "b")
+    assert (names(tmp_path / "a"), names(tmp_path / "b")) == ({"b"}, {"a"})
+
+
+def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
+    with atomic.replace_folder(tmp_path / "x") as staging:
+        (staging / "a").write_text("1")
+    with pytest.raises(KeyError), atomic.replace_folder(tmp_path / "x") as staging:
+        (staging / "a").write_text("2")
+        raise KeyError
+    assert content(tmp_path / "x") == {"a": "1"}
+    assert names(tmp_path) == {"x"}
+
+
+def run_limited(code: str, limit: int) -> subprocess.CompletedProcess[str]:
+    """Runs code that cannot write more than `limit` bytes to any file: what a full disk does, without one."""
+    preamble = f"""
+import resource, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from pathlib import Path
+from train import atomic
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+"""
+    command = [sys.executable, "-c", preamble + code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=dict(os.environ))
+
+
+def test_a_full_disk_is_one_clear_error_and_the_old_folder_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    folder.mkdir()
+    (folder / "a").write_text("old")
+    code = f"""
+try:
+    with atomic.replace_folder(Path({str(folder)!r})) as staging:
+        (staging / "a").write_text("new")
+        (staging / "b").write_bytes(bytes(9000))
+except ValueError as error:
+    print(error)
+"""
+    result = run_limited(code, 4096)
+    assert result.stdout.startswith(f"{folder}: no room to write it: stopped after 4099 bytes, "), result.stderr
+    assert "bytes are free" in result.stdout
+    assert "What was there before is untouched" in result.stdout
+    assert content(folder) == {"a": "old"}
+    assert names(tmp_path) == {"x"}
+
+
+def test_a_full_disk_under_safetensors_too(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    atomic.write_tensors(path, {"a": torch.ones(3)})
+    code = f"""
+try:
+    atomic.write_tensors(Path({str(path)!r}), {{"a": torch.zeros(100_000)}})
+except ValueError as error:
+    print(error)
+"""
+    result = run_limited(code, 4096)
+    assert result.stdout.startswith(f"{path}: no room to write it"), result.stderr
+    assert load_file(path)["a"].tolist() == [1.0, 1.0, 1.0]
+    assert names(tmp_path) == {"x.safetensors"}
+
+
+def test_other_errors_keep_their_name(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), atomic.replace_folder(tmp_path / "x") as staging:
+        (staging / "none" / "a").write_text("1")
+    assert names(tmp_path) == set()
+
+
+def test_sweep_removes_what_a_kill_left(tmp_path: Path) -> None:
+    (tmp_path / ".x.123.tmp").mkdir()
+    (tmp_path / ".x.123.tmp" / "a").touch()
+    (tmp_path / ".y.5.tmp").touch()
+    (tmp_path / "z").touch()
+    atomic.sweep(tmp_path)
+    assert names(tmp_path) == {"z"}

@@ -1,0 +1,257 @@
+"""The training-time-test objective against its definition, computed slowly."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from infer.engine import Engine
+from models.attention import TrainingTimeTestAttention
+from models.heads.eagle3 import Eagle3Head
+from models.targets.llama import LlamaTarget
+from models.vocab import target_ids
+from tests.train.conftest import STEPS, make_head
+from train import alignment
+from train.config import ObjectiveConfig
+from train.data import Batch, Sequences
+from train.features import Features, compute_features
+from train.objectives import ttt
+from train.objectives.ttt import SoftCrossEntropy, StepSums, TrainingTimeTest, draft_states, slot_counts, teach
+
+
+@pytest.fixture(scope="module")
+def batch(responses: Sequences) -> Batch:
+    return responses.batch(range(len(responses)))
+
+
+@pytest.fixture(scope="module")
+def features(engine: Engine, batch: Batch) -> Features:
+    return compute_features(engine.target, batch, engine.target.config.default_aux_layers)
+
+
+def objective(head: Eagle3Head, **settings: object) -> TrainingTimeTest:
+    return TrainingTimeTest(head, ObjectiveConfig(**{"name": "ttt", "steps": STEPS, **settings}))  # type: ignore[arg-type]
+
+
+def run(
+    made: TrainingTimeTest, target: LlamaTarget, batch: Batch, features: Features
+) -> tuple[torch.Tensor, StepSums]:
+    teacher = teach(target, features.hidden, batch.assistant, made.head.d2t)
+    return made(batch, features, teacher, slot_counts(batch.assistant, made.config.steps))
+
+
+def slow(
+    head: Eagle3Head, target: LlamaTarget, batch: Batch, features: Features, *, weight: float, drop: bool, loss: str
+) -> tuple[float, list[list[float]]]:
+    """By slot and step, over all slots of the batch and the full vocabulary, straight from DESIGN section 6."""
+    attention, state = TrainingTimeTestAttention(), head.fuse(features.aux)
+    length = batch.ids.shape[1]
+    total, rows = 0.0, []
+    ids = target_ids(head.d2t)
+    for step in range(STEPS):
+        attention.begin_step(step)
+        tokens = F.pad(batch.ids, (0, 1 + step))[:, 1 + step :]
+        positions = (torch.arange(length) + step).clamp(max=length - 1).expand_as(batch.ids)
+        state = head.step(tokens, state, positions, attention)
+        logits = head.logits(state)
+        sums = [0.0, 0.0, 0.0, 0.0]
+        for row in range(len(batch.ids)):
+            for slot in range(length - 2 - step):
+                if not batch.assistant[row, slot + 1 : slot + 3 + step].all():
+                    continue
+                p = target.logits(features.hidden[row, slot + 1 + step]).softmax(-1)
+                log_q = logits[row, slot].log_softmax(-1)
+                q = torch.zeros_like(p).scatter(0, ids, log_q.exp())
+                restricted = p[ids] / p[ids].sum()
+                inside = bool(head.t2d[p.argmax()])
+                if loss == "kl":
+                    value = float((restricted * (restricted.log() - log_q)).sum())
+                else:
+                    value = -float(log_q[restricted.argmax()])
+                sums[0] += 1
+                sums[1] += value if inside or not drop else 0.0
+                sums[2] += float(q.argmax() == p.argmax())
+                sums[3] += float(torch.minimum(p, q).sum())
+        total += weight**step * sums[1] / sums[0]
+        rows.append(sums)
+    return total, rows
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags"),
+    [
+        ({}, {}),
+        ({"loss": "ce", "step_weight": 1.0}, {}),
+        ({"drop_out_of_vocab": False}, {"norm_output": True}),
+        ({"step_weight": 0.5}, {"norm_before_residual": False, "fc_norm": True}),
+    ],
+)
+@torch.no_grad()
+def test_loss_and_metrics_equal_the_definition(
+    settings: dict, flags: dict, engine: Engine, tiny_target: LlamaTarget, responses: Sequences,
+    batch: Batch, features: Features,
+) -> None:  # fmt: skip
+    head = make_head(tiny_target, responses, vocab=48, **flags)
+    made = objective(head, **settings)
+    loss, sums = run(made, engine.target, batch, features)
+    want, rows = slow(
+        head, engine.target, batch, features,
+        weight=made.config.step_weight, drop=made.config.drop_out_of_vocab, loss=made.config.loss,
+    )  # fmt: skip
+    assert loss.item() == pytest.approx(want, rel=1e-5)
+    for step, row in enumerate(rows):
+        assert [float(column[step]) for column in sums] == pytest.approx(row, rel=1e-5)
+
+
+def test_some_choices_lie_outside_the_draft_vocabulary(
+    engine: Engine, tiny_target: LlamaTarget, responses: Sequences, batch: Batch, features: Features
+) -> None:
+    """Or the test above would not see `drop_out_of_vocab`; and dropped slots still count as failures."""
+    head = make_head(tiny_target, responses, vocab=48)
+    teacher = teach(engine.target, features.hidden, batch.assistant, head.d2t)
+    assert 0 < int(teacher.in_vocab.sum()) < len(teacher.in_vocab)
+    assert len(teacher.in_vocab) == int(slot_counts(batch.assistant, 1))
+    kept, sums = run(objective(head), engine.target, batch, features)
+    every, same = run(objective(head, drop_out_of_vocab=False), engine.target, batch, features)
+    assert kept.item() < every.item()
+    assert torch.equal(sums.correct, same.correct)
+
+
+@torch.no_grad()
+def test_leaving_prompt_slots_out_changes_no_state(random_head: Eagle3Head, batch: Batch, features: Features) -> None:
+    first = 5
+    whole = list(draft_states(random_head, batch.ids, features.aux, STEPS))
+    part = list(draft_states(random_head, batch.ids, features.aux, STEPS, first))
+    for a, b in zip(whole, part, strict=True):
+        assert torch.allclose(a[:, first:], b, atol=1e-6)
+
+
+@torch.no_grad()
+def test_padding_and_neighbours_change_nothing(
+    engine: Engine, random_head: Eagle3Head, responses: Sequences, batch: Batch, features: Features
+) -> None:
+    alone = responses.batch([0])
+    own = compute_features(engine.target, alone, random_head.config.aux_layers)
+    length = alone.ids.shape[1]
+    states = zip(
+        draft_states(random_head, batch.ids, features.aux, STEPS),
+        draft_states(random_head, alone.ids, own.aux, STEPS),
+        strict=True,
+    )
+    masks = alignment.step_masks(alone.assistant, STEPS)[:, 0]
+    for mask, (together, single) in zip(masks, states, strict=True):
+        assert torch.allclose(together[0, :length][mask], single[0][mask], atol=1e-5)
+
+
+def gradients(head: Eagle3Head) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
+    head.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.allclose(value, b[name], atol=1e-6), name
+
+
+def test_everything_but_the_embedding_learns(
+    engine: Engine, random_head: Eagle3Head, batch: Batch, features: Features
+) -> None:
+    run(objective(random_head), engine.target, batch, features)[0].backward()
+    found = gradients(random_head)
+    assert found.keys() == {name for name, _ in random_head.named_parameters()} - {"embed_tokens.weight"}
+    assert all(value.abs().max() > 0 for value in found.values())
+
+
+def test_accumulated_batches_add_up_to_the_large_one(
+    engine: Engine, random_head: Eagle3Head, responses: Sequences, batch: Batch, features: Features
+) -> None:
+    made = objective(random_head)
+    loss, sums = run(made, engine.target, batch, features)
+    loss.backward()
+    whole = gradients(random_head)
+    denominators = slot_counts(batch.assistant, STEPS)
+    total, parts = 0.0, []
+    for rows in ([0, 1], [2, 3, 4], [5]):
+        part = responses.batch(rows)
+        own = compute_features(engine.target, part, random_head.config.aux_layers)
+        teacher = teach(engine.target, own.hidden, part.assistant, random_head.d2t)
+        value, part_sums = made(part, own, teacher, denominators)
+        value.backward()
+        total += value.item()
+        parts.append(torch.stack(list(part_sums)))
+    assert total == pytest.approx(loss.item(), rel=1e-5)
+    assert torch.allclose(torch.stack(parts).sum(0), torch.stack(list(sums)), rtol=1e-4)
+    assert_close(gradients(random_head), whole)
+
+
+def test_chunks_change_nothing(
+    engine: Engine, random_head: Eagle3Head, batch: Batch, features: Features, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = objective(random_head)
+    loss, sums = run(made, engine.target, batch, features)
+    loss.backward()
+    whole = gradients(random_head)
+    monkeypatch.setattr(ttt, "CHUNK_ELEMENTS", 384 * 17)
+    again, chunk_sums = run(made, engine.target, batch, features)
+    again.backward()
+    assert again.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert torch.allclose(torch.stack(list(chunk_sums)), torch.stack(list(sums)), rtol=1e-5)
+    assert_close(gradients(random_head), whole)
+
+
+def test_a_batch_that_serves_no_slot_is_harmless(engine: Engine, random_head: Eagle3Head) -> None:
+    nothing = Batch(torch.ones(2, 9, dtype=torch.int64), torch.zeros(2, 9, dtype=torch.bool), (0, 1))
+    own = compute_features(engine.target, nothing, random_head.config.aux_layers)
+    loss, sums = run(objective(random_head), engine.target, nothing, own)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert sums.count.tolist() == [0.0] * STEPS
+    assert all(torch.isfinite(value).all() for value in gradients(random_head).values())
+
+
+def test_soft_cross_entropy_equals_torch_and_its_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, 11, generator=generator, dtype=torch.float64, requires_grad=True)
+    probs = torch.randn(7, 11, generator=generator, dtype=torch.float64).softmax(-1)
+    mine = SoftCrossEntropy.apply(logits, probs)
+    assert torch.allclose(mine, F.cross_entropy(logits, probs, reduction="none"))
+    assert torch.autograd.gradcheck(lambda z: SoftCrossEntropy.apply(z, probs), logits)
+
+
+@torch.no_grad()
+def test_the_teacher(engine: Engine, random_head: Eagle3Head, batch: Batch, features: Features) -> None:
+    teacher = teach(engine.target, features.hidden, batch.assistant, random_head.d2t)
+    assert torch.allclose(teacher.probs.sum(-1), torch.ones(len(teacher.probs)))
+    p = engine.target.logits(features.hidden[alignment.teacher_rows(batch.assistant)]).softmax(-1)
+    assert torch.allclose(teacher.mass, p[:, random_head.t2d].sum(-1))
+    assert torch.equal(teacher.choice, p.argmax(-1))
+    assert torch.equal(teacher.in_vocab, random_head.t2d[teacher.choice])
+    entropy = -(teacher.probs * teacher.probs.log()).nansum(-1)
+    assert torch.allclose(teacher.negentropy, -entropy, atol=1e-5)
+
+
+def test_greedy_responses_are_the_teachers_choices(
+    engine: Engine, random_head: Eagle3Head, batch: Batch, features: Features
+) -> None:
+    """Ties data, features and alignment together: what p[j] prefers is the token the engine emitted at j + 1."""
+    teacher = teach(engine.target, features.hidden, batch.assistant, random_head.d2t)
+    follows = alignment.shift_left(batch.ids, 1)[alignment.teacher_rows(batch.assistant)]
+    assert torch.equal(teacher.choice, follows)
+
+
+def test_bf16_autocast_keeps_probabilities_in_fp32(
+    engine: Engine, random_head: Eagle3Head, batch: Batch, features: Features
+) -> None:
+    made = objective(random_head)
+    exact, _ = run(made, engine.target, batch, features)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough, sums = run(made, engine.target, batch, features)
+    rough.backward()
+    assert rough.dtype == sums.overlap.dtype == torch.float32
+    assert rough.item() == pytest.approx(exact.item(), rel=0.02)
+    assert math.isfinite(sum(float(value.sum()) for value in gradients(random_head).values()))
