@@ -133,7 +133,7 @@ class EngineConfig:
     prefill_chunk: int = 256  # prompt tokens of one request per step
     max_rows: int = 512  # rows of one target forward: drafts and prefill chunks together
     exact: bool = True  # the same bits for a row in any batch (DESIGN section 6)
-    threads: int | None = None  # CPU threads; null: torch's own choice
+    threads: int | None = None  # CPU threads of a step; null: one or torch's own number, as measured at start
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size & (self.page_size - 1):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -15,7 +14,7 @@ DIM, GREEN, RESET = "\x1b[2m", "\x1b[32m", "\x1b[0m"
 UNSAFE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
-def use_color(setting: str, stream: TextIO = sys.stdout) -> bool:
+def use_color(setting: str, stream: TextIO) -> bool:
     if setting != "auto":
         return setting == "always"
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -37,9 +37,10 @@ from infer.request import (
 from infer.runner import Runner
 from infer.sampling import choice_parameters
 from infer.scheduler import Scheduler
+from infer.threads import cpu_threads, fastest_thread_count
 from kernels.attention import assert_rows_independent
 from kernels.choose import choose
-from kernels.linear import assert_row_invariant
+from kernels.linear import PackedLinear, assert_row_invariant
 from kernels.verify import accept
 from models.heads import load_head
 from models.heads.eagle3 import Eagle3Head
@@ -87,16 +88,25 @@ class Engine:
         weight = target.embedding_weight
         self.device, self.dtype = weight.device, weight.dtype
         self.context = target.config.max_position_embeddings
-        if self.config.threads:
-            torch.set_num_threads(self.config.threads)
         pack(target, exact=self.config.exact)
+        linears = [m.packed for m in target.modules() if isinstance(m, Linear) and m.packed is not None]
+        self._threads = self.config.threads or (
+            fastest_thread_count(linears, self.dtype) if self.device.type == "cpu" else torch.get_num_threads()
+        )
         if self.config.exact:
-            self._probe_exactness()
-        self._target_layers = [LayerShape(target.config.num_kv_heads, target.config.head_dim)] * target.config.num_layers
+            with cpu_threads(self._threads):
+                self._probe_exactness(linears)
+        shape = LayerShape(target.config.num_kv_heads, target.config.head_dim)
+        self._target_layers = [shape] * target.config.num_layers
         self._requests: dict[str, Request] = {}
         self._ids = itertools.count()
         self._stats = EngineStats()
-        self._build(head, proposer)
+        self._drafter: HeadProposer | None = None
+        if head is None:
+            self._make_pool(())
+        else:
+            self._use_head(head)
+        self.set_proposer(proposer)
 
     @classmethod
     def load(
@@ -108,7 +118,7 @@ class Engine:
         *,
         output_dir: str = "outputs",
     ) -> Engine:
-        """From the configs of an entry point. `proposer.name=auto` takes the exported head if there is one, else n-gram."""
+        """From the configs of an entry point. `proposer=auto` takes the exported head if there is one, else n-gram."""
         proposer = proposer or ProposerConfig(name="auto")
         device = resolve_device(model.device)
         dtype = getattr(torch, model.dtype)
@@ -148,8 +158,8 @@ class Engine:
         needed = self._pool.pages_for(min(self.context, len(prompt) + params.max_tokens))
         if needed > self._pool.num_pages:
             raise ValueError(
-                f"prompt of {len(prompt)} tokens with max_tokens={params.max_tokens}: needs {needed} KV pages, the pool "
-                f"has {self._pool.num_pages}; raise engine.max_tokens_in_cache or ask for fewer tokens"
+                f"prompt of {len(prompt)} tokens with max_tokens={params.max_tokens}: needs {needed} KV pages, "
+                f"the pool has {self._pool.num_pages}; raise engine.max_tokens_in_cache or ask for fewer tokens"
             )
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._requests:
@@ -187,20 +197,24 @@ class Engine:
         return stats
 
     def set_proposer(self, name: str, head: Eagle3Head | None = None) -> None:
-        """Changes what drafts: "none", "ngram", or "head" (with a new `head`, or the one it has). Only while idle."""
+        """Changes what drafts: "auto", "none", "ngram" or "head" (a new `head`, or the one it has). Only while idle."""
         if self.has_work:
             raise ValueError("set_proposer: requests are unfinished; wait for them or abort them")
-        self._build(head if head is not None else self._head_source, name)
+        if head is not None:
+            self._use_head(head)
+        self._proposer = self._make_proposer(name)
+        self._runner = Runner(self.target, self._pool, self._proposer.aux_layers)
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One round: drafts and verifies every decoding request, and brings prompts forward by a chunk."""
         step = self._scheduler.schedule()
         outputs: list[StepOutput] = []
-        if step.decodes:
-            outputs += self._decode(step.decodes, step.budgets)
-        if step.prefills:
-            outputs += self._prefill(step.prefills, step.chunks)
+        with cpu_threads(self._threads):
+            if step.decodes:
+                outputs += self._decode(step.decodes, step.budgets)
+            if step.prefills:
+                outputs += self._prefill(step.prefills, step.chunks)
         return outputs
 
     def generate(
@@ -324,11 +338,19 @@ class Engine:
 
     # ---- construction -------------------------------------------------------------------------------------------
 
-    def _build(self, head: Eagle3Head | None, name: str) -> None:
-        self._head_source = head
-        self._proposer = self._make_proposer(head, name)
+    def _use_head(self, head: Eagle3Head) -> None:
+        """Packs a copy of `head`; the pool is made anew only if the head keeps other layers than the last one."""
+        packed = copy.deepcopy(head).to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
+        pack(packed, exact=self.config.exact)
+        drafter = HeadProposer(packed, first_layer=len(self._target_layers))
+        if self._drafter is None or self._drafter.kv_layers != drafter.kv_layers:
+            self._make_pool(drafter.kv_layers)
+        drafter.attach(self._pool)
+        self._drafter = drafter
+
+    def _make_pool(self, head_layers: Sequence[LayerShape]) -> None:
         self._pool = KVPool(
-            [*self._target_layers, *self._proposer.kv_layers],
+            [*self._target_layers, *head_layers],
             num_pages=self.config.num_pages(self.context),
             page_size=self.config.page_size,
             max_requests=self.config.max_batch,
@@ -336,27 +358,22 @@ class Engine:
             dtype=self.dtype,
             device=self.device,
         )
-        if isinstance(self._proposer, HeadProposer):
-            self._proposer.attach(self._pool)
-        self._runner = Runner(self.target, self._pool, self._proposer.aux_layers)
         self._scheduler = Scheduler(
             self._pool,
             max_batch=self.config.max_batch,
             max_rows=self.config.max_rows,
             prefill_chunk=self.config.prefill_chunk,
             draft_budget=self._draft_budget,
-            on_preempt=self._proposer.release,
+            on_preempt=lambda request: self._proposer.release(request),
         )
 
-    def _make_proposer(self, head: Eagle3Head | None, name: str) -> Proposer:
+    def _make_proposer(self, name: str) -> Proposer:
         if name == "none":
             return NoProposer()
-        if name == "head" or (name == "auto" and head is not None):
-            if head is None:
+        if name == "head" or (name == "auto" and self._drafter is not None):
+            if self._drafter is None:
                 raise ValueError("proposer=head: no head was given; export one by training, or proposer=ngram")
-            packed = copy.deepcopy(head).to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
-            pack(packed, exact=self.config.exact)
-            return HeadProposer(packed, first_layer=len(self._target_layers))
+            return self._drafter
         if name in ("ngram", "auto"):
             return NgramProposer(self.proposer_config.ngram_min, self.proposer_config.ngram_max)
         raise ValueError(f"proposer={name}: must be auto, head, ngram or none")
@@ -368,14 +385,9 @@ class Engine:
         room = min(request.remaining, self.context - len(request.tokens))
         return max(0, min(self.proposer_config.max_draft_tokens, room - 1))
 
-    def _probe_exactness(self) -> None:
-        shapes = set()
-        for module in self.target.modules():
-            if isinstance(module, Linear) and module.packed is not None:
-                shape = (module.packed.in_features, module.packed.out_features)
-                if shape not in shapes:
-                    shapes.add(shape)
-                    assert_row_invariant(module.packed, self.dtype, self.device)
+    def _probe_exactness(self, linears: Sequence[PackedLinear]) -> None:
+        for linear in {(linear.in_features, linear.out_features): linear for linear in linears}.values():
+            assert_row_invariant(linear, self.dtype, self.device)
         config = self.target.config
         assert_rows_independent(config.num_heads, config.num_kv_heads, config.head_dim, self.dtype, self.device)
 

@@ -20,7 +20,7 @@ from infer.request import SamplingParams, SpeculationStats
 
 def show_texts(config: GenerateConfig, engine: Engine, groups: Sequence[Prompts], params: SamplingParams) -> None:
     assert engine.tokenizer is not None
-    color = use_color(config.color)
+    color = use_color(config.color, sys.stdout)
     total = sum(map(len, groups))
     stats, tokens, seconds, first = SpeculationStats(), 0, 0.0, 0
     for group in groups:

@@ -1,4 +1,4 @@
-"""DraftTree: the only shape in which drafts reach verification. A chain is a tree; plain decoding a tree of one node."""
+"""DraftTree: the one shape in which drafts reach verification. A chain is a tree, plain decoding a tree of one node."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ class DraftTree:
         lengths = [1 + len(draft) for draft in drafts]
         width = max(lengths)
         assert width <= MAX_NODES
-        rows = [
-            [root, *draft] + [0] * (width - 1 - len(draft)) for root, draft in zip(roots, drafts, strict=True)
-        ]
+        rows = [[root, *draft] + [0] * (width - 1 - len(draft)) for root, draft in zip(roots, drafts, strict=True)]
         batch = len(rows)
         node = torch.arange(width, dtype=torch.int32)
         words = (torch.ones((), dtype=torch.int64) << (node.long() + 1).clamp(max=63)) - 1

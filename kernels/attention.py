@@ -85,7 +85,7 @@ def plan_attention(
 
 def paged_attention(q: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
     """q `[R, nh, D]`, cache `[2, nkv, slots, D]` of one layer -> `[R, nh * D]` in q's dtype."""
-    rows, heads, dim = q.shape
+    _, heads, dim = q.shape
     kv_heads, tiles = cache.shape[1], len(plan.tile_request)
     group, B, N = heads // kv_heads, plan.requests, plan.width
     if plan.rows is not None:
@@ -125,7 +125,7 @@ def write_cache(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
 def assert_rows_independent(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Probes the contract on this machine: widths 1 to 300, alone and beside another request. ValueError if it fails."""
+    """Probes the contract on this machine: widths 1 to 300, alone and beside another request. Raises ValueError."""
     generator = torch.Generator().manual_seed(0)
     page_size, length = 16, 2 * KV_TILE + 40
     pages = -(-length // page_size)
@@ -133,13 +133,19 @@ def assert_rows_independent(
     cache = cache.to(device, dtype)
     q = torch.randn(length, num_heads, head_dim, generator=generator).to(device, dtype)
     table = 1 + torch.arange(2 * pages, device=device).view(2, pages)
-    shape = {"page_size": page_size, "num_kv_heads": num_kv_heads, "group": num_heads // num_kv_heads}
 
     def last_row(width: int, beside: int) -> Tensor:
         """The output at the last position when it is verified among `width` rows, `beside` rows of a second request."""
         counts = [width] + ([beside] if beside else [])
         starts = torch.tensor([length - width] + ([9] if beside else []), device=device)
-        plan = plan_attention(table[: len(counts)], starts, torch.tensor(counts, device=device), **shape)
+        plan = plan_attention(
+            table[: len(counts)],
+            starts,
+            torch.tensor(counts, device=device),
+            page_size=page_size,
+            num_kv_heads=num_kv_heads,
+            group=num_heads // num_kv_heads,
+        )
         rows = torch.cat([q[length - width :], q[:beside]])
         return paged_attention(rows, cache, plan, head_dim**-0.5)[width - 1]
 

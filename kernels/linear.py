@@ -55,5 +55,5 @@ def assert_row_invariant(linear: PackedLinear, dtype: torch.dtype, device: torch
         if not torch.equal(linear(x[:count]), whole[:count]):
             raise ValueError(
                 f"engine.exact=true: on this machine a linear layer of {linear.in_features}x{linear.out_features} "
-                f"({dtype}) gives other bits for {count} rows than for 64; engine.exact=false serves without the promise"
+                f"({dtype}) gives other bits for {count} rows than for 64; engine.exact=false serves without it"
             )

@@ -41,7 +41,7 @@ class TrainingTimeTestAttention:
     At step k, slot i stands for "k tokens drafted after position i". It sees the step-0 entries of positions <= i,
     made from target features, and its own entry of every later step: a causal block and one diagonal per step.
     This equals the engine's cached chain decoding. Call `begin_step(k)` before the head's k-th step, k = 0, 1, ...
-    Steps after the first may run on the last `rows` slots alone: slots before the first response are never drafted from.
+    Later steps may run on the last `rows` slots alone: slots before the first response are never drafted from.
     """
 
     def __init__(self) -> None:

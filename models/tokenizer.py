@@ -81,6 +81,10 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens` is whatever the checkpoint puts around a text, such as a begin token."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("text: holds half of a surrogate pair, which is no character") from None
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -66,7 +66,7 @@ def load_into(
 
 
 def split_merged(module: nn.Module, layout: Mapping[str, tuple[str, ...]], sizes: Mapping[str, list[int]]) -> dict:
-    """The inverse of `load_into`: checkpoint tensors by name. `sizes` gives the rows of each part of a merged tensor."""
+    """The inverse of `load_into`: checkpoint tensors by name. `sizes`: the rows of each part of a merged tensor."""
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     tensors: dict[str, Tensor] = {}
     for name, parts in layout.items():
@@ -77,7 +77,7 @@ def split_merged(module: nn.Module, layout: Mapping[str, tuple[str, ...]], sizes
 
 
 def fingerprint(folder: Path) -> str:
-    """Identifies a checkpoint without reading all of it: config, and of each shard its size, header and three samples."""
+    """Identifies a checkpoint without reading it all: the config and, of each shard, size, header and three samples."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in shard_files(folder):
         size = file.stat().st_size

@@ -252,8 +252,7 @@ def export(
 ) -> dict[str, float]:
     folder = ROOT / config.export
     folder.mkdir(parents=True, exist_ok=True)
-    attention, mlp = model.layers[0].self_attn, config.intermediate_size
-    kv = attention.num_kv_heads * attention.head_dim
+    mlp, kv = config.intermediate_size, config.kv_heads * config.hidden_size // config.heads
     layout = {name: parts for name, parts in model.checkpoint_layout().items() if name != "lm_head.weight"}
     sizes = {
         name: [config.hidden_size, kv, kv] if "qkv" in name else [mlp, mlp]
@@ -316,7 +315,8 @@ def main() -> None:
     if checkpoint.exists():
         step = load_checkpoint(checkpoint, model, optimizers, config)
         print(f"resuming {checkpoint.relative_to(ROOT)} at step {step}")
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {len(train_stream) / 1e6:.2f} M tokens")
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{parameters / 1e6:.2f} M parameters, {len(train_stream) / 1e6:.2f} M tokens")
 
     stop = False
 
@@ -351,7 +351,7 @@ def main() -> None:
             row = {"step": step, "loss": recent[-1], "lr": factor, "seconds": time.perf_counter() - started}
             if step % config.eval_every == 0 or step == config.steps:
                 row["held_out"] = held_out_loss(model, held_out, config.eval_tokens, config.short_context)
-                bar.write(f"step {step}: train {sum(recent) / len(recent):.3f}, held-out {row['held_out']:.3f} nats/token")
+                bar.write(f"step {step}: train {sum(recent) / len(recent):.3f}, held-out {row['held_out']:.3f} nats")
             log.write(json.dumps(row) + "\n")
             log.flush()
             bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", tokens_s=int(config.batch_tokens / row["seconds"]))

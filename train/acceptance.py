@@ -36,18 +36,17 @@ def draft_matches(head: Eagle3Head, batch: Batch, features: Features, steps: int
 def walk(matches: Tensor, first: int, end: int) -> SpeculationStats:
     """Counts for one response t[first .. end-1], whose first token came from the prefill; `matches [T, K]` of its row.
 
-    The engine drafts no further than the tokens that remain after the bonus token.
+    Like the engine it drafts no further than tokens may still come, the bonus token set aside. (Where a response ends
+    by itself, the engine cannot know that and drafts on; steps and emitted tokens are the same.)
     """
     stats = SpeculationStats()
     runs = matches.int().cumprod(1).sum(1).tolist()
     root = first
     while root < end - 1:
-        remaining = end - 1 - root
-        drafted = min(matches.shape[1], remaining)
+        drafted = min(matches.shape[1], end - 2 - root)
         accepted = min(runs[root - 1], drafted)
-        emitted = min(accepted + 1, remaining)
-        stats.record(drafted=drafted, accepted=accepted, emitted=emitted)
-        root += emitted
+        stats.record(drafted=drafted, accepted=accepted, emitted=accepted + 1)
+        root += accepted + 1
     return stats
 
 

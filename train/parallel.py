@@ -34,11 +34,13 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         torch.cuda.set_device(config.model.device)
     if on_cpu:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # without it two processes never synchronise, and nothing says so
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed, if installed, would warn on standard output
     patience = timedelta(hours=6)  # the others wait while the main process evaluates
+    group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=patience)
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision="bf16" if config.precision == "bf16" else "no",
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=patience)],
+        kwargs_handlers=[group] if world > 1 else None,
     )
     assert accelerator.num_processes == world, "accelerate and the launcher disagree on the number of processes"
     assert world == 1 or str(accelerator.distributed_type) != "DistributedType.NO", "gradients would not be averaged"

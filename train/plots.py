@@ -26,7 +26,8 @@ def draw_plots(folder: Path) -> list[Path]:
             points = [(row["step"], row[metric]) for row in rows if metric in row]
             if points:
                 marker = "o" if metric.startswith("eval") else None
-                axes.plot(*zip(*points, strict=True), label=label, marker=marker, markersize=3, linewidth=1)
+                line = "--" if metric == "eval/tau_simulated" else "-"  # it lies on the engine's, as it should
+                axes.plot(*zip(*points, strict=True), line, label=label, marker=marker, markersize=3, linewidth=1)
         axes.set(xlabel="step", ylabel=unit, title=folder.name)
         axes.grid(alpha=0.3)
         if axes.has_data():

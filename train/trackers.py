@@ -16,6 +16,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from train import atomic
 from train.config import TrackerConfig, WandbConfig
@@ -23,7 +24,8 @@ from train.config import TrackerConfig, WandbConfig
 METRICS = "metrics.jsonl"
 SECRET_KEY = re.compile(r"(key|token|secret|password|passwd|credentials?|auth)$", re.IGNORECASE)
 SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-)\w{8,}|//[^/\s:@]+:[^/\s@]+@")
-FINISH_SECONDS = 60.0
+INIT_SECONDS = 20  # for W&B to answer at the start; then the run is tracked offline
+FINISH_SECONDS = 60  # for its upload at the end
 
 
 class Tracker(Protocol):
@@ -82,17 +84,16 @@ class WandbTracker:
             "dir": str(folder),
             "config": dict(settings),
         }
-        mode = wandb_mode(config)
-        quiet = wandb.Settings(console="off", silent=True, init_timeout=30)
+        quiet = wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS, login_timeout=INIT_SECONDS)
+        mode = wandb_mode(config, quiet.base_url)
         try:
             resume = "allow" if mode == "online" else None  # offline runs of one id are joined when they are synced
             self._run = wandb.init(**arguments, mode=mode, resume=resume, settings=quiet)
         except Exception as error:  # whatever it is, a tracker must not end the run
             if config.mode == "online":
-                raise ValueError(
-                    f"tracker.mode=online: W&B cannot be reached ({error}); say tracker.mode=offline"
-                ) from error
+                raise ValueError(f"tracker.mode=online: W&B cannot be reached ({error}); try offline") from error
             warn(f"W&B cannot be reached ({type(error).__name__}: {error}); tracking offline")
+            wandb.teardown()  # or the id is still taken
             self._run = wandb.init(**arguments, mode="offline", settings=quiet)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -149,26 +150,29 @@ def import_wandb() -> Any | None:
     return wandb if hasattr(wandb, "init") else None
 
 
-def wandb_mode(config: WandbConfig) -> str:
-    """`tracker.mode`; with auto WANDB_MODE decides, then whether there are credentials."""
+def wandb_mode(config: WandbConfig, default_url: str) -> str:
+    """`tracker.mode`; with auto WANDB_MODE decides, then whether there are credentials for the server."""
     if config.mode != "auto":
         return config.mode
     asked = os.environ.get("WANDB_MODE")
     if asked in ("online", "offline", "disabled"):
         return asked
-    return "online" if has_wandb_credentials() else "offline"
+    return "online" if has_wandb_credentials(os.environ.get("WANDB_BASE_URL") or default_url) else "offline"
 
 
-def has_wandb_credentials() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
+def has_wandb_credentials(url: str) -> bool:
+    """Looks where wandb looks, without it: asking wandb itself may end in a prompt."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    base = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    host = base.partition("//")[2].partition("/")[0].partition(":")[0]
+    hosts = [urlsplit(url).netloc]
+    if not os.environ.get("WANDB_BASE_URL"):
+        hosts.append("api.wandb.ai")  # where the default server's keys were stored before it moved
     file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
     try:
-        return netrc.netrc(str(file)).authenticators(host) is not None
+        entries = netrc.netrc(str(file))
     except (OSError, netrc.NetrcParseError):
         return False
+    return any(host in entries.hosts for host in hosts)
 
 
 def redact(value: Any, key: str = "") -> Any:

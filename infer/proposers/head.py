@@ -68,8 +68,9 @@ class HeadProposer:
             going = [index for index, budget in enumerate(budgets) if budget > drafted]
             if len(going) < len(requests):
                 keep = torch.tensor(going, device=state.device)
-                requests, drafts, slots = ([items[i] for i in going] for items in (requests, drafts, slots))
-                budgets, state, tokens = [budgets[i] for i in going], state[keep], tokens[keep]
+                requests, drafts = [requests[i] for i in going], [drafts[i] for i in going]
+                slots, budgets = [slots[i] for i in going], [budgets[i] for i in going]
+                state, tokens = state[keep], tokens[keep]
                 parameters = parameters and parameters.rows(keep)
             slots = [slot + 1 for slot in slots]
             state = self._forward(requests, slots, [1] * len(requests), tokens, state)

@@ -103,7 +103,8 @@ async def events(
 
 
 def event(document: Json) -> str:
-    return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    # ASCII, because some clients take U+0085 or U+2028 for the end of a line
+    return f"data: {json.dumps(document, separators=(',', ':'))}\n\n"
 
 
 class EventStream(StreamingResponse):

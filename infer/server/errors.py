@@ -32,7 +32,8 @@ class ApiError(Exception):
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.code = status, code
+        self.message, self.param = printable(message), param and printable(param)
         self.retry_after = retry_after  # seconds
 
     @property
@@ -49,13 +50,18 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers=self.headers)
 
 
+def printable(text: str) -> str:
+    """What a client sent may hold half a surrogate pair, which no answer can."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def internal_error() -> ApiError:
     return ApiError(500, "internal error; the server's log has the details", code="internal_error")
 
 
 def field_error(field: str, message: str, code: LiteralString = "invalid_value") -> PydanticCustomError:
     """For validators that look at a whole object: the error carries the field that it is about."""
-    return PydanticCustomError(code, "{message}", {"field": field, "message": message})
+    return PydanticCustomError(code, "{message}", {"field": printable(field), "message": message})
 
 
 def from_validation(error: dict[str, Any]) -> ApiError:

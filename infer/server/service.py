@@ -83,7 +83,10 @@ class Service:
     def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) > self.max_characters:
             raise self._too_long(f"{len(text)} characters", param)
-        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except ValueError as error:
+            raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from error
         if not ids:
             raise ApiError(400, f"{param}: empty; it must hold at least one token", param=param, code="empty_prompt")
         return ids

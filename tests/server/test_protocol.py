@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from infer.server.errors import from_validation
@@ -178,3 +181,22 @@ def test_prompts_are_one_list_whatever_their_form() -> None:
     ]
     for prompt, expected in forms:
         assert CompletionRequest.model_validate(PLAIN | {"prompt": prompt}).prompts == expected
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from(sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, *NOTHING}))
+
+
+@settings(max_examples=300, deadline=None)
+@given(body=JSON | st.dictionaries(FIELDS, JSON, max_size=6))
+def test_any_document_is_a_request_or_a_400(body: Any) -> None:
+    for kind, base in ((CompletionRequest, PLAIN), (ChatRequest, CHAT)):
+        for document in (body, {**base, **body} if isinstance(body, dict) else body):
+            with contextlib.suppress(ValidationError):
+                kind.model_validate(document)
+                continue
+            assert set(refusal(kind, document)) == {"message", "type", "param", "code"}

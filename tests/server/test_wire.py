@@ -70,6 +70,9 @@ def test_the_request_id_is_echoed(server: Server) -> None:
         (b'{"model": "tiny", "prompt": "x"}', {"content-type": "text/plain"}, None),
         (b"", {}, None),
         (b"[" * 100_000, {"content-type": "application/json"}, None),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', {"content-type": "application/json"}, None),
+        (b'{"model": "tiny", "prompt": ["a", "\\ud800"]}', {"content-type": "application/json"}, None),
+        (b'{"model": "tiny", "prompt": "x", "\\ud800": 1}', {"content-type": "application/json"}, None),
         (b'{"model": "tiny", "prompt": "x", "seed": ' + b"9" * 5000 + b"}", {"content-type": "application/json"}, None),
     ],
 )
@@ -83,6 +86,12 @@ def test_a_body_that_is_no_request_is_a_400(
     assert error["type"] == "invalid_request_error"
     if code:
         assert error["code"] == code
+
+
+def test_a_message_that_is_no_text_is_a_400(server: Server) -> None:
+    body = b'{"model": "tiny", "messages": [{"role": "user", "content": "\\udfff"}]}'
+    headers = {"content-type": "application/json"}
+    assert httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers).status_code == 400
 
 
 def test_what_the_engine_refuses_is_a_400(server: Server) -> None:

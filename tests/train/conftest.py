@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,17 @@ def responses(engine: Engine) -> Sequences:
     completions = engine.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=False))
     rows = [(c.prompt_ids + c.token_ids, [False] * len(c.prompt_ids) + [True] * len(c.token_ids)) for c in completions]
     return Sequences.of(rows)
+
+
+@contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """No file can grow beyond `limit` bytes: a write fails half-way, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def make_head(target: LlamaTarget, responses: Sequences, *, vocab: int = 128, **flags: bool) -> Eagle3Head:

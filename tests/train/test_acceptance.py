@@ -146,6 +146,8 @@ def test_training_logits_equal_the_engines_cached_chain(
             states = draft_states(head, whole.ids, features.aux, max(1, len(draft)))
             mine = [head.logits(state[0, len(tokens) - 2]) for state in states]
         for depth, row in enumerate(logits):
-            assert (mine[depth] - row).abs().max() <= 1e-5 * row.abs().max(), f"depth {depth} after {len(tokens)} tokens"
+            assert (mine[depth] - row).abs().max() <= 1e-5 * row.abs().max(), (
+                f"depth {depth} after {len(tokens)} tokens"
+            )
             compared += 1
     assert compared > 3 * STEPS

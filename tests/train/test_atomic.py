@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.train.conftest import full_disk
 from train import atomic
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def content(folder: Path) -> dict[str, str]:
@@ -64,36 +61,16 @@ def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
     assert names(tmp_path) == {"x"}
 
 
-def run_limited(code: str, limit: int) -> subprocess.CompletedProcess[str]:
-    """Runs code that cannot write more than `limit` bytes to any file: what a full disk does, without one."""
-    preamble = f"""
-import resource, sys
-sys.path.insert(0, {str(ROOT)!r})
-import torch
-from pathlib import Path
-from train import atomic
-resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
-"""
-    command = [sys.executable, "-c", preamble + code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=dict(os.environ))
-
-
 def test_a_full_disk_is_one_clear_error_and_the_old_folder_stays(tmp_path: Path) -> None:
     folder = tmp_path / "x"
     folder.mkdir()
     (folder / "a").write_text("old")
-    code = f"""
-try:
-    with atomic.replace_folder(Path({str(folder)!r})) as staging:
+    with full_disk(4096), pytest.raises(ValueError) as error, atomic.replace_folder(folder) as staging:  # noqa: PT011
         (staging / "a").write_text("new")
         (staging / "b").write_bytes(bytes(9000))
-except ValueError as error:
-    print(error)
-"""
-    result = run_limited(code, 4096)
-    assert result.stdout.startswith(f"{folder}: no room to write it: stopped after 4099 bytes, "), result.stderr
-    assert "bytes are free" in result.stdout
-    assert "What was there before is untouched" in result.stdout
+    assert str(error.value).startswith(f"{folder}: no room to write it: stopped after 4099 bytes, ")
+    assert "bytes are free" in str(error.value)
+    assert "What was there before is untouched" in str(error.value)
     assert content(folder) == {"a": "old"}
     assert names(tmp_path) == {"x"}
 
@@ -101,14 +78,8 @@ except ValueError as error:
 def test_a_full_disk_under_safetensors_too(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     atomic.write_tensors(path, {"a": torch.ones(3)})
-    code = f"""
-try:
-    atomic.write_tensors(Path({str(path)!r}), {{"a": torch.zeros(100_000)}})
-except ValueError as error:
-    print(error)
-"""
-    result = run_limited(code, 4096)
-    assert result.stdout.startswith(f"{path}: no room to write it"), result.stderr
+    with full_disk(4096), pytest.raises(ValueError, match=r"x.safetensors: no room to write it"):
+        atomic.write_tensors(path, {"a": torch.zeros(100_000)})
     assert load_file(path)["a"].tolist() == [1.0, 1.0, 1.0]
     assert names(tmp_path) == {"x.safetensors"}
 

@@ -36,9 +36,7 @@ def objective(head: Eagle3Head, **settings: object) -> TrainingTimeTest:
     return TrainingTimeTest(head, ObjectiveConfig(**{"name": "ttt", "steps": STEPS, **settings}))  # type: ignore[arg-type]
 
 
-def run(
-    made: TrainingTimeTest, target: LlamaTarget, batch: Batch, features: Features
-) -> tuple[torch.Tensor, StepSums]:
+def run(made: TrainingTimeTest, target: LlamaTarget, batch: Batch, features: Features) -> tuple[torch.Tensor, StepSums]:
     teacher = teach(target, features.hidden, batch.assistant, made.head.d2t)
     return made(batch, features, teacher, slot_counts(batch.assistant, made.config.steps))
 

@@ -1,4 +1,4 @@
-"""Our reading of a checkpoint against transformers': same logits, same hidden states, and loud about what does not fit."""
+"""Our reading of a checkpoint against transformers': same logits and hidden states, loud about what does not fit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def randomise_biases_and_norms(folder):
     """transformers starts biases at zero and norms at one, which would hide a mistake in either."""
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(1)
-    for name, value in tensors.items():
+    for value in tensors.values():
         if value.ndim == 1:
             value += 0.3 * torch.randn(value.shape, generator=generator)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -103,7 +103,7 @@ def test_tensors_that_do_not_fit_are_all_named(make_target_folder, tmp_path):
     del tensors["model.norm.weight"]
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="(?s)model.norm.weight: missing.*layers.7.mlp.up_proj.weight: not part"):
+    with pytest.raises(ValueError, match=r"(?s)model.norm.weight: missing.*layers.7.mlp.up_proj.weight: not part"):
         load_target(str(tmp_path))
     del tensors["model.layers.7.mlp.up_proj.weight"]
     tensors["model.norm.weight"] = torch.ones(65)
@@ -117,7 +117,7 @@ def test_wrong_paths_say_what_was_looked_for(tmp_path, make_target_folder):
         load_target(str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=r"no config\.json"):
         load_target(str(tmp_path))
-    with pytest.raises(ValueError, match="(?s)someone/some-model.*model hub.*model.path="):
+    with pytest.raises(ValueError, match=r"(?s)someone/some-model.*model hub.*model.path="):
         load_target("someone/some-model")  # conftest sets HF_HUB_OFFLINE
     folder = make_target_folder(num_hidden_layers=2)
     (folder / "model.safetensors").unlink()
@@ -154,5 +154,5 @@ def test_an_unknown_architecture_lists_the_known_ones(make_target_folder):
     folder = make_target_folder(num_hidden_layers=2)
     config = json.loads((folder / "config.json").read_text()) | {"architectures": ["MambaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="MambaForCausalLM.*LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"MambaForCausalLM.*LlamaForCausalLM"):
         load_target(str(folder))

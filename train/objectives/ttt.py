@@ -77,7 +77,8 @@ def draft_states(head: Eagle3Head, ids: Tensor, aux: Sequence[Tensor], steps: in
     ids `[B, T]`, aux one `[B, T, Ht]` per feature. Slots before `first` lend their keys at step 0 and stop there.
     """
     length, attention = ids.shape[1], TrainingTimeTestAttention()
-    state = head.fuse([feature.to(head.norm.weight.dtype) for feature in aux])
+    dtype = head.norm.weight.dtype
+    state = head.fuse([feature.to(dtype) for feature in aux]).to(dtype)  # under autocast the residual stays fp32
     for step in range(steps):
         attention.begin_step(step)
         tokens = alignment.draft_tokens(ids, step)

@@ -1,0 +1,247 @@
+"""generate.py as a user runs it: texts, colours, the comparison, mistakes, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.cli import compose
+from infer.config import GenerateConfig
+from infer.generate import run
+
+ROOT = Path(__file__).resolve().parents[2]
+GREEN, RESET = "\x1b[32m", "\x1b[0m"
+Generate = Callable[..., str]
+
+
+@pytest.fixture
+def overrides(tiny_target_folder: Path, tiny_head_folder: Path) -> list[str]:
+    """The tiny random target stands in for the demo: same tokenizer family, same corpus, a head of its own."""
+    return [
+        f"model.path={tiny_target_folder}",
+        f"head.path={tiny_head_folder}",
+        "model.device=cpu",
+        "engine.max_batch=4",
+        "max_tokens=24",
+        "num_prompts=3",
+        "prompt_tokens=16",
+        "ignore_eos=true",
+    ]
+
+
+@pytest.fixture
+def generate(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> Generate:
+    def call(*extra: str) -> str:
+        run(compose("generate", GenerateConfig, [*overrides, *extra]))
+        return capsys.readouterr().out
+
+    return call
+
+
+def expected_text(folder: Path, prompt: str, **sampling: Any) -> str:
+    from infer.config import ModelConfig, ProposerConfig
+    from infer.engine import Engine
+    from infer.request import SamplingParams
+
+    engine = Engine.load(ModelConfig(name="tiny", path=str(folder)), proposer=ProposerConfig(name="none"))
+    params = SamplingParams(max_tokens=24, ignore_eos=True, **sampling)
+    return engine.generate([prompt], params)[0].text or ""
+
+
+def test_a_prompt_is_continued_and_a_card_follows(generate: Generate, tiny_target_folder: Path) -> None:
+    text = expected_text(tiny_target_folder, "def wrap(")
+    out = generate("prompt='def wrap('")
+    assert out.startswith("def wrap(" + text + "\n")
+    card = out.removeprefix("def wrap(" + text)
+    assert "\x1b" not in out
+    assert re.search(r"speculation +head eagle3 from", card)
+    assert re.search(r"tokens +24 in", card)
+    for row in ("tokens/s", "acceptance length τ", "acceptance by position", "greedy"):
+        assert row in card
+
+
+def test_colour_marks_accepted_tokens_and_changes_nothing_else(generate: Generate) -> None:
+    plain = generate("prompt='x = 1; x = 1; x = 1; x = 1; x = 1;'", "proposer=ngram", "max_tokens=60")
+    color = generate("prompt='x = 1; x = 1; x = 1; x = 1; x = 1;'", "proposer=ngram", "max_tokens=60", "color=always")
+    assert GREEN in color
+    body = color[: color.index("demo, float32")]
+    without = re.sub(r"\x1b\[\d+m", "", body)
+    original = plain[: plain.index("demo, float32")]
+    unsafe = str.maketrans({code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"})
+    assert without == original.translate(unsafe)
+    assert "green: accepted draft tokens" in color
+
+
+def test_seeded_sampling_repeats(generate: Generate) -> None:
+    first, again, other = (generate("prompt=a", "temperature=1", f"seed={seed}") for seed in (4, 4, 5))
+    texts = [out[: out.index("demo, float32")] for out in (first, again, other)]
+    assert texts[0] == texts[1] != texts[2]
+    assert "seed 4" in first
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_several_prompts_come_in_order(generate: Generate, tmp_path: Path, batch: int) -> None:
+    prompts = ["def first(", "class Second", "import third"]
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n\n".join(prompts) + "\n")
+    out = generate(f"prompts_file={file}", f"batch={batch}")
+    assert re.findall(r"^\[(\d)/3\]$", out, re.M) == ["1", "2", "3"]
+    places = [out.index(prompt) for prompt in prompts]
+    assert places == sorted(places)
+    alone = [generate(f"prompt='{prompt}'") for prompt in prompts]
+    for text in alone:
+        assert text[: text.index("\n\ndemo, float32")].strip("\n") in out
+
+
+def test_without_a_prompt_the_demo_s_held_out_files_are_used(generate: Generate, tiny_tokenizer: Any) -> None:
+    from models.demo.corpus import held_out_prompts
+
+    out = generate("proposer=none")
+    for ids in held_out_prompts(tiny_tokenizer, 3, 16):
+        assert tiny_tokenizer.decode(ids) in out
+    assert "acceptance" not in out
+
+
+@pytest.mark.parametrize("sampling", [[], ["temperature=0.8", "seed=3", "batch=2"]])
+def test_compare_ends_with_one_json_line(generate: Generate, sampling: list[str]) -> None:
+    out = generate("compare=true", *sampling)
+    *card, line = out.splitlines()
+    document = json.loads(line)
+    assert list(document) == [
+        "identical",
+        "acceptance_length",
+        "acceptance_by_position",
+        "tokens_per_s",
+        "ratio",
+        "prompts",
+        "tokens",
+    ]
+    assert document["identical"] is True
+    assert card[-1] == "identical token ids: yes"
+    assert document["acceptance_length"] >= 1
+    assert document["prompts"] == 3
+    assert document["tokens"] == 3 * 24
+    assert set(document["tokens_per_s"]) == {"off", "on"}
+    assert document["ratio"]["low"] <= document["ratio"]["median"] <= document["ratio"]["high"]
+    checks = next(row for row in card if "compared" in row)
+    assert "greedy: yes" in checks
+    assert re.search(r"temperature [\d.]+, seed \d+: yes", checks)
+
+
+def test_a_difference_is_reported_and_fails(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One wrong token, put into the plain run of the second prompt."""
+    from infer.engine import Engine
+
+    real = Engine.generate
+    calls = 0
+
+    def faulty(self: Engine, *arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        completions = real(self, *arguments, **options)
+        if self.proposer_name == "none" and len(completions[0].token_ids) == 24:
+            calls += 1
+            if calls == 3:
+                ids = completions[0].token_ids
+                completions[0] = replace(completions[0], token_ids=[*ids[:-1], (ids[-1] + 1) % 384])
+        return completions
+
+    monkeypatch.setattr(Engine, "generate", faulty)
+    with pytest.raises(SystemExit) as caught:
+        generate("compare=true")
+    assert caught.value.code == 1
+    *_, verdict, document = capsys.readouterr().out.splitlines()
+    assert verdict == "identical token ids: no"
+    assert json.loads(document)["identical"] is False
+
+
+def test_spread_is_median_and_quartiles() -> None:
+    from infer.compare import Spread
+
+    assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0)
+    assert Spread.of([1.0, 2.0, 3.0, 4.0, 10.0]) == Spread(3.0, 2.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["model.name=other"], "prompt: model=other brings no prompts"),
+        (["prompts_file=no/such/file"], "prompts_file=no/such/file: cannot be read"),
+        (["prompt=a", "head.path=no/such/head"], "no/such/head"),
+        (["prompt=a", "model.path=no/such/model"], "no/such/model"),
+    ],
+)
+def test_mistakes_name_what_is_wrong(generate: Generate, extra: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        generate(*extra)
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "infer/generate.py", *arguments]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    return {**kept, "OMP_NUM_THREADS": "1", "TERM": "xterm", **extra}
+
+
+def on_a_terminal(arguments: list[str], **extra: str) -> str:
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(arguments, cwd=ROOT, env=environment(**extra), stdout=theirs, stderr=theirs) as child:
+        os.close(theirs)
+        pieces = []
+        while True:
+            try:
+                piece = os.read(ours, 65536)
+            except OSError:  # how Linux says that the other end is closed
+                break
+            if not piece:
+                break
+            pieces.append(piece)
+    os.close(ours)
+    assert child.returncode == 0, b"".join(pieces)
+    return b"".join(pieces).decode(errors="replace")
+
+
+def test_a_terminal_gets_colour_unless_it_asks_for_none(overrides: list[str]) -> None:
+    arguments = command(*overrides, "prompt='x = 1; x = 1; x = 1; x = 1; x = 1;'", "proposer=ngram", "max_tokens=60")
+    assert GREEN in on_a_terminal(arguments)
+    assert GREEN not in on_a_terminal(arguments, NO_COLOR="1")
+
+
+def test_ctrl_c_ends_with_a_clean_terminal(overrides: list[str]) -> None:
+    arguments = command(*overrides, "color=always", "num_prompts=500", "max_tokens=400")
+    with subprocess.Popen(
+        arguments, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline()  # generation has begun
+        time.sleep(0.2)
+        child.send_signal(signal.SIGINT)
+        out, errors = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert errors.strip().endswith("interrupted")
+    assert "Traceback" not in errors
+    assert out.endswith(RESET + "\n")
+
+
+def test_a_mistake_is_one_line(overrides: list[str]) -> None:
+    result = subprocess.run(
+        command(*overrides, "colour=red"), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[0].startswith("error: colour: unknown key; did you mean color?")
+    assert result.stdout == ""

@@ -1,0 +1,153 @@
+"""The exported head: what serving loads, whole whatever happens, and nobody else's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from infer.cli import compose
+from infer.request import SpeculationStats
+from models.heads import load_head
+from models.heads.eagle3 import Eagle3Head
+from models.targets import load_target
+from models.targets.llama import LlamaTarget
+from tests.conftest import MakeTarget
+from tests.train.conftest import full_disk
+from train.config import TrainConfig
+from train.export import Measured, check_room, export_head
+from train.provenance import provenance
+
+FACTS = {"run": "r", "steps": 5, "data_source": "somewhere", "data_hash": "abc"}
+
+
+def stats(*accepted: int) -> SpeculationStats:
+    made = SpeculationStats()
+    for count in accepted:
+        made.record(drafted=3, accepted=count, emitted=count + 1)
+    return made
+
+
+MEASURED = Measured(simulated=stats(3, 1), engine=stats(3, 0))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    return compose("train", TrainConfig, [f"output_dir={tmp_path}"])
+
+
+def export(
+    head: Eagle3Head, target: LlamaTarget, config: TrainConfig, measured: Measured = MEASURED
+) -> tuple[Path, list[Eagle3Head]]:
+    seen: list[Eagle3Head] = []
+
+    def measure(loaded: Eagle3Head) -> Measured:
+        seen.append(loaded)
+        return measured
+
+    record = provenance(dataclasses.asdict(config), **FACTS)
+    folder, result = export_head(head, target, config, record, measure)
+    assert result is measured
+    return folder, seen
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_folder(random_head: Eagle3Head, tiny_target: LlamaTarget, config: TrainConfig, tmp_path: Path) -> None:
+    folder, seen = export(random_head, tiny_target, config)
+    assert folder == tmp_path / "heads" / "demo" / "eagle3"
+    assert set(snapshot(folder)) == {"config.json", "model.safetensors", "provenance.json", "README.md"}
+    loaded = load_head(folder, target=tiny_target)
+    for name, value in random_head.state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[name]), name
+        assert torch.equal(value, seen[0].state_dict()[name]), name  # what was measured is what was published
+
+
+def test_provenance_and_card(random_head: Eagle3Head, tiny_target: LlamaTarget, config: TrainConfig) -> None:
+    folder, _ = export(random_head, tiny_target, config)
+    record = json.loads((folder / "provenance.json").read_text())
+    assert record["target_fingerprint"] == tiny_target.fingerprint
+    assert record["acceptance_length"] == {"simulated": 3.0, "engine": 2.5}
+    assert record["config"]["optim"]["lr"] == config.optim.lr
+    assert record["data_hash"] == "abc"
+    assert record["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    assert set(record["git"]) == {"commit", "dirty"}
+    card = (folder / "README.md").read_text()
+    assert "| **engine** | **2.500** |" in card
+    assert "| simulated by the trainer | 3.000 (gap +20.00 %) |" in card
+    assert "| 1 | 0.500 | 1 of 2 |" in card
+    assert "python infer/serve.py model=demo head=eagle3" in card
+
+
+def test_the_dtype_is_the_targets(random_head: Eagle3Head, tiny_target_folder: Path, config: TrainConfig) -> None:
+    target = load_target(str(tiny_target_folder), dtype=torch.bfloat16)
+    folder, seen = export(random_head, target, config)
+    assert seen[0].fc.weight.dtype == torch.bfloat16
+    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert torch.equal(load_head(folder).d2t, random_head.d2t)
+
+
+def test_head_path_names_another_place(
+    random_head: Eagle3Head, tiny_target: LlamaTarget, config: TrainConfig, tmp_path: Path
+) -> None:
+    config.head.path = str(tmp_path / "elsewhere")
+    assert export(random_head, tiny_target, config)[0] == tmp_path / "elsewhere"
+
+
+def test_a_head_of_another_target_is_refused(
+    random_head: Eagle3Head, tiny_target: LlamaTarget, make_target_folder: MakeTarget, config: TrainConfig
+) -> None:
+    folder, _ = export(random_head, tiny_target, config)
+    other = load_target(str(make_target_folder(seed=5)))
+    with pytest.raises(ValueError, match="head.allow_mismatch=true"):
+        load_head(folder, target=other)
+    load_head(folder, target=other, allow_mismatch=True)
+
+
+def test_a_full_disk_leaves_the_previous_export_whole(
+    random_head: Eagle3Head, tiny_target: LlamaTarget, config: TrainConfig
+) -> None:
+    folder, _ = export(random_head, tiny_target, config)
+    before = snapshot(folder)
+    with torch.no_grad():
+        random_head.fc.weight.zero_()
+    for limit in (100, 2000, 50_000, 200_000):
+        with full_disk(limit), pytest.raises(ValueError, match=r"heads/demo/eagle3: no room to write it"):
+            export(random_head, tiny_target, config)
+        assert snapshot(folder) == before
+        assert [path.name for path in folder.parent.iterdir()] == ["eagle3"]
+    export(random_head, tiny_target, config)
+    assert snapshot(folder)["model.safetensors"] != before["model.safetensors"]
+
+
+def test_an_error_while_measuring_publishes_nothing(
+    random_head: Eagle3Head, tiny_target: LlamaTarget, config: TrainConfig, tmp_path: Path
+) -> None:
+    def measure(loaded: Eagle3Head) -> Measured:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_head(random_head, tiny_target, config, FACTS, measure)
+    assert list((tmp_path / "heads" / "demo").iterdir()) == []
+
+
+def test_what_a_killed_export_left_is_removed(
+    random_head: Eagle3Head, tiny_target: LlamaTarget, config: TrainConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "heads" / "demo" / ".eagle3.1.tmp").mkdir(parents=True)
+    folder, _ = export(random_head, tiny_target, config)
+    assert [path.name for path in folder.parent.iterdir()] == ["eagle3"]
+
+
+def test_room_is_checked_before_the_run(
+    random_head: Eagle3Head, tiny_target: LlamaTarget, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_room(config, random_head, tiny_target)
+    monkeypatch.setattr("train.export.shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
+    with pytest.raises(ValueError, match=r"heads/demo/eagle3: the exported head will need \d+ bytes, 10 are free"):
+        check_room(config, random_head, tiny_target)

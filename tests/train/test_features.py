@@ -1,0 +1,50 @@
+"""Features computed once equal features computed for every batch, in any order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infer.engine import Engine
+from models.attention import CausalAttention
+from models.targets.llama import LlamaTarget
+from train.config import FeaturesConfig
+from train.data import Sequences
+from train.features import CachedFeatures, OnlineFeatures, feature_bytes, make_features
+
+AUX = (2, 4, 5)
+
+
+def test_cached_equals_online(engine: Engine, responses: Sequences) -> None:
+    cached = CachedFeatures(engine.target, AUX, responses, batch_size=2, show=False)
+    online = OnlineFeatures(engine.target, AUX)
+    batch = responses.batch([5, 0, 3])
+    inside = torch.arange(batch.ids.shape[1]) < responses.lengths[list(batch.rows)][:, None]
+    for a, b in zip(
+        (*cached(batch).aux, cached(batch).hidden), (*online(batch).aux, online(batch).hidden), strict=True
+    ):
+        assert torch.allclose(a[inside], b[inside], atol=1e-5)
+        assert not a.requires_grad
+
+
+def test_the_same_bits_whatever_was_asked_before(engine: Engine, responses: Sequences) -> None:
+    first = CachedFeatures(engine.target, AUX, responses, batch_size=4, show=False)
+    second = CachedFeatures(engine.target, AUX, responses, batch_size=4, show=False)
+    first(responses.batch([1, 2, 3]))
+    assert torch.equal(first(responses.batch([0])).hidden, second(responses.batch([0])).hidden)
+
+
+def test_features_are_the_models(tiny_target: LlamaTarget, responses: Sequences) -> None:
+    batch = responses.batch([2])
+    features = OnlineFeatures(tiny_target, AUX)(batch)
+    positions = torch.arange(batch.ids.shape[1])[None]
+    output = tiny_target(batch.ids, positions, CausalAttention(), aux_layers=AUX)
+    assert torch.equal(features.hidden, output.hidden)
+    assert all(torch.equal(a, b) for a, b in zip(features.aux, output.aux, strict=True))
+
+
+@pytest.mark.parametrize(("gigabytes", "kind"), [(4.0, CachedFeatures), (0.0, OnlineFeatures)])
+def test_the_cache_has_a_limit(gigabytes: float, kind: type, engine: Engine, responses: Sequences) -> None:
+    config = FeaturesConfig(name="online", cache_gb=gigabytes)
+    assert type(make_features(config, engine.target, AUX, responses, batch_size=4)) is kind
+    assert feature_bytes(engine.target, AUX, 100) == 4 * 100 * 64 * 4

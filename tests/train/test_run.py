@@ -1,0 +1,261 @@
+"""Whole runs on the tiny target: what they leave behind, and that no interruption changes the head."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from infer.cli import compose
+from models.heads import load_head
+from models.targets import load_target
+from train.config import TrainConfig
+from train.loop import resume_command, train
+from train.run_folder import name_run
+from train.trackers import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = [
+    "head.draft_vocab_size=200", "data.num_sequences=24", "data.max_new_tokens=24", "data.prompt_tokens=12",
+    "sequence_length=40", "batch_size=8", "steps=30", "minutes=null", "eval_every=100", "checkpoint_every=5",
+    "eval_prompts=4", "eval_max_tokens=24", "tracker=none", "engine.max_tokens_in_cache=2048",
+]  # fmt: skip
+
+
+@pytest.fixture
+def settings(tiny_target_folder: Path, tmp_path: Path) -> list[str]:
+    return [*SETTINGS, f"model.path={tiny_target_folder}", f"output_dir={tmp_path}"]
+
+
+def run(settings: list[str], *more: str) -> dict[str, Any]:
+    result = train(compose("train", TrainConfig, [*settings, *more]), [*settings, *more])
+    assert result is not None
+    return result
+
+
+def start(settings: list[str], *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "train" / "run.py"), *settings, *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/")
+
+
+def wait_for(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not ready():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "heads" / "demo" / "eagle3" / "model.safetensors")
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+def test_what_a_run_leaves_behind(settings: list[str], tmp_path: Path, tiny_target_folder: Path) -> None:
+    result = run(settings, "run=one", "eval_every=20", "log_every=10", "tracker=tensorboard")
+    assert set(result) == {"run", "export", "acceptance_length", "gap", "seconds"}
+    assert (result["run"], result["export"]) == ("one", str(tmp_path / "heads" / "demo" / "eagle3"))
+    assert result["acceptance_length"]["simulated"] == result["acceptance_length"]["engine"] >= 1.0
+    assert result["gap"] == 0.0
+    files = {path.name for path in (tmp_path / "one").iterdir()}
+    assert files == {"config.yaml", "schedule.json", "metrics.jsonl", "data", "checkpoints", "tensorboard"} | {
+        "loss.png", "acceptance.png",
+    }  # fmt: skip
+    assert {path.name for path in (tmp_path / "one" / "checkpoints").iterdir()} == {
+        "latest", "step-000025", "step-000030",
+    }  # fmt: skip
+
+    rows = read_metrics(tmp_path / "one")
+    trained = [row for row in rows if "train/loss" in row]
+    evaluated = [row for row in rows if "eval/tau_engine" in row]
+    assert [row["step"] for row in trained] == [10, 20, 30]
+    assert [row["step"] for row in evaluated] == [0, 20, 30]
+    assert {f"train/{name}_{step}" for name in ("loss", "accuracy", "overlap") for step in range(5)} < set(trained[0])
+    assert {"train/lr", "train/grad_norm", "train/tokens", "train/tokens_per_s"} < set(trained[0])
+    assert {"eval/loss", "eval/accuracy_0", "eval/overlap_4", "eval/coverage", "eval/gap"} < set(evaluated[0])
+    assert all(row["eval/tau_simulated"] == row["eval/tau_engine"] for row in evaluated)
+    assert evaluated[-1]["eval/loss"] < evaluated[0]["eval/loss"]
+
+    target = load_target(str(tiny_target_folder))
+    head = load_head(Path(result["export"]), target=target)
+    assert head.config.draft_vocab_size == 200
+    assert head.t2d[0]  # the end of text
+
+    again = run(settings, "run=one", "eval_every=20", "log_every=10", "tracker=tensorboard")
+    assert again["acceptance_length"] == result["acceptance_length"]
+
+
+def test_interrupted_in_every_way_it_is_the_same_head(settings: list[str], tmp_path: Path) -> None:
+    """Ctrl-C while responses are generated, SIGTERM and kill -9 between steps; then to the end."""
+    steady = [*settings, "run=steady", f"head.path={tmp_path / 'steady-head'}"]
+    run(steady)
+
+    folder = tmp_path / "torn"
+
+    def steps() -> int:
+        return max((int(row["step"]) for row in read_metrics(folder)), default=0)
+
+    process = start(settings, "run=torn")
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("the target continues 24 training and 4 held-out prompts"):
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (0, ""), err
+    expected = " ".join(["stopped; resume with: python train/run.py", *settings, "run=torn"])
+    assert err.strip().endswith(expected)
+    assert not (folder / "checkpoints").exists()
+
+    process = start(settings, "run=torn")
+    wait_for(process, lambda: steps() >= 7)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (0, ""), err
+    assert err.strip().endswith(expected)
+    stopped = int((folder / "checkpoints" / "latest").read_text().split("-")[1])
+    assert 7 <= stopped < 30
+
+    process = start(settings, "run=torn")
+    wait_for(process, lambda: steps() >= min(stopped + 6, 28))
+    process.kill()
+    process.communicate(timeout=120)
+
+    process = start(settings, "run=torn")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "resumed after step" in err
+    summary = json.loads(out.splitlines()[-1])
+    assert summary["run"] == "torn"
+    assert_equal(tensors(tmp_path), load_file(tmp_path / "steady-head" / "model.safetensors"))
+    whole = [row for row in read_metrics(tmp_path / "steady") if "train/loss" in row]
+    torn = [row for row in read_metrics(folder) if "train/loss" in row]
+    assert [(row["step"], row["train/loss"]) for row in torn] == [(row["step"], row["train/loss"]) for row in whole]
+
+
+def test_a_run_is_resumed_under_its_own_settings_only(settings: list[str], tmp_path: Path) -> None:
+    run(settings, "run=one", "steps=2")
+    with pytest.raises(ValueError, match=r"begun with other settings: batch_size=4 \(the run has 8\); optim.lr=0.1 \("):
+        run(settings, "run=one", "steps=2", "optim.lr=0.1", "batch_size=4")
+    run(settings, "run=one", "steps=2", "eval_every=7", "tracker=tensorboard")  # nothing the head depends on
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(ValueError, match="run=mine: .* holds something else than a training run"):
+        run(settings, "run=mine")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(settings: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"step \d+: the (loss|gradient norm) is (nan|inf)") as error:
+        run(settings, "run=hot", "optim.lr=1e30", "checkpoint_every=1")
+    step = int(str(error.value).split(":")[0].removeprefix("step "))
+    kept = tmp_path / "hot" / "checkpoints" / f"step-{step - 1:06d}"
+    assert f"Last good checkpoint: {kept}" in str(error.value)
+    assert all(value.isfinite().all() for value in load_file(kept / "module.safetensors").values())
+    assert not (tmp_path / "heads").exists()
+
+
+def test_minutes_become_steps_once(settings: list[str], tmp_path: Path) -> None:
+    run(settings, "run=one", "minutes=0.5", "steps=3", "accumulate=2", "batch_size=3")
+    assert json.loads((tmp_path / "one" / "schedule.json").read_text()) == {"steps": 3}
+    run(settings, "run=short", "minutes=0.001", "steps=null")
+    assert json.loads((tmp_path / "short" / "schedule.json").read_text()) == {"steps": 1}
+    (tmp_path / "short" / "schedule.json").write_text('{"steps": 2}')  # as if it had been measured then
+    run(settings, "run=short", "minutes=0.001", "steps=null")
+    assert max(row["step"] for row in read_metrics(tmp_path / "short")) == 2
+
+
+def test_data_of_ones_own(settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": f"def f{index}(x):"} for index in range(6)]
+    rows += [{"messages": [{"role": "user", "content": f"say {index}"}]} for index in range(6)]
+    rows += [{"input_ids": list(range(5, 20)), "loss_mask": [0] * 5 + [1] * 10}]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / "data.jsonl").write_text("\n".join([*lines, '{"text": "no"}']))
+    kept = [item for item in settings if not item.startswith("data.prompt_tokens")]
+    result = run(kept, "data=jsonl", f"data.path={tmp_path / 'data.jsonl'}", "run=own", "steps=3")
+    assert result["gap"] == 0.0
+    err = capsys.readouterr().err
+    assert "data.jsonl, line 14: must hold exactly one of prompt, messages, input_ids; it holds none" in err
+    assert "the target continues 12 training and 1 held-out prompts" in err
+
+
+def test_sequences_must_hold_a_response(settings: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"sequence_length=13: cuts every sequence before its second generated token"):
+        run(settings, "run=one", "sequence_length=13")
+
+
+def test_bf16_autocast_trains(settings: list[str], tmp_path: Path) -> None:
+    run(settings, "run=one", "precision=bf16", "steps=10")
+    losses = [row["eval/loss"] for row in read_metrics(tmp_path / "one") if "eval/loss" in row]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one(settings: list[str], tmp_path: Path) -> None:
+    run(settings, "run=single", "steps=6", "batch_size=8")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0",
+        str(ROOT / "train" / "run.py"), *settings, "parallel=ddp", "run=double", "steps=6", "batch_size=4",
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert (summary["run"], summary["gap"]) == ("double", 0.0)
+    single, double = (read_metrics(tmp_path / name) for name in ("single", "double"))
+    for key in ("train/loss", "train/loss_4", "train/accuracy_0", "train/grad_norm", "train/tokens"):
+        values = [[row[key] for row in rows if key in row] for rows in (single, double)]
+        assert len(values[0]) == 6
+        assert values[1] == pytest.approx(values[0], rel=2e-3), key
+
+
+def test_launches_that_only_look_distributed_are_refused(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="parallel=ddp: started as a single process; start it with torchrun"):
+        run(settings, "parallel=ddp")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="parallel=single: started as 2 processes; say parallel=ddp"):
+        run(settings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_a_gpu_that_is_not_there(settings: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"model.device=cuda: torch sees no CUDA device here; say model.device=cpu"):
+        run(settings, "model.device=cuda")
+
+
+def test_runs_without_a_name_get_one(settings: list[str], tmp_path: Path) -> None:
+    config = compose("train", TrainConfig, settings)
+    first = name_run(config).run
+    assert first is not None
+    assert first.startswith("demo-eagle3-20")
+    (tmp_path / first).mkdir()
+    assert name_run(config).run != first
+
+
+def test_the_command_to_resume_can_be_pasted() -> None:
+    config = compose("train", TrainConfig, ["run=x"])
+    command = resume_command(config, ["head=eagle3", "run=x", "data.temperatures=[0.0, 1.0]"])
+    assert command == "python train/run.py head=eagle3 'data.temperatures=[0.0, 1.0]' run=x"
+
+
+def test_missing_weights_and_unknown_models_are_named(settings: list[str], tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ValueError, match=r"model.path=.*empty: the folder has no config.json"):
+        run(settings, f"model.path={empty}")
+    with pytest.raises(ValueError, match=r"model.path=no-such-folder: no such folder"):
+        run(settings, "model.path=no-such-folder")

@@ -1,0 +1,152 @@
+"""Trackers: metrics.jsonl always, W&B offline without credentials, no secret anywhere, nothing that hangs."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from train import trackers as trackers_module
+from train.config import TrackerConfig, WandbConfig
+from train.plots import draw_plots
+from train.trackers import make_trackers, read_metrics, redact, wandb_mode
+
+SECRETS = ("wandb_api_key", "hf_abcdefghijkl", "hunter2")
+
+
+@pytest.fixture(autouse=True)
+def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def track(config: TrackerConfig, folder: Path, *, resume_step: int = 0, **settings: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    trackers = make_trackers(config, folder, "some-run", settings, resume_step=resume_step)
+    for step in (1, 2):
+        trackers.log(resume_step + step, {"train/loss": 1 / step, "eval/tau_engine": 1.0 + step})
+    trackers.finish()
+
+
+def everything_in(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def test_metrics_are_written_without_any_tracker(tmp_path: Path) -> None:
+    track(TrackerConfig("none"), tmp_path / "run")
+    assert read_metrics(tmp_path / "run") == [
+        {"step": 1, "train/loss": 1.0, "eval/tau_engine": 2.0},
+        {"step": 2, "train/loss": 0.5, "eval/tau_engine": 3.0},
+    ]
+
+
+def test_a_resumed_run_drops_what_comes_again(tmp_path: Path) -> None:
+    track(TrackerConfig("none"), tmp_path / "run")
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "train/lo')  # cut by a kill
+    track(TrackerConfig("none"), tmp_path / "run", resume_step=1)
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    track(TrackerConfig("tensorboard"), tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5)]
+    assert len(read_metrics(tmp_path / "run")) == 2
+
+
+def test_tensorboard_missing_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match="tracker=tensorboard: tensorboard is not installed; pip install tensorboard"):
+        track(TrackerConfig("tensorboard"), tmp_path)
+
+
+def test_wandb_offline_without_credentials(tmp_path: Path) -> None:
+    """The real package: its files land in the run's folder, under the run's name, without the secrets."""
+    settings = {"wandb_api_key": "wandb_api_key-value", "nested": {"note": "hf_abcdefghijkl"}, "lr": 0.1}
+    track(WandbConfig("wandb"), tmp_path / "run", **settings)
+    [record] = (tmp_path / "run" / "wandb").glob("offline-run-*/run-some-run.wandb")
+    stored = everything_in(record.parent)
+    assert b"train/loss" in stored
+    assert b"wandb_api_key-value" not in stored
+    assert b"hf_abcdefghijkl" not in stored
+    assert len(read_metrics(tmp_path / "run")) == 2
+    assert [path.name for path in Path.cwd().glob("wandb")] == []
+
+
+def test_an_unreachable_server_means_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The real package with a key and a server that refuses connections: no crash, no hang, an offline run."""
+    monkeypatch.setattr(trackers_module, "INIT_SECONDS", 1)
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    track(WandbConfig("wandb"), tmp_path / "run")
+    assert "W&B cannot be reached (CommError: " in capsys.readouterr().err
+    assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*/run-some-run.wandb"))) == 1
+    with pytest.raises(ValueError, match=r"tracker.mode=online: W&B cannot be reached"):
+        track(WandbConfig("wandb", mode="online"), tmp_path / "run2")
+
+
+@pytest.mark.parametrize("found", [None, types.ModuleType("wandb")])
+def test_no_wandb_is_no_reason_to_stop(
+    found: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not installed, or only a folder of that name, which imports as an empty package."""
+    monkeypatch.setitem(sys.modules, "wandb", found)
+    track(WandbConfig("wandb"), tmp_path / "run")
+    assert "wandb is not installed" in capsys.readouterr().err
+    assert len(read_metrics(tmp_path / "run")) == 2
+    with pytest.raises(ValueError, match=r"tracker.mode=online: wandb is not installed"):
+        track(WandbConfig("wandb", mode="online"), tmp_path / "run")
+
+
+def test_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    auto, home = WandbConfig("wandb"), "https://api.somewhere.com"
+    assert wandb_mode(auto, home) == "offline"
+    for host in ("api.somewhere.com", "api.wandb.ai"):
+        (tmp_path / "netrc").write_text(f"machine {host} login user password " + "x" * 40)
+        assert wandb_mode(auto, home) == "online"
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org:8080/x")
+    assert wandb_mode(auto, home) == "offline"
+    (tmp_path / "netrc").write_text("machine wandb.example.org:8080 login user password " + "x" * 40)
+    assert wandb_mode(auto, home) == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert wandb_mode(auto, home) == "disabled"
+    assert wandb_mode(WandbConfig("wandb", mode="offline"), home) == "offline"
+    monkeypatch.setenv("WANDB_MODE", "")
+    monkeypatch.setenv("WANDB_BASE_URL", "https://other.example.org")
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    assert wandb_mode(auto, home) == "online"
+
+
+def test_redact() -> None:
+    config = {
+        "api_key": "abc", "hf_token": "def", "password": "ghi", "tokenizer": "x", "max_tokens": 5, "key": 7,
+        "data": {"prompt_tokens": 64, "path": "https://user:pass@host/x", "other": "https://host/x"},
+        "list": ["sk-abcdefgh12", "plain"],
+    }  # fmt: skip
+    assert redact(config) == {
+        "api_key": "***", "hf_token": "***", "password": "***", "tokenizer": "x", "max_tokens": 5, "key": 7,
+        "data": {"prompt_tokens": 64, "path": "***", "other": "https://host/x"},
+        "list": ["***", "plain"],
+    }  # fmt: skip
+    assert json.loads(json.dumps(redact({"a": None, "b": [1, 2.5, True]}))) == {"a": None, "b": [1, 2.5, True]}
+
+
+def test_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    track(TrackerConfig("none"), tmp_path / "run")
+    files = draw_plots(tmp_path / "run")
+    assert [path.name for path in files] == ["loss.png", "acceptance.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert draw_plots(tmp_path / "run") == []
+    assert "matplotlib is not installed" in capsys.readouterr().err
