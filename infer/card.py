@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from infer.config import HeadConfig, ModelConfig, ProposerConfig
+from infer.config import REPO_ROOT, HeadConfig, ModelConfig, ProposerConfig
 from infer.request import SpeculationStats
 
 Row = tuple[str, str]
@@ -35,13 +36,19 @@ def describe_proposer(name: str, asked: ProposerConfig, head: HeadConfig, model:
     if name == "none":
         return "off"
     drafts = f"up to {asked.max_draft_tokens} draft tokens per step"
+    folder = head.folder(output_dir, model.name)
     if name == "head":
-        return f"head {head.name} from {head.folder(output_dir, model.name)}, {drafts}"
+        return f"head {head.name} from {short(folder)}, {drafts}"
     lookup = f"n-gram lookup, {drafts}"
     if asked.name == "auto" and head.name != "none":
-        folder = head.folder(output_dir, model.name)
-        return f"{lookup} (no head at {folder}; train one: python train/run.py model={model.name} head={head.name})"
+        return (
+            f"{lookup} (no head at {short(folder)}; train one: python train/run.py model={model.name} head={head.name})"
+        )
     return lookup
+
+
+def short(folder: Path) -> str:
+    return str(folder.relative_to(REPO_ROOT) if folder.is_relative_to(REPO_ROOT) else folder)
 
 
 def acceptance(stats: SpeculationStats) -> Sequence[Row]:

@@ -265,7 +265,7 @@ class Engine:
             for stats in (request.stats, self._stats.speculation):
                 stats.record(drafted=lengths[b] - 1, accepted=min(accepted, len(tokens)), emitted=len(tokens))
             flags = [index < accepted for index in range(len(tokens))]
-            outputs.append(StepOutput(request.request_id, tokens, flags, request.finish_reason))
+            outputs.append(StepOutput(request.request_id, tokens, flags, request.stats, request.finish_reason))
             if request.finish_reason is None:
                 survivors.append(request)
                 counts.append(1 + accepted)
@@ -291,7 +291,7 @@ class Engine:
                     self._stats.prompt_tokens += len(request.prompt_ids)
                 request.phase = Phase.DECODE
                 tokens = self._emit(request, [token])
-                outputs.append(StepOutput(request.request_id, tokens, [False], request.finish_reason))
+                outputs.append(StepOutput(request.request_id, tokens, [False], request.stats, request.finish_reason))
         if self._proposer.aux_layers:
             pieces = rows.features.split(chunks)
             alive = [b for b, request in enumerate(requests) if request.finish_reason is None]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from infer.request import Request
-from kernels.attention import AttentionPlan, paged_attention, plan_attention, write_cache
+from kernels.attention import AttentionPlan, node_plan, paged_attention, plan_attention, write_cache
 
 
 class LayerShape(NamedTuple):
@@ -100,7 +100,11 @@ class PagedRows:
         self, num_heads: int, kv_heads: int, *, first_layer: int = 0, ancestors: Tensor | None = None
     ) -> PagedAttention:
         """The attention seam over these rows; `first_layer` is where the model's layers begin in the pool."""
-        plan = plan_attention(
+        plan = self.plan(num_heads, kv_heads, ancestors)
+        return PagedAttention(self._pool.caches, first_layer, self.slots, plan)
+
+    def plan(self, num_heads: int, kv_heads: int, ancestors: Tensor | None = None) -> AttentionPlan:
+        return plan_attention(
             self._table,
             self._starts,
             self._counts,
@@ -109,7 +113,32 @@ class PagedRows:
             group=num_heads // kv_heads,
             ancestors=ancestors,
         )
-        return PagedAttention(self._pool.caches, first_layer, self.slots, plan)
+
+
+class PagedChain:
+    """The rows of a chain that is drafted one row per request at a time: addressed and planned once for all of them."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        requests: Sequence[Request],
+        starts: Sequence[int],
+        length: int,
+        *,
+        num_heads: int,
+        kv_heads: int,
+        first_layer: int,
+    ) -> None:
+        rows = pool.rows(requests, starts, [length] * len(requests))
+        self._pool, self._first, self._length = pool, first_layer, length
+        self._slots, self._places = rows.slots.view(-1, length), rows.places.view(-1, length)
+        self._plan = rows.plan(num_heads, kv_heads)
+
+    def row(self, index: int) -> tuple[Tensor, PagedAttention]:
+        """Positions `[B]` of the chain's row `index`, and the attention seam for it."""
+        plan = node_plan(self._plan, index, self._length)
+        attention = PagedAttention(self._pool.caches, self._first, self._slots[:, index], plan)
+        return self._places[:, index], attention
 
 
 class PagedAttention:

@@ -128,11 +128,13 @@ class Request:
 
 @dataclass
 class StepOutput:
-    """What one step gave one request. `accepted[i]` says that token i was an accepted draft."""
+    """What one step gave one request: `accepted[i]` says that token i was an accepted draft. `stats` is the request's own,
+    counted since it was added."""
 
     request_id: str
     token_ids: list[int]
     accepted: list[bool]
+    stats: SpeculationStats
     finish_reason: FinishReason | None = None
 
 

@@ -10,7 +10,7 @@ of its ancestor word, or simply the rows before it when no words are given).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +81,20 @@ def plan_attention(
         merge_valid = step < tiles[:, None]
         merge = torch.where(merge_valid, first[:, None] + step, 0)
     return AttentionPlan(slots.flatten(), bias, tile_request, rows, requests, padded, merge, merge_valid)
+
+
+def node_plan(plan: AttentionPlan, node: int, width: int) -> AttentionPlan:
+    """The plan of one row per request, row `node` of the `width` rows that `plan` was made for (none of them ragged).
+
+    A chain is drafted row by row over the same keys: one plan of the whole chain serves every row of it.
+    """
+    assert plan.width >= width > node
+    tiles, _, keys = plan.bias.shape
+    padded = -(-MIN_GEMM_ROWS // (plan.bias.shape[1] // plan.width))
+    own = plan.bias.view(tiles, plan.width, -1, keys)[:, node : node + 1]
+    bias = own.expand(-1, padded, -1, -1).reshape(tiles, -1, keys)
+    rows = None if padded == 1 else torch.arange(plan.requests, device=bias.device) * padded
+    return replace(plan, bias=bias, rows=rows, width=padded)
 
 
 def paged_attention(q: Tensor, cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:

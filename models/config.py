@@ -24,7 +24,7 @@ class RopeConfig:
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> RopeConfig:
-        """Reads both spellings: transformers 4's `rope_theta` and `rope_scaling`, transformers 5's `rope_parameters`."""
+        """Reads `rope_theta` and `rope_scaling` (transformers 4) as well as `rope_parameters` (transformers 5)."""
         section = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
         rope_type = section.pop("rope_type", section.pop("type", "default"))
         section.pop("type", None)

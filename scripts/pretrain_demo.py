@@ -13,6 +13,7 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
 
 import json
 import math
@@ -295,8 +296,8 @@ def export(
     return {"held_out_nats": nats, "bits_per_byte": bpb}
 
 
-def main() -> None:
-    config = read_config(sys.argv[1:])
+def main(argv: list[str]) -> None:
+    config = read_config(argv)
     if config.threads:
         torch.set_num_threads(config.threads)
     folder = ROOT / config.folder
@@ -314,7 +315,7 @@ def main() -> None:
     checkpoint, step = folder / "checkpoint.safetensors", 0
     if checkpoint.exists():
         step = load_checkpoint(checkpoint, model, optimizers, config)
-        print(f"resuming {checkpoint.relative_to(ROOT)} at step {step}")
+        print(f"resuming {checkpoint} at step {step}")
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters / 1e6:.2f} M parameters, {len(train_stream) / 1e6:.2f} M tokens")
 
@@ -360,11 +361,11 @@ def main() -> None:
                 save_checkpoint(checkpoint, model, optimizers, step, config)
     bar.close()
     if step < config.steps:
-        print(f"stopped at step {step}; resume with: python scripts/pretrain_demo.py {' '.join(sys.argv[1:])}")
+        print(f"stopped at step {step}; resume with: python scripts/pretrain_demo.py {' '.join(argv)}")
         return
     train_loss = sum(recent) / len(recent) if recent else float("nan")
     print(json.dumps({"steps": step, **export(model, tokenizer, config, train_loss, held_out)}))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -11,7 +11,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from train.data import Batch, rows_at
 from train.evaluation import measured_metrics, step_metrics
 from train.export import check_room, export_head
 from train.objectives.ttt import StepSums, slot_counts, teach
-from train.parallel import any_process, broadcast_text, make_accelerator, say, total
+from train.parallel import any_process, broadcast_text, make_accelerator, release, say, total
 from train.plots import draw_plots
 from train.preparation import prepare
 from train.provenance import provenance
@@ -54,17 +54,17 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
         try:
             return run.execute()
         except Interrupted:
-            say(accelerator, f"stopped; resume with: {resume_command(config, overrides)}")
+            say(accelerator, f"stopped; resume with: {resume_command(config, overrides, accelerator.num_processes)}")
             return None
         finally:
             run.trackers.finish()
-            if accelerator.num_processes > 1:
-                accelerator.end_training()
+            release(accelerator)
 
 
-def resume_command(config: TrainConfig, overrides: Sequence[str]) -> str:
+def resume_command(config: TrainConfig, overrides: Sequence[str], processes: int = 1) -> str:
+    launcher = ["python"] if processes == 1 else ["torchrun", "--nproc_per_node", str(processes)]
     kept = [item for item in overrides if not item.startswith("run=")]
-    return shlex.join(["python", "train/run.py", *kept, f"run={config.run}"])
+    return shlex.join([*launcher, "train/run.py", *kept, f"run={config.run}"])
 
 
 class Run:
@@ -210,19 +210,29 @@ class Run:
         checkpoint.save_checkpoint(folder, self.step, self.prepared.head, self.prepared.optimizer, state, keep=keep)
 
     def _evaluate(self) -> None:
-        """On the main process; the others wait for it at the next step's reduction."""
-        if not self.accelerator.is_main_process:
-            return
-        evaluator, head = self.prepared.evaluator, self.prepared.head
-        metrics = evaluator.losses(self._objective())
-        measured = evaluator.measure(head)
-        metrics |= measured_metrics(measured)
+        """On the main process, while the others wait. Raises Interrupted on all of them."""
+        self._alone(self._evaluate_alone)
+
+    def _evaluate_alone(self) -> None:
+        evaluator = self.prepared.evaluator
+        metrics = evaluator.losses(self._objective()) | measured_metrics(evaluator.measure(self.prepared.head))
         self.trackers.log(self.step, metrics)
         tqdm.write(
             f"step {self.step}: held-out loss {metrics['eval/loss']:.3f}, acceptance length τ "
             f"{metrics['eval/tau_engine']:.3f} in the engine, {metrics['eval/tau_simulated']:.3f} simulated",
             file=sys.stderr,
         )
+
+    def _alone(self, work: Callable[[], None]) -> None:
+        """Runs `work` on the main process; an interruption there is one everywhere, or the others would wait on."""
+        cut = False
+        if self.accelerator.is_main_process:
+            try:
+                work()
+            except Interrupted:
+                cut = True
+        if any_process(self.accelerator, cut):
+            raise Interrupted
 
     def _objective(self) -> Any:
         return self.accelerator.unwrap_model(self.prepared.objective)
@@ -259,23 +269,24 @@ class Run:
         return sorted(times[1:])[TRIAL_STEPS // 2]  # the first one warms up
 
     def _finish(self) -> dict[str, Any]:
-        """The summary, on the main process after export; the others have nothing left to do."""
-        config, prepared, accelerator = self.config, self.prepared, self.accelerator
-        summary: dict[str, Any] = {"run": config.run}
-        if accelerator.is_main_process:
-            facts = {"run": config.run, "steps": self.steps, "tokens": self.tokens}
-            facts |= {"data_source": prepared.data_source, "data_hash": prepared.data_hash}
-            record = provenance(dataclasses.asdict(config), **facts)
-            export, measured = export_head(prepared.head, prepared.target, config, record, prepared.evaluator.measure)
-            self.trackers.log(self.step, prepared.evaluator.losses(self._objective()) | measured_metrics(measured))
-            draw_plots(self.folder)
-            lengths = measured.summary()
-            positions = " ".join(f"{share:.2f}" for share in measured.engine.acceptance_by_position)
-            say(accelerator, f"acceptance length τ {lengths['engine']:.3f} in the engine (by position {positions})")
-            say(accelerator, f"exported to {export}")
-            say(accelerator, f"serve it: python infer/serve.py model={config.model.name} head={config.head.name}")
-            seconds = round(time.perf_counter() - self.started, 1)
-            summary |= {"export": str(export), "acceptance_length": lengths}
-            summary |= {"gap": round(measured.gap, 4), "seconds": seconds}
-        accelerator.wait_for_everyone()
+        """Export and summary, on the main process; the others have nothing left to do."""
+        summary: dict[str, Any] = {"run": self.config.run}
+        self._alone(lambda: summary.update(self._export()))
         return summary
+
+    def _export(self) -> dict[str, Any]:
+        config, prepared = self.config, self.prepared
+        facts = {"run": config.run, "steps": self.steps, "tokens": self.tokens}
+        facts |= {"data_source": prepared.data_source, "data_hash": prepared.data_hash}
+        record = provenance(dataclasses.asdict(config), **facts)
+        export, measured = export_head(prepared.head, prepared.target, config, record, prepared.evaluator.measure)
+        metrics = prepared.evaluator.losses(self._objective()) | measured_metrics(measured)
+        self.trackers.log(self.step, metrics)
+        draw_plots(self.folder)
+        lengths = measured.summary()
+        positions = " ".join(f"{share:.2f}" for share in measured.engine.acceptance_by_position)
+        say(self.accelerator, f"acceptance length τ {lengths['engine']:.3f} in the engine (by position {positions})")
+        say(self.accelerator, f"exported to {export}")
+        say(self.accelerator, f"serve it: python infer/serve.py model={config.model.name} head={config.head.name}")
+        seconds = round(time.perf_counter() - self.started, 1)
+        return {"export": str(export), "acceptance_length": lengths, "gap": round(measured.gap, 4), "seconds": seconds}

@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 
@@ -45,6 +46,13 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     assert accelerator.num_processes == world, "accelerate and the launcher disagree on the number of processes"
     assert world == 1 or str(accelerator.distributed_type) != "DistributedType.NO", "gradients would not be averaged"
     return accelerator
+
+
+def release(accelerator: Accelerator) -> None:
+    """Ends the process group and forgets accelerate's global state, so that another run may begin in this process."""
+    if accelerator.num_processes > 1:
+        accelerator.end_training()
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def broadcast_text(accelerator: Accelerator, text: str) -> str:

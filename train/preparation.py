@@ -8,13 +8,13 @@ weights takes them from a copy that was never packed.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
-from infer.config import Eagle3HeadConfig, ProposerConfig
+from infer.config import Eagle3HeadConfig, EngineConfig, HeadConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
 from models.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -23,15 +23,15 @@ from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from models.vocab import build_draft_vocab, coverage
 from train import atomic
-from train.config import TrainConfig
+from train.config import DemoDataConfig, JsonlDataConfig, TrainConfig
 from train.data import Sequences
 from train.evaluation import Evaluator
 from train.features import FeatureSource, OnlineFeatures, make_features
 from train.objectives import OBJECTIVES, TrainingTimeTest
-from train.parallel import say
+from train.parallel import any_process, say
 from train.prompts import Row, read_prompts
 from train.regenerate import collect_parts, continue_rows, sampling_params
-from train.stopping import StopRequest
+from train.stopping import Interrupted, StopRequest
 
 TRAIN, HELD_OUT, SOURCE = "train.safetensors", "held_out.safetensors", "source.json"
 
@@ -55,9 +55,9 @@ def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: S
     path, revision = config.model.path_or_hub_id, config.model.revision
     target = load_target(path, revision=revision, dtype=dtype, device=accelerator.device)
     tokenizer = Tokenizer.load(target.folder)
-    head = make_head(config.head, target, config.seed)
+    head = make_head(config.head, target)
     drafts = ProposerConfig(name="head", max_draft_tokens=config.eval_draft_tokens)
-    engine = Engine(target, tokenizer=tokenizer, proposer="none", config=config.engine, proposer_config=drafts)
+    engine = Engine(target, tokenizer=tokenizer, proposer="none", config=pool_for(config), proposer_config=drafts)
     data = folder / "data"
     if not (data / TRAIN).is_file():
         make_data(config, engine, tokenizer, accelerator, data, stop)
@@ -103,7 +103,19 @@ def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: S
     )
 
 
-def make_head(config: object, target: LlamaTarget, seed: int) -> Eagle3Head:
+def pool_for(config: TrainConfig) -> EngineConfig:
+    """The engine's settings, with a KV pool for the sequences of this run where none was asked for."""
+    if config.engine.max_tokens_in_cache is not None:
+        return config.engine
+    data = config.data
+    assert isinstance(data, DemoDataConfig | JsonlDataConfig)
+    prompt = data.prompt_tokens if isinstance(data, DemoDataConfig) else data.max_prompt_tokens
+    longest = prompt + max(data.max_new_tokens, config.eval_max_tokens) + config.eval_draft_tokens
+    tokens = config.engine.max_batch * (longest + config.engine.page_size)
+    return replace(config.engine, max_tokens_in_cache=tokens)
+
+
+def make_head(config: HeadConfig, target: LlamaTarget) -> Eagle3Head:
     """Of the target's sizes, with no vocabulary yet. Raises ValueError for settings that do not fit the target."""
     assert isinstance(config, Eagle3HeadConfig)
     shape = Eagle3Config.for_target(
@@ -160,8 +172,13 @@ def make_data(
     held_out = [Row(row.prompt) for row in prompts.held_out]
     for rows, params, name in ((held_out, greedy, HELD_OUT), (prompts.train, sampled, TRAIN)):
         parts = folder / Path(name).stem
-        continue_rows(engine, rows, params, parts, share=(rank, world), check=stop.check, show=show)
-        accelerator.wait_for_everyone()
+        cut = False
+        try:
+            continue_rows(engine, rows, params, parts, share=(rank, world), check=stop.check, show=show)
+        except Interrupted:
+            cut = True
+        if any_process(accelerator, cut):
+            raise Interrupted
         if accelerator.is_main_process:
             atomic.write_text(folder / SOURCE, json.dumps({"source": prompts.source}) + "\n")
             collect_parts(parts, len(rows)).save(folder / name)  # the training part comes last: it marks the whole

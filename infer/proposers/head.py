@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infer.kv_cache import KVPool, LayerShape
+from infer.kv_cache import KVPool, LayerShape, PagedChain
 from infer.request import Phase, Request
 from infer.sampling import choice_parameters
 from infer.tree import DraftTree
@@ -62,21 +62,40 @@ class HeadProposer:
         state = self._read_pending(requests)  # [B, H], of the slot before the root
         slots = [len(request.tokens) - 2 for request in requests]
         tokens = self._choose(state, slots, parameters)
+        self._append(drafts, tokens)
+        going, chain, row = list(range(len(requests))), None, 0
+        for drafted in range(1, max(budgets)):
+            still = [place for place, index in enumerate(going) if budgets[index] > drafted]
+            if len(still) < len(going):
+                keep = torch.tensor(still, device=state.device)
+                going = [going[place] for place in still]
+                state, tokens, parameters = state[keep], tokens[keep], parameters and parameters.rows(keep)
+                chain = None
+            slots = [len(requests[index].tokens) - 2 + drafted for index in going]
+            if chain is None:
+                chain, row = self._chain([requests[index] for index in going], slots, max(budgets) - drafted), 0
+            positions, attention = chain.row(row)
+            row += 1
+            state = self._head.step(tokens, state, positions, attention)
+            tokens = self._choose(state, slots, parameters)
+            self._append([drafts[index] for index in going], tokens)
+
+    def _append(self, drafts: Sequence[list[int]], tokens: Tensor) -> None:
         for draft, token in zip(drafts, tokens.tolist(), strict=True):
             draft.append(token)
-        for drafted in range(1, max(budgets)):
-            going = [index for index, budget in enumerate(budgets) if budget > drafted]
-            if len(going) < len(requests):
-                keep = torch.tensor(going, device=state.device)
-                requests, drafts = [requests[i] for i in going], [drafts[i] for i in going]
-                slots, budgets = [slots[i] for i in going], [budgets[i] for i in going]
-                state, tokens = state[keep], tokens[keep]
-                parameters = parameters and parameters.rows(keep)
-            slots = [slot + 1 for slot in slots]
-            state = self._forward(requests, slots, [1] * len(requests), tokens, state)
-            tokens = self._choose(state, slots, parameters)
-            for draft, token in zip(drafts, tokens.tolist(), strict=True):
-                draft.append(token)
+
+    def _chain(self, requests: Sequence[Request], starts: list[int], length: int) -> PagedChain:
+        assert self._pool is not None
+        layer = self._head.config.layer
+        return PagedChain(
+            self._pool,
+            requests,
+            starts,
+            length,
+            num_heads=layer.num_heads,
+            kv_heads=layer.num_kv_heads,
+            first_layer=self._first_layer,
+        )
 
     def _choose(self, state: Tensor, slots: list[int], parameters: ChoiceParameters | None) -> Tensor:
         """The head's own choice `[B]` (target ids), under the noise that the target will meet at the same row."""
@@ -94,15 +113,10 @@ class HeadProposer:
             for token in request.tokens[start + 1 : start + count + 1]
         ]
         aux = torch.cat(features).chunk(len(self.aux_layers), dim=-1)
-        tokens = torch.tensor(shifted, device=aux[0].device)
-        state = self._forward(requests, starts, counts, tokens, self._head.fuse(aux))
-        return state[torch.tensor(counts, device=state.device).cumsum(0) - 1]
-
-    def _forward(
-        self, requests: Sequence[Request], starts: list[int], counts: list[int], tokens: Tensor, state: Tensor
-    ) -> Tensor:
         assert self._pool is not None
-        rows = self._pool.rows(requests, starts, counts)
         layer = self._head.config.layer
+        rows = self._pool.rows(requests, starts, counts)
         attention = rows.attention(layer.num_heads, layer.num_kv_heads, first_layer=self._first_layer)
-        return self._head.step(tokens, state, rows.places, attention)
+        tokens = torch.tensor(shifted, device=aux[0].device)
+        state = self._head.step(tokens, self._head.fuse(aux), rows.places, attention)
+        return state[torch.tensor(counts, device=state.device).cumsum(0) - 1]

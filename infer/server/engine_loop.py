@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from infer.engine import Engine
-from infer.request import SamplingParams, SpeculationStats, StepOutput
+from infer.request import SamplingParams, StepOutput
 from infer.server.errors import ApiError, internal_error
 
 log = logging.getLogger("headway.server")
@@ -40,22 +40,12 @@ class Failure:
     error: ApiError
 
 
-@dataclass(frozen=True)
-class Progress:
-    output: StepOutput
-    stats: SpeculationStats | None  # of the whole request, with its last output
-
-    @property
-    def request_id(self) -> str:
-        return self.output.request_id
-
-
 Command = Add | Abort | Stop
-Event = Progress | Failure
+Event = StepOutput | Failure
 
 
 def is_last(event: Event) -> bool:
-    return isinstance(event, Failure) or event.stats is not None
+    return isinstance(event, Failure) or event.finish_reason is not None
 
 
 @dataclass(frozen=True)
@@ -101,7 +91,6 @@ class EngineLoop:
         report: Callable[[list[Event], Snapshot], None],
     ) -> None:
         self.engine, self.commands, self.report = engine, commands, report
-        self._stats: dict[str, SpeculationStats] = {}  # of unfinished requests; the engine forgets a finished one
 
     def run(self) -> None:
         while True:
@@ -109,7 +98,7 @@ class EngineLoop:
             if not self._take_commands(events):
                 return
             if self.engine.has_work:
-                events += [self._progress(output) for output in self.engine.step()]
+                events += self.engine.step()
             self.report(events, take_snapshot(self.engine))
 
     def _take_commands(self, events: list[Event]) -> bool:
@@ -124,19 +113,14 @@ class EngineLoop:
             if isinstance(command, Stop):
                 return False
             if isinstance(command, Abort):
-                self._stats.pop(command.request_id, None)
                 self.engine.abort(command.request_id)
             elif (error := self._add(command)) is not None:
                 events.append(Failure(command.request_id, error))
-
-    def _progress(self, output: StepOutput) -> Progress:
-        return Progress(output, self._stats.pop(output.request_id) if output.finish_reason is not None else None)
 
     def _add(self, command: Add) -> ApiError | None:
         """One request's failure is that request's alone."""
         try:
             self.engine.add(command.prompt_ids, command.params, request_id=command.request_id)
-            self._stats[command.request_id] = self.engine._requests[command.request_id].stats
         except ValueError as error:
             return ApiError(400, str(error), param="prompt", code="invalid_prompt")
         except Exception:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from infer.engine import Engine
-from infer.request import SamplingParams
-from infer.server.engine_loop import Abort, Add, Command, EngineLoop, Event, Failure, Progress, Snapshot, Stop, is_last
+from infer.request import SamplingParams, StepOutput
+from infer.server.engine_loop import Abort, Add, Command, EngineLoop, Event, Failure, Snapshot, Stop, is_last
 from infer.server.errors import ApiError
 
 log = logging.getLogger("headway.server")
@@ -47,7 +47,7 @@ class Generation:
     def finished(self) -> bool:
         return not self._open and self._events.empty()
 
-    async def next(self) -> tuple[int, Progress]:
+    async def next(self) -> tuple[int, StepOutput]:
         event = await self._events.get()
         if isinstance(event, Failure):
             raise event.error

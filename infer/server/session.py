@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer.request import FinishReason, SamplingParams
-from infer.server.engine_loop import Progress
+from infer.request import FinishReason, SamplingParams, StepOutput
 from infer.server.errors import ApiError
 from infer.server.metrics import Metrics
 from infer.server.runtime import Generation
@@ -30,16 +29,15 @@ class Choice:
     accepted: int = 0
     last_output: float | None = None
 
-    def take(self, progress: Progress) -> str:
+    def take(self, output: StepOutput) -> str:
         """The new text. The token that stopped the generation counts as a token and is no text."""
-        output = progress.output
         self.tokens += len(output.token_ids)
         piece = self.stream.push(output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids)
         if output.finish_reason is not None:
             piece += self.stream.flush()
             self.finish_reason = output.finish_reason
-        if progress.stats is not None:
-            self.drafted, self.accepted = progress.stats.drafted, progress.stats.accepted
+            # Only now: until the last output the engine's thread goes on counting in it.
+            self.drafted, self.accepted = output.stats.drafted, output.stats.accepted
         self.text += piece
         return piece
 
@@ -73,12 +71,12 @@ class Session:
         """The next piece of any choice; it may be empty. Raises ApiError for a failed or late request."""
         try:
             async with asyncio.timeout(self._arrival + self._timeout - time.monotonic()):
-                index, progress = await self._generation.next()
+                index, output = await self._generation.next()
         except TimeoutError:
             message = f"not finished within server.request_timeout_s={self._timeout:g}"
             raise ApiError(504, message, code="timeout") from None
         choice = self.choices[index]
-        piece = choice.take(progress)
+        piece = choice.take(output)
         self._observe(choice)
         return choice, piece
 

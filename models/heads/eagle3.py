@@ -77,7 +77,7 @@ class Eagle3Head(nn.Module):
         return self.fc(self.input_norm(fused) if self.config.norm_before_fc else fused)
 
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """ids, positions `[...]`, state `[..., H]` -> next state `[..., H]`: pre-norm, or post-norm with norm_output."""
+        """ids, positions `[...]`, state `[..., H]` -> next state `[..., H]`, pre-norm (post-norm with norm_output)."""
         embedding = self.embed_tokens(ids).to(state.dtype)
         rotary = self.rotary.rows(positions, state.dtype)
         first, *rest = self.layers

@@ -42,11 +42,12 @@ def test_a_late_answer_is_a_504_and_a_late_stream_ends_with_an_error(make_server
     with make_server(request_timeout_s=0.4) as server:
         late = server.complete(**LONG)
         assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
-        stream = server.openai.completions.create(
-            model=MODEL, prompt="x", max_tokens=480, stream=True, extra_body={"ignore_eos": True}
-        )
         with pytest.raises(openai.APIError, match="request_timeout_s"):
-            list(stream)
+            list(
+                server.openai.completions.create(
+                    model=MODEL, prompt="x", max_tokens=480, stream=True, extra_body={"ignore_eos": True}
+                )
+            )
         wait_until(lambda: server.metrics()["vllm:kv_cache_usage_perc"] == 0)
         assert server.metrics()['vllm:request_success_total{finished_reason="abort"}'] == 2
 

@@ -74,9 +74,11 @@ def test_chat_goes_through_the_template(client: openai.OpenAI) -> None:
 
 
 def test_a_chat_without_max_tokens_may_fill_the_context(server: Server, client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, **SAMPLING, extra_body=FULL)
+    long: list[Any] = [{"role": "user", "content": "é" * 220}]  # two tokens each
+    answer = client.chat.completions.create(model=MODEL, messages=long, **SAMPLING, extra_body=FULL)
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage is not None
+    assert answer.usage.prompt_tokens > 440
     assert answer.usage.total_tokens == server.engine.context
 
 

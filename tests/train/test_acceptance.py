@@ -1,4 +1,4 @@
-"""What the trainer reports is what serving gets: simulated acceptance against the engine's, and logits against logits."""
+"""What the trainer reports is what serving gets: simulated acceptance against the engine's, logits against logits."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_files_round_trip_and_the_hash_sees_every_part(tmp_path: Path) -> None:
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"no")
-    with pytest.raises(ValueError, match="x.safetensors: cannot be read"):
+    with pytest.raises(ValueError, match=r"x\.safetensors: cannot be read"):
         Sequences.load(tmp_path / "x.safetensors")
 
 

@@ -104,7 +104,7 @@ def test_a_head_of_another_target_is_refused(
 ) -> None:
     folder, _ = export(random_head, tiny_target, config)
     other = load_target(str(make_target_folder(seed=5)))
-    with pytest.raises(ValueError, match="head.allow_mismatch=true"):
+    with pytest.raises(ValueError, match=r"head\.allow_mismatch=true"):
         load_head(folder, target=other)
     load_head(folder, target=other, allow_mismatch=True)
 

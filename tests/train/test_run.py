@@ -17,10 +17,13 @@ import torch
 from safetensors.torch import load_file
 
 from infer.cli import compose
+from infer.engine import Engine
 from models.heads import load_head
 from models.targets import load_target
 from train.config import TrainConfig
 from train.loop import resume_command, train
+from train.prompts import Row
+from train.regenerate import continue_rows
 from train.run_folder import name_run
 from train.trackers import read_metrics
 
@@ -43,8 +46,8 @@ def run(settings: list[str], *more: str) -> dict[str, Any]:
     return result
 
 
-def start(settings: list[str], *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(ROOT / "train" / "run.py"), *settings, *more]
+def start(settings: list[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "train" / "run.py"), *settings]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/")
 
 
@@ -100,7 +103,9 @@ def test_what_a_run_leaves_behind(settings: list[str], tmp_path: Path, tiny_targ
     assert again["acceptance_length"] == result["acceptance_length"]
 
 
-def test_interrupted_in_every_way_it_is_the_same_head(settings: list[str], tmp_path: Path) -> None:
+def test_interrupted_in_every_way_it_is_the_same_head(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Ctrl-C while responses are generated, SIGTERM and kill -9 between steps; then to the end."""
     steady = [*settings, "run=steady", f"head.path={tmp_path / 'steady-head'}"]
     run(steady)
@@ -110,19 +115,20 @@ def test_interrupted_in_every_way_it_is_the_same_head(settings: list[str], tmp_p
     def steps() -> int:
         return max((int(row["step"]) for row in read_metrics(folder)), default=0)
 
-    process = start(settings, "run=torn")
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("the target continues 24 training and 4 held-out prompts"):
-            break
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, out) == (0, ""), err
-    expected = " ".join(["stopped; resume with: python train/run.py", *settings, "run=torn"])
-    assert err.strip().endswith(expected)
+    def interrupt(engine: Engine, rows: list[Row], *rest: object, **options: object) -> None:
+        if len(rows) == 24:
+            os.kill(os.getpid(), signal.SIGINT)
+        continue_rows(engine, rows, *rest, **options)  # type: ignore[arg-type]
+
+    torn = [*settings, "run=torn"]
+    with monkeypatch.context() as patch:
+        patch.setattr("train.preparation.continue_rows", interrupt)
+        assert train(compose("train", TrainConfig, torn), torn) is None
+    expected = " ".join(["stopped; resume with: python train/run.py", *torn])
+    assert capsys.readouterr().err.strip().endswith(expected)
     assert not (folder / "checkpoints").exists()
 
-    process = start(settings, "run=torn")
+    process = start(torn)
     wait_for(process, lambda: steps() >= 7)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=120)
@@ -131,17 +137,13 @@ def test_interrupted_in_every_way_it_is_the_same_head(settings: list[str], tmp_p
     stopped = int((folder / "checkpoints" / "latest").read_text().split("-")[1])
     assert 7 <= stopped < 30
 
-    process = start(settings, "run=torn")
+    process = start(torn)
     wait_for(process, lambda: steps() >= min(stopped + 6, 28))
     process.kill()
     process.communicate(timeout=120)
 
-    process = start(settings, "run=torn")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert "resumed after step" in err
-    summary = json.loads(out.splitlines()[-1])
-    assert summary["run"] == "torn"
+    assert run(torn)["run"] == "torn"
+    assert "resumed after step" in capsys.readouterr().err
     assert_equal(tensors(tmp_path), load_file(tmp_path / "steady-head" / "model.safetensors"))
     whole = [row for row in read_metrics(tmp_path / "steady") if "train/loss" in row]
     torn = [row for row in read_metrics(folder) if "train/loss" in row]
@@ -155,7 +157,7 @@ def test_a_run_is_resumed_under_its_own_settings_only(settings: list[str], tmp_p
     run(settings, "run=one", "steps=2", "eval_every=7", "tracker=tensorboard")  # nothing the head depends on
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
-    with pytest.raises(ValueError, match="run=mine: .* holds something else than a training run"):
+    with pytest.raises(ValueError, match=r"run=mine: .* holds something else than a training run"):
         run(settings, "run=mine")
 
 
@@ -209,7 +211,7 @@ def test_two_processes_train_like_one(settings: list[str], tmp_path: Path) -> No
     run(settings, "run=single", "steps=6", "batch_size=8")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
         str(ROOT / "train" / "run.py"), *settings, "parallel=ddp", "run=double", "steps=6", "batch_size=4",
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
@@ -250,6 +252,7 @@ def test_the_command_to_resume_can_be_pasted() -> None:
     config = compose("train", TrainConfig, ["run=x"])
     command = resume_command(config, ["head=eagle3", "run=x", "data.temperatures=[0.0, 1.0]"])
     assert command == "python train/run.py head=eagle3 'data.temperatures=[0.0, 1.0]' run=x"
+    assert resume_command(config, [], 2) == "torchrun --nproc_per_node 2 train/run.py run=x"
 
 
 def test_missing_weights_and_unknown_models_are_named(settings: list[str], tmp_path: Path) -> None:
