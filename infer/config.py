@@ -86,7 +86,7 @@ class Eagle3HeadConfig(HeadConfig):
 
     draft_vocab_size: int | None = None  # at most this many draft tokens; null or more than the target has: all of them
     num_layers: int = 1
-    norm_before_residual: bool = True  # the residual is the normed fused state
+    norm_before_residual: bool = False  # the residual is the normed fused state
     norm_before_fc: bool = False  # one norm over the concatenated features
     fc_norm: bool = False  # one norm per feature
     norm_output: bool = False  # feed the post-norm state back
@@ -109,7 +109,7 @@ class ProposerConfig:
     """What drafts when serving. `auto` takes the exported head if there is one, else n-gram lookup."""
 
     name: str = MISSING  # auto | head | ngram | none
-    max_draft_tokens: int = 5  # per step and request, the root not counted
+    max_draft_tokens: int = 3  # per step and request, the root not counted
     ngram_min: int = 2  # shortest and longest suffix looked up
     ngram_max: int = 4
 

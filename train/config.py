@@ -72,7 +72,7 @@ class FeaturesConfig:
 @dataclass
 class ObjectiveConfig:
     name: str = MISSING
-    steps: int = 5  # K: how many tokens the head drafts from its own states
+    steps: int = 3  # K: how many tokens the head drafts from its own states
     step_weight: float = 0.8  # step k counts step_weight ** k
     loss: str = "kl"  # kl: against the target's distribution | ce: against its choice
     drop_out_of_vocab: bool = True  # no loss where the target's choice is outside the draft vocabulary
@@ -87,7 +87,7 @@ class ObjectiveConfig:
 @dataclass
 class OptimConfig:
     name: str = MISSING
-    lr: float = 1e-3
+    lr: float | None = None  # at its peak; null: 1 / the head's hidden size, what Adam bears as width grows
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.0
@@ -97,8 +97,9 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         for key in ("lr", "eps", "clip"):
-            if not getattr(self, key) > 0:
-                raise ValueError(f"optim.{key}={getattr(self, key)}: must be above 0")
+            value = getattr(self, key)
+            if value is not None and not value > 0:
+                raise ValueError(f"optim.{key}={value}: must be above 0")
         at_least("optim.weight_decay", self.weight_decay, 0)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={self.betas}: must be two numbers from 0 to below 1")
@@ -161,7 +162,7 @@ class TrainConfig:
     # held-out prompts on which acceptance is measured, by the trainer and by the engine
     eval_prompts: int = 16
     eval_max_tokens: int = 128
-    eval_draft_tokens: int = 5
+    eval_draft_tokens: int = 3
 
     def __post_init__(self) -> None:
         if self.head.name == "none":

@@ -96,10 +96,11 @@ class Run:
 
     def _optimise(self) -> None:
         config, show = self.config, self.accelerator.is_main_process
+        peak = schedule.peak_rate(config.optim, self.prepared.head.config.layer.hidden_size)
         with tqdm(total=self.steps, initial=self.step, unit="step", dynamic_ncols=True, disable=not show) as bar:
             while self.step < self.steps:
                 begun = time.perf_counter()
-                rate = schedule.learning_rate(self.step, self.steps, config.optim)
+                rate = schedule.learning_rate(self.step, self.steps, config.optim, peak)
                 logged = (self.step + 1) % config.log_every == 0 or self.step + 1 == self.steps
                 result = self._forward_backward(metrics=logged)
                 norm = self._update(result.loss, rate)
@@ -165,7 +166,7 @@ class Run:
                 kept = checkpoint.latest_checkpoint(self.folder / "checkpoints")
                 raise ValueError(
                     f"step {self.step + 1}: the {name} is {value}; the run stops before it touches the head. Last good "
-                    f"checkpoint: {kept or 'none yet'}. Try a smaller optim.lr={self.config.optim.lr} or optim.clip="
+                    f"checkpoint: {kept or 'none yet'}. Try a smaller optim.lr (it is {rate:.3g} here) or optim.clip="
                     f"{self.config.optim.clip} under another run="
                 )
         for group in optimizer.param_groups:

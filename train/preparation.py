@@ -31,6 +31,7 @@ from train.objectives import OBJECTIVES, TrainingTimeTest
 from train.parallel import any_process, say
 from train.prompts import Row, read_prompts
 from train.regenerate import collect_parts, continue_rows, sampling_params
+from train.schedule import peak_rate
 from train.stopping import Interrupted, StopRequest
 
 TRAIN, HELD_OUT, SOURCE = "train.safetensors", "held_out.safetensors", "source.json"
@@ -73,7 +74,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: S
     objective = OBJECTIVES[config.objective.name](head, config.objective)
     optimizer = torch.optim.AdamW(
         [parameter for parameter in head.parameters() if parameter.requires_grad],
-        lr=config.optim.lr,
+        lr=peak_rate(config.optim, head.config.layer.hidden_size),
         betas=(config.optim.betas[0], config.optim.betas[1]),
         eps=config.optim.eps,
         weight_decay=config.optim.weight_decay,

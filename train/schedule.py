@@ -11,13 +11,17 @@ import math
 from train.config import OptimConfig
 
 
-def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """For the update number `step`, 0-based: linear warm-up, then a cosine from lr down to lr * final_lr."""
+def peak_rate(config: OptimConfig, hidden_size: int) -> float:
+    return 1 / hidden_size if config.lr is None else config.lr
+
+
+def learning_rate(step: int, steps: int, config: OptimConfig, peak: float) -> float:
+    """For the update number `step`, 0-based: linear warm-up, then a cosine from `peak` down to `peak * final_lr`."""
     warmup = round(config.warmup * steps)
     if step < warmup:
-        return config.lr * (step + 1) / (warmup + 1)
+        return peak * (step + 1) / (warmup + 1)
     progress = (step - warmup) / max(1, steps - 1 - warmup)
-    return config.lr * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
+    return peak * (config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0))))
 
 
 def steps_in(seconds: float, step_seconds: float, eval_seconds: float, eval_every: int) -> int:

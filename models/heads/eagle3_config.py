@@ -22,7 +22,7 @@ class Eagle3Config:
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
     target_hidden_size: int
-    norm_before_residual: bool = True
+    norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False

@@ -17,7 +17,7 @@ from train.objectives.ttt import draft_states
 STEPS = 5
 FLAGS = {
     "default": {},
-    "classic": {"norm_before_residual": False},
+    "norm_before_residual": {"norm_before_residual": True},
     "norm_before_fc": {"norm_before_fc": True},
     "eagle-3.1": {"fc_norm": True, "norm_output": True},
     "two layers": {"num_layers": 2},

@@ -11,7 +11,7 @@ CONFIG = OptimConfig(name="adamw", lr=1.0, warmup=0.1, final_lr=0.05)
 
 
 def test_warm_up_then_cosine() -> None:
-    rates = [learning_rate(step, 100, CONFIG) for step in range(100)]
+    rates = [learning_rate(step, 100, CONFIG, 1.0) for step in range(100)]
     assert rates[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
     assert rates[10] == 1.0
     assert rates[-1] == pytest.approx(0.05)
@@ -22,7 +22,7 @@ def test_warm_up_then_cosine() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_very_short_runs_have_a_rate(steps: int) -> None:
-    assert all(0 < learning_rate(step, steps, CONFIG) <= 1.0 for step in range(steps))
+    assert all(0 < learning_rate(step, steps, CONFIG, 1.0) <= 1.0 for step in range(steps))
 
 
 def test_steps_that_fit_a_budget() -> None:
