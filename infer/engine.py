@@ -37,7 +37,7 @@ from infer.request import (
 from infer.runner import Runner
 from infer.sampling import choice_parameters
 from infer.scheduler import Scheduler
-from infer.threads import cpu_threads, fastest_thread_count
+from infer.threads import ThreadPlan, cpu_threads
 from kernels.attention import assert_rows_independent
 from kernels.choose import choose
 from kernels.linear import PackedLinear, assert_row_invariant
@@ -90,12 +90,12 @@ class Engine:
         self.context = target.config.max_position_embeddings
         pack(target, exact=self.config.exact)
         linears = [m.packed for m in target.modules() if isinstance(m, Linear) and m.packed is not None]
-        self._threads = self.config.threads or (
-            fastest_thread_count(linears, self.dtype) if self.device.type == "cpu" else torch.get_num_threads()
-        )
+        given = self.config.threads or torch.get_num_threads()
+        self._threads = ThreadPlan(given, given)
+        if self.device.type == "cpu" and not self.config.threads:
+            self._threads = ThreadPlan.measure(linears, self.dtype)
         if self.config.exact:
-            with cpu_threads(self._threads):
-                self._probe_exactness(linears)
+            self._probe_exactness(linears)
         shape = LayerShape(target.config.num_kv_heads, target.config.head_dim)
         self._target_layers = [shape] * target.config.num_layers
         self._requests: dict[str, Request] = {}
@@ -210,7 +210,8 @@ class Engine:
         """One round: drafts and verifies every decoding request, and brings prompts forward by a chunk."""
         step = self._scheduler.schedule()
         outputs: list[StepOutput] = []
-        with cpu_threads(self._threads):
+        rows = len(step.decodes) + sum(step.budgets) + sum(step.chunks)
+        with cpu_threads(self._threads.count(rows)):
             if step.decodes:
                 outputs += self._decode(step.decodes, step.budgets)
             if step.prefills:
@@ -386,10 +387,20 @@ class Engine:
         return max(0, min(self.proposer_config.max_draft_tokens, room - 1))
 
     def _probe_exactness(self, linears: Sequence[PackedLinear]) -> None:
-        for linear in {(linear.in_features, linear.out_features): linear for linear in linears}.values():
-            assert_row_invariant(linear, self.dtype, self.device)
-        config = self.target.config
-        assert_rows_independent(config.num_heads, config.num_kv_heads, config.head_dim, self.dtype, self.device)
+        """Asserts that rows keep their bits in any company, and under either number of threads."""
+        config, answers = self.target.config, []
+        shapes = {(linear.in_features, linear.out_features): linear for linear in linears}.values()
+        for threads in {self._threads.few, self._threads.many}:
+            with cpu_threads(threads):
+                bits = [assert_row_invariant(linear, self.dtype, self.device) for linear in shapes]
+                sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
+                answers.append([*bits, assert_rows_independent(*sizes, self.dtype, self.device)])
+        for first, other in zip(answers[0], answers[-1], strict=True):
+            if not torch.equal(first, other):
+                raise ValueError(
+                    f"engine.exact=true: {self._threads.few} and {self._threads.many} threads give other bits on this "
+                    "machine; set engine.threads to one number"
+                )
 
     # ---- generate -----------------------------------------------------------------------------------------------
 

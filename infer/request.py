@@ -128,8 +128,7 @@ class Request:
 
 @dataclass
 class StepOutput:
-    """What one step gave one request: `accepted[i]` says that token i was an accepted draft. `stats` is the request's own,
-    counted since it was added."""
+    """What one step gave one request. `accepted[i]`: token i was an accepted draft. `stats` counts on while it runs."""
 
     request_id: str
     token_ids: list[int]

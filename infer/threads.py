@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from kernels.linear import PackedLinear
 
 REPEATS = 5
+MANY_ROWS = 16
 
 
 @contextmanager
@@ -27,13 +29,10 @@ def cpu_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def fastest_thread_count(linears: Sequence[PackedLinear], dtype: torch.dtype) -> int:
-    """Times a plain step's linear layers, cold as they are in a step, with one thread and with all of torch's.
-
-    Changes speed only: the start-up probes assert that rows keep their bits, and they run under the chosen count.
-    """
+def fastest_thread_count(linears: Sequence[PackedLinear], rows: int, dtype: torch.dtype) -> int:
+    """Times a step's linear layers on `rows` rows, cold as in a step, with one thread and with all of torch's."""
     available = torch.get_num_threads()
-    inputs = {linear.in_features: torch.ones(2, linear.in_features, dtype=dtype) for linear in linears}
+    inputs = {linear.in_features: torch.ones(rows, linear.in_features, dtype=dtype) for linear in linears}
     best: dict[int, float] = {}
     for count in {1, available}:
         with cpu_threads(count):
@@ -43,3 +42,18 @@ def fastest_thread_count(linears: Sequence[PackedLinear], dtype: torch.dtype) ->
                     linear(inputs[linear.in_features])
                 best[count] = min(best.get(count, float("inf")), time.perf_counter() - begin)
     return min(best, key=lambda count: best[count])
+
+
+@dataclass(frozen=True)
+class ThreadPlan:
+    """Threads for steps of few rows and of many. Both give a row the same bits, which the engine's probes assert."""
+
+    few: int
+    many: int
+
+    @classmethod
+    def measure(cls, linears: Sequence[PackedLinear], dtype: torch.dtype) -> ThreadPlan:
+        return cls(*(fastest_thread_count(linears, rows, dtype) for rows in (2, MANY_ROWS)))
+
+    def count(self, rows: int) -> int:
+        return self.many if rows >= MANY_ROWS else self.few

@@ -138,8 +138,11 @@ def write_cache(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
 
 def assert_rows_independent(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Probes the contract on this machine: widths 1 to 300, alone and beside another request. Raises ValueError."""
+) -> Tensor:
+    """Probes the contract on this machine: a row among 1 to 300, alone and beside another request; answers that row.
+
+    Raises ValueError if it fails.
+    """
     generator = torch.Generator().manual_seed(0)
     page_size, length = 16, 2 * KV_TILE + 40
     pages = -(-length // page_size)
@@ -171,3 +174,4 @@ def assert_rows_independent(
                     f"engine.exact=true: on this machine attention ({num_heads} heads, head size {head_dim}, {dtype}) "
                     f"gives other bits in a block of {width} rows; engine.exact=false serves without the promise"
                 )
+    return alone

@@ -78,7 +78,7 @@ def test_simulated_acceptance_equals_the_engines(
     which: str, engine: Engine, tiny_target: LlamaTarget, responses: Sequences, trained_head: Eagle3Head
 ) -> None:
     heads = {"trained": trained_head, "random": make_head(tiny_target, responses)}
-    heads["post_norm"] = make_head(tiny_target, responses, norm_output=True, norm_before_residual=False)
+    heads["post_norm"] = make_head(tiny_target, responses, norm_output=True, norm_before_residual=True)
     head = heads[which]
     batch = responses.batch(range(len(responses)))
     features = compute_features(engine.target, batch, head.config.aux_layers)
@@ -110,7 +110,7 @@ def test_responses_that_end_by_themselves(engine: Engine, responses: Sequences, 
     assert simulated.acceptance_length > 1.5
 
 
-@pytest.mark.parametrize("flags", [{}, {"norm_output": True}, {"norm_before_residual": False, "fc_norm": True}])
+@pytest.mark.parametrize("flags", [{}, {"norm_output": True}, {"norm_before_residual": True, "fc_norm": True}])
 def test_training_logits_equal_the_engines_cached_chain(
     flags: dict, engine: Engine, tiny_target: LlamaTarget, responses: Sequences, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,7 +84,7 @@ def slow(
         ({}, {}),
         ({"loss": "ce", "step_weight": 1.0}, {}),
         ({"drop_out_of_vocab": False}, {"norm_output": True}),
-        ({"step_weight": 0.5}, {"norm_before_residual": False, "fc_norm": True}),
+        ({"step_weight": 0.5}, {"norm_before_residual": True, "fc_norm": True}),
     ],
 )
 @torch.no_grad()
