@@ -218,7 +218,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizers: list, config: Pret
 @torch.no_grad()
 def complete(model: LlamaTarget, tokenizer: Tokenizer, prompt: str, tokens: int = 72) -> str:
     ids = tokenizer.encode(prompt).ids
-    for _ in range(tokens):
+    for _ in range(min(tokens, model.config.max_position_embeddings - len(ids))):
         batch = torch.tensor([ids])
         hidden = model(batch, torch.arange(len(ids))[None], CausalAttention()).hidden[:, -1]
         ids.append(int(model.logits(hidden).argmax(-1)))
