@@ -3,9 +3,9 @@
     python scripts/pretrain_demo.py                      # resumes outputs/pretrain_demo if it is there
     python scripts/pretrain_demo.py steps=40 folder=/somewhere export=/somewhere/demo
 
-Constant learning rate after a warm-up, then a linear cool-down on the full context: until the cool-down begins the
-trajectory does not depend on `steps`, so a run can be stopped and given another length. Matrices are trained by Muon,
-embedding and norms by AdamW (both from torch.optim).
+Constant learning rate after a warm-up, then a linear cool-down, its end on the full context: until the cool-down begins
+the trajectory does not depend on `steps`, so a run can be stopped and given another length. Matrices are trained by
+Muon, embedding and norms by AdamW (both from torch.optim). `compile=true` needs a C++ compiler and gains a fifth.
 """
 
 import os
@@ -57,11 +57,12 @@ class PretrainConfig:
     kv_heads: int = 2
     vocab_size: int = 2048
     context: int = 1024
-    short_context: int = 256  # until the cool-down
+    short_context: int = 256  # before the last `long_share`; positions past it are learnt in a few hundred steps
+    long_share: float = 0.15  # of the steps
     batch_tokens: int = 4096
-    steps: int = 2400
+    steps: int = 1760
     warmup: int = 60
-    cooldown: float = 0.4  # share of the steps
+    cooldown: float = 0.4  # of the steps
     muon_lr: float = 0.02
     adam_lr: float = 0.003
     weight_decay: float = 0.02
@@ -75,7 +76,7 @@ class PretrainConfig:
     export: str = "models/demo"
 
 
-FREE_ON_RESUME = {"steps", "cooldown", "eval_every", "checkpoint_every", "threads", "compile", "folder", "export"}
+FREE_ON_RESUME = {"steps", "cooldown", "long_share", "eval_every", "checkpoint_every", "threads", "compile", "folder", "export"}
 
 
 def read_config(argv: list[str]) -> PretrainConfig:
@@ -161,8 +162,7 @@ def learning_rate_factor(step: int, config: PretrainConfig) -> float:
 
 def sample_batch(stream: Tensor, step: int, config: PretrainConfig) -> Tensor:
     """Windows `[B, T + 1]` at offsets that depend on (seed, step) alone: resuming needs no sampler state."""
-    cooling = step >= (1 - config.cooldown) * config.steps
-    length = config.context if cooling else config.short_context
+    length = config.context if step >= (1 - config.long_share) * config.steps else config.short_context
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     starts = torch.randint(0, len(stream) - length, (config.batch_tokens // length, 1), generator=generator)
     return stream[starts + torch.arange(length + 1)]
