@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from infer.request import Request
-from kernels.attention import AttentionPlan, node_plan, paged_attention, plan_attention, write_cache
+from kernels.attention import PagedAttention, plan_attention
+from kernels.rows import AttentionRows
 
 
 class LayerShape(NamedTuple):
@@ -75,79 +76,26 @@ class KVPool:
         for request in running:
             assert self._table[request.slot, : len(request.pages)].tolist() == request.pages
 
-    def rows(self, requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int]) -> PagedRows:
-        """Addresses `counts[b]` new rows of each request from position `starts[b]` on."""
+    def rows(
+        self, requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int], words: Tensor | None = None
+    ) -> AttentionRows:
+        """Addresses `counts[b]` new rows of each request from place `starts[b]` on; `words` `[R]` for a tree's rows."""
         table = self._table[[request.slot for request in requests]]
-        start, count = torch.tensor(starts, device=self.device), torch.tensor(counts, device=self.device)
-        local = torch.arange(max(counts), device=self.device)
-        places = start[:, None] + local  # [B, N]
-        page = (places // self.page_size).clamp(max=table.shape[1] - 1)
-        slots = table.gather(1, page) * self.page_size + places % self.page_size
-        inside = local < count[:, None]
-        return PagedRows(self, table, start, count, slots[inside], places[inside])
-
-
-class PagedRows:
-    """The rows of one forward: where their KV goes and, per model, what they attend to."""
-
-    def __init__(
-        self, pool: KVPool, table: Tensor, starts: Tensor, counts: Tensor, slots: Tensor, places: Tensor
-    ) -> None:
-        self.slots, self.places = slots, places  # [R] pool slot and place in the request (= position for a chain)
-        self._pool, self._table, self._starts, self._counts = pool, table, starts, counts
+        return AttentionRows.blocks(table, list(starts), list(counts), page_size=self.page_size, words=words)
 
     def attention(
-        self, num_heads: int, kv_heads: int, *, first_layer: int = 0, ancestors: Tensor | None = None
-    ) -> PagedAttention:
+        self, rows: AttentionRows, num_heads: int, num_kv_heads: int, head_dim: int, *, first_layer: int = 0
+    ) -> PooledAttention:
         """The attention seam over these rows; `first_layer` is where the model's layers begin in the pool."""
-        plan = self.plan(num_heads, kv_heads, ancestors)
-        return PagedAttention(self._pool.caches, first_layer, self.slots, plan)
-
-    def plan(self, num_heads: int, kv_heads: int, ancestors: Tensor | None = None) -> AttentionPlan:
-        return plan_attention(
-            self._table,
-            self._starts,
-            self._counts,
-            page_size=self._pool.page_size,
-            num_kv_heads=kv_heads,
-            group=num_heads // kv_heads,
-            ancestors=ancestors,
-        )
+        plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, self.caches[first_layer].dtype)
+        return PooledAttention(self.caches, first_layer, plan)
 
 
-class PagedChain:
-    """The rows of a chain that is drafted one row per request at a time: addressed and planned once for all of them."""
-
-    def __init__(
-        self,
-        pool: KVPool,
-        requests: Sequence[Request],
-        starts: Sequence[int],
-        length: int,
-        *,
-        num_heads: int,
-        kv_heads: int,
-        first_layer: int,
-    ) -> None:
-        rows = pool.rows(requests, starts, [length] * len(requests))
-        self._pool, self._first, self._length = pool, first_layer, length
-        self._slots, self._places = rows.slots.view(-1, length), rows.places.view(-1, length)
-        self._plan = rows.plan(num_heads, kv_heads)
-
-    def row(self, index: int) -> tuple[Tensor, PagedAttention]:
-        """Positions `[B]` of the chain's row `index`, and the attention seam for it."""
-        plan = node_plan(self._plan, index, self._length)
-        attention = PagedAttention(self._pool.caches, self._first, self._slots[:, index], plan)
-        return self._places[:, index], attention
-
-
-class PagedAttention:
+class PooledAttention:
     """Implements models.attention.Attention over the pool: writes the rows' KV, then reads their request's."""
 
-    def __init__(self, caches: Sequence[Tensor], first_layer: int, slots: Tensor, plan: AttentionPlan) -> None:
-        self._caches, self._first, self._slots, self._plan = caches, first_layer, slots, plan
+    def __init__(self, caches: Sequence[Tensor], first_layer: int, plan: PagedAttention) -> None:
+        self._caches, self._first, self._plan = caches, first_layer, plan
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cache = self._caches[self._first + layer]
-        write_cache(cache, self._slots, k, v)
-        return paged_attention(q, cache, self._plan, q.shape[-1] ** -0.5)
+        return self._plan(q, k, v, self._caches[self._first + layer], q.shape[-1] ** -0.5)

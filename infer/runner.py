@@ -54,15 +54,14 @@ class Runner:
         ids: Tensor,
         tree: DraftTree | None,
     ) -> Rows:
-        config = self._target.config
-        rows = self._pool.rows(requests, starts, counts)
-        positions, ancestors = rows.places, None
+        config, device = self._target.config, self._pool.device
+        words, depth = None, None
         if tree is not None and not tree.is_chain:
-            inside = torch.arange(tree.token.shape[1], device=tree.token.device) < tree.length[:, None]
-            first = torch.tensor(starts, device=self._pool.device)
-            positions = (first[:, None] + tree.depth)[inside].to(self._pool.device)
-            ancestors = tree.ancestors.to(self._pool.device)
-        attention = rows.attention(config.num_heads, config.num_kv_heads, ancestors=ancestors)
+            inside = torch.arange(tree.token.shape[1]) < tree.length[:, None]
+            words, depth = tree.ancestors[inside].to(device), tree.depth[inside].to(device)
+        rows = self._pool.rows(requests, starts, counts, words)
+        positions = rows.places if depth is None else rows.committed + depth
+        attention = self._pool.attention(rows, config.num_heads, config.num_kv_heads, config.head_dim)
         out: TargetOutput = self._target(ids, positions, attention, aux_layers=self._aux)
         features = torch.cat(out.aux, dim=-1) if out.aux else out.hidden[:, :0]
         return Rows(out.hidden, features, positions)

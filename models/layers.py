@@ -12,8 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.elementwise import rms_norm, rotate, silu_mul
 from kernels.linear import PackedLinear
 from models.config import RopeConfig
+
+__all__ = ["GatedMLP", "Linear", "RMSNorm", "RotaryEmbedding", "pack", "rope_frequencies", "rotate"]
 
 
 class Linear(nn.Linear):
@@ -40,7 +43,7 @@ def pack(module: nn.Module, *, exact: bool = True) -> None:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (arXiv 1910.07467), statistics in fp32 as HF's Llama computes them."""
+    """Root-mean-square norm with a learnt scale (kernels/elementwise.py)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -48,7 +51,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class GatedMLP(nn.Module):
@@ -60,8 +63,7 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(silu_mul(self.gate_up_proj(x)))
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:
@@ -142,9 +144,3 @@ class RotaryEmbedding:
         angles = torch.outer(torch.arange(length).float(), inverse)
         angles = torch.cat([angles, angles], dim=-1)  # [P, D]
         return (angles.cos() * factor).to(device, dtype), (angles.sin() * factor).to(device, dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x `[..., heads, D]` rotated by `cos`, `sin` `[..., 1, D]`."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], -1) * sin

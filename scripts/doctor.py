@@ -152,6 +152,18 @@ def check_cpu() -> Check:
     return Check("cpu", "ok", detail)
 
 
+def check_cpu_kernels(found: object, compiler: str | None, switch: str | None) -> Check:
+    """`found`: the loaded library or None; `switch`: the value of HEADWAY_CPU_KERNELS."""
+    if found is not None:
+        return Check("cpu kernels", "ok", f"in C, built by {compiler}")
+    if switch == "torch":
+        return Check("cpu kernels", "warning", "in torch, several times slower", "unset HEADWAY_CPU_KERNELS")
+    fix = "python -c 'from kernels.cpu.library import library; library()' says what failed"
+    if compiler is None:
+        fix = "install a C compiler (Debian: apt-get install gcc)"
+    return Check("cpu kernels", "warning", "in torch, several times slower", fix)
+
+
 def check_threads(cores: int, threads: int, omp: str | None) -> Check:
     detail = f"{threads} of torch on {cores} usable cores" + (f" (OMP_NUM_THREADS={omp})" if omp else "")
     if threads > cores:
@@ -221,6 +233,9 @@ def run_checks() -> list[Check]:
     checks.append(
         check_torch_build(torch.__version__, has_nvidia, torch.cuda.is_available(), installed_version("torchvision"))
     )
+    from kernels.cpu.library import SWITCH, compiler, library
+
+    checks.append(check_cpu_kernels(library(), compiler(), os.environ.get(SWITCH)))
     checks.append(check_threads(usable_cores(), torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")))
     return checks + [check() for check in torch_checks]
 

@@ -76,7 +76,8 @@ class PretrainConfig:
     export: str = "models/demo"
 
 
-FREE_ON_RESUME = {"steps", "cooldown", "long_share", "eval_every", "checkpoint_every", "threads", "compile", "folder", "export"}
+SCHEDULE = {"steps", "cooldown", "long_share"}
+FREE_ON_RESUME = SCHEDULE | {"eval_every", "checkpoint_every", "threads", "compile", "folder", "export"}
 
 
 def read_config(argv: list[str]) -> PretrainConfig:

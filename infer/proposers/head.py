@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infer.kv_cache import KVPool, LayerShape, PagedChain
+from infer.kv_cache import KVPool, LayerShape, PooledAttention
 from infer.request import Phase, Request
 from infer.sampling import choice_parameters
 from infer.tree import DraftTree
@@ -63,19 +63,15 @@ class HeadProposer:
         slots = [len(request.tokens) - 2 for request in requests]
         tokens = self._choose(state, slots, parameters)
         self._append(drafts, tokens)
-        going, chain, row = list(range(len(requests))), None, 0
+        going = list(range(len(requests)))
         for drafted in range(1, max(budgets)):
             still = [place for place, index in enumerate(going) if budgets[index] > drafted]
             if len(still) < len(going):
                 keep = torch.tensor(still, device=state.device)
                 going = [going[place] for place in still]
                 state, tokens, parameters = state[keep], tokens[keep], parameters and parameters.rows(keep)
-                chain = None
             slots = [len(requests[index].tokens) - 2 + drafted for index in going]
-            if chain is None:
-                chain, row = self._chain([requests[index] for index in going], slots, max(budgets) - drafted), 0
-            positions, attention = chain.row(row)
-            row += 1
+            attention, positions = self._attention([requests[index] for index in going], slots, [1] * len(going))
             state = self._head.step(tokens, state, positions, attention)
             tokens = self._choose(state, slots, parameters)
             self._append([drafts[index] for index in going], tokens)
@@ -84,18 +80,15 @@ class HeadProposer:
         for draft, token in zip(drafts, tokens.tolist(), strict=True):
             draft.append(token)
 
-    def _chain(self, requests: Sequence[Request], starts: list[int], length: int) -> PagedChain:
+    def _attention(
+        self, requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int]
+    ) -> tuple[PooledAttention, Tensor]:
+        """The attention seam over `counts[b]` rows of each request from place `starts[b]` on, and their places."""
         assert self._pool is not None
         layer = self._head.config.layer
-        return PagedChain(
-            self._pool,
-            requests,
-            starts,
-            length,
-            num_heads=layer.num_heads,
-            kv_heads=layer.num_kv_heads,
-            first_layer=self._first_layer,
-        )
+        rows = self._pool.rows(requests, starts, counts)
+        sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        return self._pool.attention(rows, *sizes, first_layer=self._first_layer), rows.places
 
     def _choose(self, state: Tensor, slots: list[int], parameters: ChoiceParameters | None) -> Tensor:
         """The head's own choice `[B]` (target ids), under the noise that the target will meet at the same row."""
@@ -113,10 +106,7 @@ class HeadProposer:
             for token in request.tokens[start + 1 : start + count + 1]
         ]
         aux = torch.cat(features).chunk(len(self.aux_layers), dim=-1)
-        assert self._pool is not None
-        layer = self._head.config.layer
-        rows = self._pool.rows(requests, starts, counts)
-        attention = rows.attention(layer.num_heads, layer.num_kv_heads, first_layer=self._first_layer)
+        attention, places = self._attention(requests, starts, counts)
         tokens = torch.tensor(shifted, device=aux[0].device)
-        state = self._head.step(tokens, self._head.fuse(aux), rows.places, attention)
+        state = self._head.step(tokens, self._head.fuse(aux), places, attention)
         return state[torch.tensor(counts, device=state.device).cumsum(0) - 1]

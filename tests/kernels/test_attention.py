@@ -1,4 +1,4 @@
-"""Paged attention against the float64 oracle, and the promise that a row's bits are its own."""
+"""Paged attention against the float64 oracle, and the promise that a row's bits are its own; in C and in torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,24 @@ import pytest
 import torch
 
 from infer.tree import DraftTree
-from kernels.attention import KV_TILE, assert_rows_independent, paged_attention, plan_attention, write_cache
+from kernels.attention import assert_rows_independent, plan_attention
+from kernels.cpu.attention import NativeAttention, supported
+from kernels.cpu.library import library
 from kernels.reference import attention as oracle
+from kernels.rows import AttentionRows
+from kernels.tiles import KV_TILE, TiledAttention, places_of_bits
 
 PAGE = 16
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["c", "torch"])
+def form(request, monkeypatch):
+    """Both forms that run on a CPU; `plan_attention` then dispatches to this one."""
+    if request.param == "c" and library() is None:
+        pytest.skip("no C compiler on this machine")
+    monkeypatch.setattr("kernels.cpu.attention.supported", lambda *sizes: request.param == "c")
+    return request.param
 
 
 def make_case(committed, counts, *, heads, kv_heads, dim, dtype, seed=0):
@@ -21,25 +35,26 @@ def make_case(committed, counts, *, heads, kv_heads, dim, dtype, seed=0):
         table[b, : len(ids)] = ids
     cache = torch.randn(2, kv_heads, (sum(pages) + 1) * PAGE, dim, generator=generator).to(dtype)
     q = torch.randn(sum(counts), heads, dim, generator=generator).to(dtype)
-    return q, cache, table
+    k, v = torch.randn(2, sum(counts), kv_heads, dim, generator=generator).to(dtype)
+    return q, k, v, cache, table
 
 
-def run(q, cache, table, committed, counts, ancestors=None):
-    kv_heads = cache.shape[1]
-    plan = plan_attention(
-        table,
-        torch.tensor(committed),
-        torch.tensor(counts),
-        page_size=PAGE,
-        num_kv_heads=kv_heads,
-        group=q.shape[1] // kv_heads,
-        ancestors=ancestors,
-    )
-    return paged_attention(q, cache, plan, q.shape[-1] ** -0.5)
+def run(case, committed, counts, words=None):
+    q, k, v, cache, table = case
+    rows = AttentionRows.blocks(table, committed, counts, page_size=PAGE, words=words)
+    plan = plan_attention(rows, q.shape[1], cache.shape[1], q.shape[2], cache.dtype)
+    return plan(q, k, v, cache, q.shape[-1] ** -0.5)
+
+
+def expect(case, committed, counts, ancestors=None):
+    """After `run`, which wrote the rows' own keys and values into the cache."""
+    q, _, _, cache, table = case
+    scale = q.shape[-1] ** -0.5
+    return oracle.paged_attention(q, cache, table, committed, counts, page_size=PAGE, scale=scale, ancestors=ancestors)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 4), (8, 1)])
 @pytest.mark.parametrize(
     ("committed", "counts"),
@@ -50,51 +65,125 @@ def run(q, cache, table, committed, counts, ancestors=None):
         ([KV_TILE - 3, 2 * KV_TILE + 5, 0], [8, 2, 40]),
     ],
 )
-def test_causal_rows_match_the_oracle(dtype, tolerance, dim, heads, kv_heads, committed, counts):
-    q, cache, table = make_case(committed, counts, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
-    expected = oracle.paged_attention(q, cache, table, committed, counts, page_size=PAGE, scale=dim**-0.5)
-    assert (run(q, cache, table, committed, counts).double() - expected).abs().max() < tolerance
+def test_causal_rows_match_the_oracle(form, dtype, tolerance, dim, heads, kv_heads, committed, counts):
+    case = make_case(committed, counts, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
+    actual = run(case, committed, counts)
+    assert actual.dtype == dtype
+    assert (actual.double() - expect(case, committed, counts)).abs().max() < tolerance
 
 
-def test_tree_rows_match_the_oracle():
+def make_tree():
     parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 4], [-1, 0, 1, 0, 0, 0, 0]])
-    tree = DraftTree.from_parents(torch.arange(14).view(2, 7), parents, torch.tensor([7, 3]))
+    return DraftTree.from_parents(torch.arange(14).view(2, 7), parents, torch.tensor([7, 3]))
+
+
+def words_of(tree):
+    return tree.ancestors[torch.arange(tree.token.shape[1]) < tree.length[:, None]]
+
+
+def test_tree_rows_match_the_oracle(form):
+    tree = make_tree()
     committed, counts = [KV_TILE - 2, 30], [7, 3]
-    q, cache, table = make_case(committed, counts, heads=4, kv_heads=2, dim=64, dtype=torch.float32)
-    expected = oracle.paged_attention(
-        q, cache, table, committed, counts, page_size=PAGE, scale=1 / 8, ancestors=tree.ancestors
-    )
-    actual = run(q, cache, table, committed, counts, tree.ancestors)
-    assert (actual.double() - expected).abs().max() < 1e-5
+    case = make_case(committed, counts, heads=4, kv_heads=2, dim=64, dtype=torch.float32)
+    actual = run(case, committed, counts, words_of(tree))
+    assert (actual.double() - expect(case, committed, counts, tree.ancestors)).abs().max() < 1e-5
 
 
-def test_a_chain_given_as_ancestor_words_has_the_bits_of_the_causal_path():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tree_row_has_the_bits_of_its_path_decoded_alone(form, dtype):
+    """Across a tile's and a page's edge, for every node of a random tree."""
+    generator = torch.Generator().manual_seed(3)
+    parent = [-1] + [int(torch.randint(max(0, n - 5), n, (), generator=generator)) for n in range(1, 40)]
+    tree = DraftTree.from_parents(torch.arange(40)[None], torch.tensor([parent]), torch.tensor([40]))
+    committed = KV_TILE - 3
+    case = make_case([committed], [40], heads=4, kv_heads=2, dim=64, dtype=dtype)
+    q, k, v, cache, table = case
+    together = run(case, [committed], [40], words_of(tree))
+    for node in range(40):
+        path = tree.path(0, node)
+        plain = cache.clone()
+        for depth, step in enumerate(path):
+            own = (q[step, None], k[step, None], v[step, None], plain, table)
+            alone = run(own, [committed + depth], [1])
+        assert torch.equal(together[node], alone[0]), f"node {node}, path {path}"
+
+
+def test_a_chain_given_as_ancestor_words_has_the_bits_of_the_causal_path(form):
     tree = DraftTree.chains([1, 2], [[3] * 63, [4] * 5])  # bit 63 included
     committed, counts = [KV_TILE - 30, 17], [64, 6]
-    q, cache, table = make_case(committed, counts, heads=4, kv_heads=2, dim=64, dtype=torch.float32)
-    causal = run(q, cache, table, committed, counts)
-    assert torch.equal(run(q, cache, table, committed, counts, tree.ancestors), causal)
+    case = make_case(committed, counts, heads=4, kv_heads=2, dim=64, dtype=torch.float32)
+    assert torch.equal(run(case, committed, counts, words_of(tree)), run(case, committed, counts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (4, 4, 16), (8, 1, 128)])
-def test_rows_are_independent_of_width_and_batch(dtype, heads, kv_heads, dim):
-    assert_rows_independent(heads, kv_heads, dim, dtype, torch.device("cpu"))
+def test_rows_are_independent_of_width_and_batch(form, dtype, heads, kv_heads, dim):
+    assert_rows_independent(heads, kv_heads, dim, dtype, CPU)
 
 
-def test_the_probe_notices_a_kernel_whose_bits_depend_on_width(monkeypatch):
-    import kernels.attention as module
+def test_threads_do_not_show_in_the_bits():
+    if library() is None:
+        pytest.skip("no C compiler on this machine")
+    committed, counts = [700], [300]
+    case = make_case(committed, counts, heads=4, kv_heads=2, dim=64, dtype=torch.float32)
+    before = torch.get_num_threads()
+    answers = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            answers.append(run(case, committed, counts))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
 
-    exact = module.paged_attention
-    monkeypatch.setattr(module, "paged_attention", lambda q, *rest: exact(q, *rest) * (1 + 1e-6 * (q.shape[0] > 4)))
+
+@pytest.mark.parametrize("words", [None, torch.tensor([1, 3])])
+def test_the_probe_notices_a_kernel_whose_bits_depend_on_company(form, monkeypatch, words):
+    """Once by width, once by the shape of the draft alone."""
+    exact = {"c": NativeAttention, "torch": TiledAttention}[form]
+
+    class Drifting(exact):
+        def __init__(self, rows, *sizes):
+            super().__init__(rows, *sizes)
+            self.drift = rows.request.shape[0] > 4 if words is None else rows.words is not None
+
+        def __call__(self, *tensors):
+            return super().__call__(*tensors) * (1 + 1e-6 * self.drift)
+
+    name = "kernels.cpu.attention.NativeAttention" if form == "c" else "kernels.attention.TiledAttention"
+    monkeypatch.setattr(name, Drifting)
     with pytest.raises(ValueError, match="engine.exact"):
-        assert_rows_independent(4, 2, 64, torch.float32, torch.device("cpu"))
+        assert_rows_independent(4, 2, 64, torch.float32, CPU)
 
 
-def test_write_cache_puts_rows_at_their_slots():
-    cache = torch.zeros(2, 2, 64, 8)
-    k, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
-    write_cache(cache, torch.tensor([5, 40, 6]), k, v)
-    assert torch.equal(cache[0][:, [5, 40, 6]], k.transpose(0, 1))
-    assert torch.equal(cache[1][:, [5, 40, 6]], v.transpose(0, 1))
+def test_rows_are_written_at_their_slots_and_nowhere_else(form):
+    committed, counts = [3, 20], [2, 1]
+    q, k, v, cache, table = make_case(committed, counts, heads=2, kv_heads=2, dim=16, dtype=torch.float32)
+    cache.zero_()
+    run((q, k, v, cache, table), committed, counts)
+    slots = [int(table[0, 0]) * PAGE + 3, int(table[0, 0]) * PAGE + 4, int(table[1, 1]) * PAGE + 4]
+    assert torch.equal(cache[0][:, slots], k.transpose(0, 1))
+    assert torch.equal(cache[1][:, slots], v.transpose(0, 1))
     assert cache.count_nonzero() == k.count_nonzero() + v.count_nonzero()
+
+
+def test_queries_keys_and_values_may_be_slices_of_one_tensor(form):
+    committed, counts = [9], [4]
+    q, k, v, cache, table = make_case(committed, counts, heads=4, kv_heads=2, dim=32, dtype=torch.float32)
+    merged = torch.cat([q, k, v], dim=1)
+    sliced = (merged[:, :4], merged[:, 4:6], merged[:, 6:], cache.clone(), table)
+    assert torch.equal(run(sliced, committed, counts), run((q, k, v, cache, table), committed, counts))
+
+
+def test_odd_sizes_and_other_dtypes_go_to_the_torch_form():
+    assert not supported(24, torch.float32, CPU)
+    assert not supported(64, torch.float16, CPU)
+    assert not supported(64, torch.float32, torch.device("meta"))
+
+
+def test_places_of_bits_lists_set_bits_in_order():
+    nth, count = places_of_bits(torch.tensor([0b10110, -(2**63) | 1]))
+    assert count.tolist() == [3, 2]
+    assert nth[0, :3].tolist() == [1, 2, 4]
+    assert nth[1, :2].tolist() == [0, 63]

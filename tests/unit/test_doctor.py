@@ -123,6 +123,13 @@ def test_threads_disk_and_interpreter(tmp_path: Path) -> None:
     assert doctor.check_triton_interpret("1").status == "warning"
 
 
+def test_cpu_kernels() -> None:
+    assert doctor.check_cpu_kernels(object(), "/usr/bin/cc", None).status == "ok"
+    assert "unset" in doctor.check_cpu_kernels(None, "/usr/bin/cc", "torch").fix
+    assert "install a C compiler" in doctor.check_cpu_kernels(None, None, None).fix
+    assert "says what failed" in doctor.check_cpu_kernels(None, "/usr/bin/cc", None).fix
+
+
 def test_demo_weights(tmp_path: Path) -> None:
     check = doctor.check_demo(tmp_path)
     assert check.status == "broken"

@@ -1,0 +1,82 @@
+"""Paged attention in C (attention.c): a row walks its own keys in order of position, so no shape changes its bits."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.library import KINDS, library, openmp
+from kernels.rows import AttentionRows
+
+LANES = 16
+HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)  # the cases compiled into attention.c
+PARALLEL_WORK = 2**18  # multiply-adds below which waking a second thread costs more than it saves
+
+
+class Arguments(ctypes.Structure):
+    """attention_args of attention.c, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cache", "out", "table", "slot")),
+        *((name, ctypes.c_void_p) for name in ("request", "committed", "tail", "scratch")),
+        *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "rows", "heads", "kv_heads", "dim")),
+        *((name, ctypes.c_int64) for name in ("slots", "pages", "page_size", "longest", "words", "kind", "threads")),
+        ("scale", ctypes.c_float),
+        ("parallel", ctypes.c_void_p),
+        ("self", ctypes.c_void_p),
+    )
+
+
+def supported(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cpu" and dtype in KINDS and head_dim in HEAD_SIZES and library() is not None
+
+
+class NativeAttention:
+    """The plan of one step: addresses once, then one call per layer."""
+
+    def __init__(self, rows: AttentionRows, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        found = library()
+        assert found is not None
+        self._call = found.paged_attention
+        table, longest = rows.table.contiguous(), -(-rows.longest // LANES) * LANES
+        tail = rows.offset + 1 if rows.words is None else rows.words
+        count = rows.request.shape[0]
+        runtime = openmp()
+        work = count * num_heads * rows.longest * head_dim
+        threads = torch.get_num_threads() if runtime is not None and work > PARALLEL_WORK else 1
+        scratch = torch.empty(threads * 2 * longest)
+        self._keep = (table, rows.slots, rows.request, rows.committed, tail, scratch)  # alive while C points at them
+        slots, request, committed = (x.data_ptr() for x in self._keep[1:4])
+        self._shape = count, num_heads * head_dim
+        self._arguments = Arguments(
+            table=table.data_ptr(),
+            slot=slots,
+            request=request,
+            committed=committed,
+            tail=tail.data_ptr(),
+            scratch=scratch.data_ptr(),
+            rows=count,
+            heads=num_heads,
+            kv_heads=num_kv_heads,
+            dim=head_dim,
+            pages=table.shape[1],
+            page_size=rows.page_size,
+            longest=longest,
+            words=rows.words is not None,
+            threads=threads,
+            parallel=runtime and runtime[0],
+            self=runtime and runtime[1],
+        )
+        self._address = ctypes.addressof(self._arguments)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float) -> Tensor:
+        out = torch.empty(self._shape, dtype=cache.dtype)
+        a = self._arguments
+        a.q, a.k, a.v, a.cache, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), cache.data_ptr(), out.data_ptr()
+        a.q_stride, a.k_stride, a.v_stride = q.stride(0), k.stride(0), v.stride(0)
+        a.slots, a.kind, a.scale = cache.shape[2], KINDS[cache.dtype], scale
+        failed = self._call(self._address)
+        assert not failed, "a head size that supported() lets through"
+        return out

@@ -1,0 +1,117 @@
+"""Builds the C kernels once per machine and loads them.
+
+The C compiler is the machine's (`CC`, cc, gcc or clang). The library is kept in the user's cache folder under a name
+that hashes sources, flags, compiler and processor, so nothing stale is ever loaded. Where there is no compiler, or
+HEADWAY_CPU_KERNELS=torch, the callers fall back to their torch form; scripts/doctor.py says which it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCES = ("vec.h", "attention.c", "rows.c")
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
+HERE = Path(__file__).parent
+SWITCH = "HEADWAY_CPU_KERNELS"
+BUILD_TIMEOUT_S = 120
+
+log = logging.getLogger(__name__)
+
+
+def compiler() -> str | None:
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        if name and (found := shutil.which(name)):
+            return found
+    return None
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
+
+
+def processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(line for line in lines[:40] if line.startswith(("model name", "flags", "Features", "CPU part")))
+
+
+def library_file(cc: str) -> Path:
+    version = subprocess.run([cc, "--version"], capture_output=True, check=True, timeout=BUILD_TIMEOUT_S).stdout
+    digest = hashlib.sha256(repr((FLAGS, version, processor(), platform.machine())).encode())
+    for name in SOURCES:
+        digest.update((HERE / name).read_bytes())
+    return cache_folder() / f"kernels-{digest.hexdigest()[:24]}.so"
+
+
+def build(cc: str, file: Path) -> None:
+    """Raises CalledProcessError or OSError. Atomic: two processes that build at once both end with a whole file."""
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".so")
+    os.close(handle)
+    try:
+        sources = [str(HERE / name) for name in SOURCES if name.endswith(".c")]
+        command = [cc, *FLAGS, *sources, "-o", temporary]
+        subprocess.run(command, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S)
+        os.replace(temporary, file)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The C kernels, or None where they cannot be had; the reason is logged once."""
+    if os.environ.get(SWITCH) == "torch":
+        return None
+    cc = compiler()
+    if cc is None:
+        log.warning("no C compiler (looked for $CC, cc, gcc, clang): CPU kernels run in torch, several times slower")
+        return None
+    try:
+        file = library_file(cc)
+        if not file.is_file():
+            build(cc, file)
+        loaded = ctypes.CDLL(str(file))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", b"") or b""
+        log.warning("%s could not build the CPU kernels, which run in torch instead: %s %s", cc, error, detail.decode())
+        return None
+    for function, arguments in SIGNATURES.items():
+        getattr(loaded, function).argtypes = arguments
+        getattr(loaded, function).restype = None
+    loaded.paged_attention.argtypes, loaded.paged_attention.restype = [ctypes.c_void_p], ctypes.c_int
+    return loaded
+
+
+_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+SIGNATURES = {
+    "rms_norm": [_P, _P, _P, _I, _I, _I, _F, _I],
+    "silu_mul": [_P, _P, _I, _I, _I],
+    "rotate": [_P, _P, _P, _P, _I, _I, _I, _I, _I],
+}
+KINDS = {torch.float32: 0, torch.bfloat16: 1}  # vec.h
+
+
+@cache
+def openmp() -> tuple[int, int] | None:
+    """Addresses of GOMP_parallel and omp_get_thread_num in the OpenMP runtime that torch brought."""
+    for file in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
+        runtime = ctypes.CDLL(str(file))
+        functions = (runtime.GOMP_parallel, runtime.omp_get_thread_num)
+        first, second = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+        if first and second:
+            return first, second
+    return None

@@ -1,0 +1,70 @@
+/* The small row-wise operations of a decoder layer. One row is one job: no row's bits depend on another. Sizes are
+ * multiples of 16 (the caller checks). In bf16 the results that torch would round are rounded. */
+#include "vec.h"
+
+#define BY_KIND(kind, call_f32, call_bf16) \
+    if ((kind) == FLOAT32) \
+        call_f32; \
+    else \
+        call_bf16;
+
+INLINE void rms_norm_rows(const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int kind) {
+    for (int64_t row = 0; row < rows; row++) {
+        ptrdiff_t from = row * stride, to = row * size;
+        vec squares = splat(0.0f);
+        for (int64_t i = 0; i < size; i += LANES) {
+            vec v = load(x, from + i, kind);
+            squares += v * v;
+        }
+        vec scale = splat(1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)size + eps));
+        for (int64_t i = 0; i < size; i += LANES)
+            store(out, to + i, rounded(load(x, from + i, kind) * scale, kind) * load(weight, i, kind), kind);
+    }
+}
+
+/* x [rows, size], rows `stride` elements apart; out [rows, size] contiguous. */
+void rms_norm(const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int64_t kind) {
+    BY_KIND(kind, rms_norm_rows(x, weight, out, rows, stride, size, eps, FLOAT32),
+            rms_norm_rows(x, weight, out, rows, stride, size, eps, BFLOAT16))
+}
+
+INLINE void silu_mul_rows(const void *gate_up, void *out, int64_t rows, int64_t size, int kind) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < size; i += LANES) {
+            vec gate = load(gate_up, row * 2 * size + i, kind), up = load(gate_up, row * 2 * size + size + i, kind);
+            ivec negative = gate < 0.0f;
+            vec e = vec_exp((vec)((ivec)gate | (ivec)splat(-0.0f))); /* e^-|gate|: never overflows */
+            vec numerator = (vec)(((ivec)e & negative) | ((ivec)splat(1.0f) & ~negative));
+            store(out, row * size + i, rounded(gate * numerator / (1.0f + e), kind) * up, kind);
+        }
+}
+
+/* gate_up [rows, 2 * size] -> out [rows, size] = silu(gate) * up. */
+void silu_mul(const void *gate_up, void *out, int64_t rows, int64_t size, int64_t kind) {
+    BY_KIND(kind, silu_mul_rows(gate_up, out, rows, size, FLOAT32), silu_mul_rows(gate_up, out, rows, size, BFLOAT16))
+}
+
+INLINE void rotate_rows(
+    const void *x, const void *cos, const void *sin, void *out, int64_t rows, int64_t stride, int64_t heads, int64_t dim, int kind
+) {
+    int64_t half = dim / 2;
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t head = 0; head < heads; head++) {
+            ptrdiff_t from = row * stride + head * dim, to = (row * heads + head) * dim, angle = row * dim;
+            for (int64_t i = 0; i < half; i += LANES) {
+                vec a = load(x, from + i, kind), b = load(x, from + half + i, kind);
+                vec c1 = load(cos, angle + i, kind), s1 = load(sin, angle + i, kind);
+                vec c2 = load(cos, angle + half + i, kind), s2 = load(sin, angle + half + i, kind);
+                store(out, to + i, rounded(a * c1, kind) - rounded(b * s1, kind), kind);
+                store(out, to + half + i, rounded(b * c2, kind) + rounded(a * s2, kind), kind);
+            }
+        }
+}
+
+/* x [rows, heads, dim], rows `stride` apart, cos and sin [rows, dim]; dim a multiple of 32. */
+void rotate(
+    const void *x, const void *cos, const void *sin, void *out, int64_t rows, int64_t stride, int64_t heads, int64_t dim, int64_t kind
+) {
+    BY_KIND(kind, rotate_rows(x, cos, sin, out, rows, stride, heads, dim, FLOAT32),
+            rotate_rows(x, cos, sin, out, rows, stride, heads, dim, BFLOAT16))
+}

@@ -1,0 +1,70 @@
+"""The row-wise operations of a decoder layer: RMSNorm, rotary embedding, gated SiLU.
+
+On a CPU without gradients the C forms run (kernels/cpu/rows.c): torch's own need five to eight calls each, which on a
+small model cost more than the arithmetic. With gradients, on other devices, for odd sizes or mixed dtypes it is torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.cpu.library import KINDS, library
+
+LANES = 16
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x `[..., H]` over its root mean square (arXiv 1910.07467), statistics in fp32 as HF's Llama computes them."""
+    native = _native(x.shape[-1], x, weight)
+    if native is None:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    size = x.shape[-1]
+    rows = x.reshape(-1, size)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    native.rms_norm(
+        rows.data_ptr(), weight.data_ptr(), out.data_ptr(), rows.shape[0], rows.stride(0), size, eps, KINDS[x.dtype]
+    )
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`[..., 2 I]`, gate and up beside each other -> silu(gate) * up `[..., I]`."""
+    size = gate_up.shape[-1] // 2
+    native = _native(size, gate_up)
+    if native is None:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    gate_up = gate_up.contiguous()
+    out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
+    native.silu_mul(gate_up.data_ptr(), out.data_ptr(), out.numel() // size, size, KINDS[gate_up.dtype])
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x `[..., heads, D]`, its two halves rotated against each other by `cos`, `sin` `[..., 1, D]`."""
+    heads, dim = x.shape[-2:]
+    native = _native(dim // 2, x, cos, sin)
+    if native is None or x.ndim != 3 or x.stride()[1:] != (dim, 1):
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat([-second, first], -1) * sin
+    out = torch.empty(x.shape, dtype=x.dtype)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    pointers = (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr())
+    native.rotate(*pointers, x.shape[0], x.stride(0), heads, dim, KINDS[x.dtype])
+    return out
+
+
+def _native(size: int, *tensors: Tensor) -> ctypes.CDLL | None:
+    """The C library if it takes these: on the CPU, one dtype it knows, rows of whole vectors, no gradient wanted."""
+    first = tensors[0]
+    if first.device.type != "cpu" or size % LANES or first.dtype not in KINDS or torch.is_grad_enabled():
+        return None
+    if any(tensor.dtype is not first.dtype for tensor in tensors):
+        return None
+    return library()

@@ -1,0 +1,58 @@
+"""Which rows a step adds to which requests, and what each of them sees: the address side of paged attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class AttentionRows:
+    """R rows, those of one request beside each other. A place is a position's room in the request's pages.
+
+    A row lies at place `committed + offset` of its request and sees the `committed` places before the step's rows;
+    besides, with `words`, the places `committed + j` for every set bit j (its ancestors and itself), else the places
+    of the rows before it and its own. Without words a request's offsets must be 0, 1, 2, ...
+    """
+
+    table: Tensor  # [B, P] page ids
+    request: Tensor  # [R] row of `table`
+    committed: Tensor  # [R]
+    offset: Tensor  # [R]
+    words: Tensor | None  # [R] int64
+    page_size: int
+    longest: int  # at least the number of keys that any row sees
+
+    @classmethod
+    def blocks(
+        cls,
+        table: Tensor,
+        committed: list[int],
+        counts: list[int],
+        *,
+        page_size: int,
+        words: Tensor | None = None,
+    ) -> AttentionRows:
+        """`counts[b]` rows of request b at offsets 0, 1, ...; `words` `[R]`, None for rows that each see all before."""
+        device = table.device
+        request = torch.tensor([b for b, count in enumerate(counts) for _ in range(count)], device=device)
+        first = torch.tensor(
+            [n for n, count in zip(committed, counts, strict=True) for _ in range(count)], device=device
+        )
+        offset = torch.tensor([j for count in counts for j in range(count)], device=device)
+        longest = max(start + count for start, count in zip(committed, counts, strict=True))
+        return cls(table, request, first, offset, words, page_size, longest)
+
+    @property
+    def places(self) -> Tensor:
+        return self.committed + self.offset
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """[R] where each row's own key and value go: page * page_size + offset in the page."""
+        places = self.places
+        page = self.table[self.request, places // self.page_size]
+        return page * self.page_size + places % self.page_size

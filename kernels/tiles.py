@@ -1,0 +1,98 @@
+"""Paged attention in torch, for devices and machines without a kernel of their own.
+
+Keys are read in tiles of KV_TILE positions at fixed offsets, each tile one matrix product of fixed inner shape; partial
+results are combined in tile order by their log-sum-exp. A masked key weighs exactly zero. Rows that see one sequence
+(a prompt, a chain) share its tiles; a tree's row gathers its own ancestors in order of position, which costs a gather
+per row and keeps the bits of plain decoding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.rows import AttentionRows
+
+KV_TILE = 256
+MIN_GEMM_ROWS = 8  # a product of fewer rows takes another path in the CPU's library (probed: fewer than 4 differ)
+MASKED = -1e30  # finite, so that a tile in which a row sees nothing yields weight 0 and no NaN
+WORD_BITS = 64
+
+
+class TiledAttention:
+    """The plan of one step: G sequences of keys, N rows at most on each, S tiles in all."""
+
+    def __init__(self, rows: AttentionRows, num_heads: int, num_kv_heads: int) -> None:
+        device, group = rows.table.device, num_heads // num_kv_heads
+        nth = None
+        if rows.words is None:
+            request, counts = rows.request.unique_consecutive(return_counts=True)
+            committed = rows.committed[counts.cumsum(0) - 1]
+            ends = committed + counts
+        else:
+            request, committed, counts = rows.request, rows.committed, torch.ones_like(rows.request)
+            nth, set_bits = places_of_bits(rows.words)
+            ends = committed + set_bits
+        width = int(counts.max())
+        self._width = max(width, -(-MIN_GEMM_ROWS // group))
+        self._sequences, self._kv_heads, self._group = len(counts), num_kv_heads, group
+        tiles = (ends + KV_TILE - 1) // KV_TILE  # [G]
+        self._tile_of = torch.repeat_interleave(torch.arange(len(counts), device=device), tiles)  # [S]
+        first = tiles.cumsum(0) - tiles
+        index = torch.arange(len(self._tile_of), device=device) - first[self._tile_of]
+        key = index[:, None] * KV_TILE + torch.arange(KV_TILE, device=device)  # [S, KV_TILE] in order of position
+        place = key
+        if nth is not None:
+            beyond = key - committed[self._tile_of, None]
+            bit = nth[self._tile_of].gather(1, beyond.clamp(0, WORD_BITS - 1))
+            place = torch.where(beyond < 0, key, committed[self._tile_of, None] + bit)
+        page = (place // rows.page_size).clamp(max=rows.table.shape[1] - 1)
+        pages = rows.table[request[self._tile_of]].gather(1, page)
+        self._gather = (pages * rows.page_size + place % rows.page_size).flatten()
+        limit = (ends - counts)[:, None] + torch.arange(1, self._width + 1, device=device)  # [G, N] keys a row sees
+        hidden = key[:, None, :] >= torch.minimum(limit, ends[:, None])[self._tile_of][:, :, None]
+        bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, MASKED)
+        self._bias = bias.repeat_interleave(group, dim=1).repeat(num_kv_heads, 1, 1)  # [nkv * S, N * group, KV_TILE]
+        local = torch.arange(self._width, device=device)
+        starts = torch.arange(len(counts), device=device)[:, None] * self._width
+        self._rows = (starts + local)[local < counts[:, None]]  # [R] where row r stands in [G * N]
+        self._slots = rows.slots
+        step = torch.arange(int(tiles.max()), device=device)
+        self._valid = step < tiles[:, None]  # [G, T]
+        self._merge = torch.where(self._valid, first[:, None] + step, 0)  # [G, T] tiles of each sequence in order
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float) -> Tensor:
+        cache[0].index_copy_(1, self._slots, k.transpose(0, 1))
+        cache[1].index_copy_(1, self._slots, v.transpose(0, 1))
+        _, heads, dim = q.shape
+        G, N, kv_heads, group = self._sequences, self._width, self._kv_heads, self._group
+        q = q.new_zeros(G * N, heads, dim).index_copy_(0, self._rows, q)
+        q = q.view(G, N, kv_heads, group, dim).permute(2, 0, 1, 3, 4).reshape(kv_heads, G, N * group, dim).float()
+        q = q.index_select(1, self._tile_of).view(-1, N * group, dim)  # [nkv * S, N * group, D]
+        keys, values = cache.index_select(2, self._gather).float().view(2, -1, KV_TILE, dim)
+        scores = torch.baddbmm(self._bias, q, keys.transpose(1, 2), alpha=scale)
+        out = torch.bmm(scores.softmax(-1), values)
+        if self._merge.shape[1] > 1:
+            out = self._combine(out, scores)
+        out = out.view(kv_heads, G, N, group, dim).permute(1, 2, 0, 3, 4).reshape(G * N, heads * dim)
+        return out.index_select(0, self._rows).to(cache.dtype)
+
+    def _combine(self, out: Tensor, scores: Tensor) -> Tensor:
+        """Combines the tiles of a sequence, each normalised in itself, by their log-sum-exp."""
+        G, T = self._merge.shape
+        kv_heads, flat = self._kv_heads, self._merge.flatten()
+        valid = self._valid[None, :, :, None]
+        log_sum = scores.logsumexp(-1).view(kv_heads, -1, scores.shape[1])[:, flat]  # [nkv, G * T, M]
+        log_sum = log_sum.view(kv_heads, G, T, -1).masked_fill(~valid, MASKED)
+        weight = (log_sum - log_sum.amax(2, keepdim=True)).exp() * valid  # [nkv, G, T, M]
+        parts = out.view(kv_heads, -1, *out.shape[1:])[:, flat].view(kv_heads, G, T, *out.shape[1:])
+        return (parts * weight[..., None]).sum(2) / weight.sum(2)[..., None]
+
+
+def places_of_bits(words: Tensor) -> tuple[Tensor, Tensor]:
+    """words `[R]` -> `[R, 64]` the index of the n-th set bit (0 past the last), and `[R]` how many are set."""
+    index = torch.arange(WORD_BITS, device=words.device)
+    bits = (words[:, None] >> index) & 1
+    rank = bits.cumsum(1) - 1
+    nth = torch.zeros_like(bits).scatter_add_(1, rank.clamp(min=0), index * bits)
+    return nth, bits.sum(1)
