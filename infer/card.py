@@ -38,6 +38,11 @@ def describe_proposer(name: str, asked: ProposerConfig, head: HeadConfig, model:
     drafts = f"up to {asked.max_draft_tokens} draft tokens per step"
     folder = head.folder(output_dir, model.name)
     if name == "head":
+        if asked.tree is not None:
+            drafts = f"a fixed tree of {len(asked.tree)} nodes per step"
+        elif asked.tree_width > 1:
+            drafts = f"trees {asked.tree_width} wide and {asked.max_draft_tokens} deep"
+            drafts += f", {asked.tree_nodes} nodes of them" if asked.tree_nodes else ""
         return f"head {head.name} from {short(folder)}, {drafts}"
     lookup = f"n-gram lookup, {drafts}"
     if asked.name == "auto" and head.name != "none":

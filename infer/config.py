@@ -109,7 +109,10 @@ class ProposerConfig:
     """What drafts when serving. `auto` takes the exported head if there is one, else n-gram lookup."""
 
     name: str = MISSING  # auto | head | ngram | none
-    max_draft_tokens: int = 3  # per step and request, the root not counted
+    max_draft_tokens: int = 3  # longest run of drafted tokens per step and request: the depth of a chain or tree
+    tree_width: int = 1  # 1: a chain; more: a beam as wide as this, the best nodes of which are proposed (EAGLE-2)
+    tree_nodes: int | None = None  # drafted nodes of a tree at most; null: as many as fit, up to 63
+    tree: list[Any] | None = None  # a fixed tree as paths of ranks, [[0], [1], [0, 0]]; replaces the beam
     ngram_min: int = 2  # shortest and longest suffix looked up
     ngram_max: int = 4
 
@@ -123,6 +126,26 @@ class ProposerConfig:
             raise ValueError(
                 f"proposer.ngram_min={self.ngram_min}: must be at least 1 and at most ngram_max={self.ngram_max}"
             )
+        at_least("proposer.tree_width", self.tree_width, 1)
+        if self.tree_width * (self.max_draft_tokens - 1) > MAX_TREE_NODES:
+            raise ValueError(
+                f"proposer.tree_width={self.tree_width}: with proposer.max_draft_tokens={self.max_draft_tokens} "
+                f"the head would grow more than {MAX_TREE_NODES} nodes; lower one of them"
+            )
+        if self.tree_nodes is not None and not 1 <= self.tree_nodes < MAX_TREE_NODES:
+            raise ValueError(f"proposer.tree_nodes={self.tree_nodes}: must be 1 to {MAX_TREE_NODES - 1}, or null")
+        if self.tree is not None:
+            self._check_tree(self.tree)
+        elif self.tree_nodes is not None and self.tree_width == 1:
+            raise ValueError(f"proposer.tree_nodes={self.tree_nodes}: a chain has none; set proposer.tree_width")
+
+    def _check_tree(self, tree: list[Any]) -> None:
+        if any(not isinstance(path, list) or any(type(rank) is not int for rank in path) for path in tree):
+            raise ValueError(f"proposer.tree={tree}: must be a list of paths, each a list of ranks: [[0], [1], [0, 0]]")
+        if len(tree) >= MAX_TREE_NODES:
+            raise ValueError(f"proposer.tree: {len(tree)} nodes; at most {MAX_TREE_NODES - 1}")
+        if self.tree_width > 1 or self.tree_nodes is not None:
+            raise ValueError("proposer.tree: excludes proposer.tree_width and proposer.tree_nodes; set one of them")
 
 
 @dataclass

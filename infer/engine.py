@@ -21,9 +21,10 @@ from tqdm import tqdm
 
 from infer.config import EngineConfig, HeadConfig, ModelConfig, ProposerConfig
 from infer.kv_cache import KVPool, LayerShape
-from infer.proposers.base import NoProposer, Proposer
+from infer.proposers.base import NOTHING, Budget, NoProposer, Proposer
 from infer.proposers.head import HeadProposer
 from infer.proposers.ngram import NgramProposer
+from infer.proposers.shapes import DynamicShape, StaticShape, TreeShape
 from infer.request import (
     MAX_SEED,
     Completion,
@@ -38,6 +39,7 @@ from infer.runner import Runner
 from infer.sampling import choice_parameters
 from infer.scheduler import Scheduler
 from infer.threads import ThreadPlan, cpu_threads
+from infer.tree import MAX_NODES
 from kernels.attention import assert_rows_independent
 from kernels.choose import choose
 from kernels.linear import PackedLinear, assert_row_invariant
@@ -67,6 +69,13 @@ def resolve_device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"model.device={name}: this machine has no usable GPU; model.device=cpu runs without")
     return torch.device(name)
+
+
+def tree_shape(config: ProposerConfig) -> TreeShape | None:
+    """How a head grows its drafts; None for chains."""
+    if config.tree is not None:
+        return StaticShape(config.tree)
+    return DynamicShape(config.tree_width, config.max_draft_tokens) if config.tree_width > 1 else None
 
 
 class Engine:
@@ -102,6 +111,7 @@ class Engine:
         self._ids = itertools.count()
         self._stats = EngineStats()
         self._drafter: HeadProposer | None = None
+        self._shape = tree_shape(self.proposer_config)
         if head is None:
             self._make_pool(())
         else:
@@ -210,7 +220,7 @@ class Engine:
         """One round: drafts and verifies every decoding request, and brings prompts forward by a chunk."""
         step = self._scheduler.schedule()
         outputs: list[StepOutput] = []
-        rows = len(step.decodes) + sum(step.budgets) + sum(step.chunks)
+        rows = len(step.decodes) + sum(budget.nodes for budget in step.budgets) + sum(step.chunks)
         with cpu_threads(self._threads.count(rows)):
             if step.decodes:
                 outputs += self._decode(step.decodes, step.budgets)
@@ -248,7 +258,7 @@ class Engine:
 
     # ---- one step -----------------------------------------------------------------------------------------------
 
-    def _decode(self, requests: list[Request], budgets: list[int]) -> list[StepOutput]:
+    def _decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
         tree = self._proposer.propose(requests, budgets)
         rows = self._runner.verify(requests, tree)
         lengths = tree.length.tolist()
@@ -256,21 +266,28 @@ class Engine:
         grid = choice.new_full(tree.token.shape, -1)
         grid[torch.arange(grid.shape[1], device=grid.device) < tree.length[:, None].to(grid.device)] = choice
         last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, grid).tolist()
-        assert tree.is_chain, "trees other than chains need their accepted path's KV moved to the front"
+        paths = [list(range(last[b] + 1)) if tree.is_chain else tree.path(b, last[b]) for b in range(len(requests))]
+        starts = [request.computed for request in requests]
+        if not tree.is_chain:
+            places = [[start + node for node in path] for start, path in zip(starts, paths, strict=True)]
+            self._pool.move(requests, places, starts)
+        depths = tree.depth.masked_fill(torch.arange(grid.shape[1]) >= tree.length[:, None], 0).amax(1).tolist()
         first_row = list(itertools.accumulate(lengths, initial=0))
         chosen, outputs, kept_rows, survivors, counts = grid.tolist(), [], [], [], []
         for b, request in enumerate(requests):
-            accepted = last[b]  # the path is nodes 0 .. last, and node i + 1 equals the choice at node i
-            request.computed += 1 + accepted
-            tokens = self._emit(request, chosen[b][: accepted + 1])
+            path, accepted = paths[b], len(paths[b]) - 1
+            request.computed += len(path)
+            tokens = self._emit(request, [chosen[b][node] for node in path])
             for stats in (request.stats, self._stats.speculation):
-                stats.record(drafted=lengths[b] - 1, accepted=min(accepted, len(tokens)), emitted=len(tokens))
+                stats.record(
+                    drafted=lengths[b] - 1, depth=depths[b], accepted=min(accepted, len(tokens)), emitted=len(tokens)
+                )
             flags = [index < accepted for index in range(len(tokens))]
             outputs.append(StepOutput(request.request_id, tokens, flags, request.stats, request.finish_reason))
             if request.finish_reason is None:
                 survivors.append(request)
-                counts.append(1 + accepted)
-                kept_rows += range(first_row[b], first_row[b] + 1 + accepted)
+                counts.append(len(path))
+                kept_rows += [first_row[b] + node for node in path]
         if survivors and self._proposer.aux_layers:
             self._proposer.commit(survivors, counts, rows.features[torch.tensor(kept_rows, device=self.device)])
         return outputs
@@ -343,7 +360,7 @@ class Engine:
         """Packs a copy of `head`; the pool is made anew only if the head keeps other layers than the last one."""
         packed = copy.deepcopy(head).to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
         pack(packed, exact=self.config.exact)
-        drafter = HeadProposer(packed, first_layer=len(self._target_layers))
+        drafter = HeadProposer(packed, len(self._target_layers), self._shape)
         if self._drafter is None or self._drafter.kv_layers != drafter.kv_layers:
             self._make_pool(drafter.kv_layers)
         drafter.attach(self._pool)
@@ -365,6 +382,7 @@ class Engine:
             max_rows=self.config.max_rows,
             prefill_chunk=self.config.prefill_chunk,
             draft_budget=self._draft_budget,
+            draft_places=self._draft_places,
             on_preempt=lambda request: self._proposer.release(request),
         )
 
@@ -379,12 +397,19 @@ class Engine:
             return NgramProposer(self.proposer_config.ngram_min, self.proposer_config.ngram_max)
         raise ValueError(f"proposer={name}: must be auto, head, ngram or none")
 
-    def _draft_budget(self, request: Request) -> int:
-        """No more drafts than tokens that may still be emitted, the bonus token set aside."""
+    def _draft_budget(self, request: Request) -> Budget:
+        """No deeper than tokens may still be emitted, the bonus token set aside."""
         if isinstance(self._proposer, NoProposer):
-            return 0
-        room = min(request.remaining, self.context - len(request.tokens))
-        return max(0, min(self.proposer_config.max_draft_tokens, room - 1))
+            return NOTHING
+        asked = self.proposer_config
+        room = max(0, min(request.remaining, self.context - len(request.tokens)) - 1)
+        if room == 0 or self._proposer is not self._drafter or self._shape is None:
+            depth = min(asked.max_draft_tokens, room)
+            return Budget(depth, depth)
+        return Budget(asked.tree_nodes or MAX_NODES - 1, min(self._shape.depth, room))
+
+    def _draft_places(self, request: Request, budget: Budget) -> int:
+        return self._proposer.places(budget) if budget.nodes else 0
 
     def _probe_exactness(self, linears: Sequence[PackedLinear]) -> None:
         """Asserts that rows keep their bits in any company, and under either number of threads."""

@@ -5,6 +5,7 @@ Slot = page * page_size + offset. Page 0 belongs to nobody: what is read there i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from infer.request import Request
+from infer.tree import MAX_NODES
 from kernels.attention import PagedAttention, plan_attention
 from kernels.rows import AttentionRows
 
@@ -37,11 +39,14 @@ class KVPool:
     ) -> None:
         self.page_size, self.num_pages, self.device = page_size, num_pages, device
         slots = (num_pages + 1) * page_size
-        self.caches = [
-            torch.zeros(2, shape.kv_heads, slots, shape.head_dim, dtype=dtype, device=device) for shape in layers
-        ]
+        # Layers of one shape lie in one tensor [layers, 2, kv_heads, slots, D], so that a move is one operation.
+        self._stacks: list[Tensor] = []
+        for shape, group in itertools.groupby(layers):
+            size = (len(list(group)), 2, shape.kv_heads, slots, shape.head_dim)
+            self._stacks.append(torch.zeros(size, dtype=dtype, device=device))
+        self.caches = [cache for stack in self._stacks for cache in stack]
         self._free = list(range(num_pages, 0, -1))
-        width = -(-max_positions // page_size)
+        width = -(-(max_positions + MAX_NODES) // page_size)  # a tree has more places than positions
         self._table = torch.zeros(max_requests, width, dtype=torch.int64, device=device)
 
     @property
@@ -69,6 +74,26 @@ class KVPool:
         self._table[request.slot, : len(request.pages)] = 0
         request.pages = []
 
+    def move(self, requests: Sequence[Request], sources: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
+        """Brings the KV of places `sources[b]` to places `starts[b]`, `starts[b] + 1`, ... in every layer.
+
+        An accepted path comes to the front of its tree; sources ascend and none lies before its destination.
+        """
+        pairs = [
+            (self._slot(request, source), self._slot(request, start + index))
+            for request, own, start in zip(requests, sources, starts, strict=True)
+            for index, source in enumerate(own)
+            if source != start + index
+        ]
+        if not pairs:
+            return
+        source, destination = torch.tensor(pairs, device=self.device).T
+        for stack in self._stacks:
+            stack[:, :, :, destination] = stack[:, :, :, source]  # the right side is read whole before it is written
+
+    def _slot(self, request: Request, place: int) -> int:
+        return request.pages[place // self.page_size] * self.page_size + place % self.page_size
+
     def check(self, running: Sequence[Request]) -> None:
         """Invariant: every page is free or belongs to exactly one running request."""
         held = [page for request in running for page in request.pages]
@@ -82,6 +107,17 @@ class KVPool:
         """Addresses `counts[b]` new rows of each request from place `starts[b]` on; `words` `[R]` for a tree's rows."""
         table = self._table[[request.slot for request in requests]]
         return AttentionRows.blocks(table, list(starts), list(counts), page_size=self.page_size, words=words)
+
+    def level(
+        self, requests: Sequence[Request], starts: Sequence[int], offsets: Tensor, words: Tensor
+    ) -> AttentionRows:
+        """Addresses N rows of each request, at places `starts[b] + offsets[n]`; `words` `[B, N]` count from there."""
+        table = self._table[[request.slot for request in requests]]
+        count, width = words.shape
+        request = torch.arange(count, device=self.device).repeat_interleave(width)
+        committed = torch.tensor(starts, device=self.device).repeat_interleave(width)
+        longest = max(starts) + MAX_NODES
+        return AttentionRows(table, request, committed, offsets.repeat(count), words.flatten(), self.page_size, longest)
 
     def attention(
         self, rows: AttentionRows, num_heads: int, num_kv_heads: int, head_dim: int, *, first_layer: int = 0

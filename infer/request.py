@@ -57,24 +57,25 @@ class SpeculationStats:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Share of the drafts at each depth that were accepted (unconditional: per draft that reached the depth)."""
+        """By depth, the share of drafts that reached it of which a node at it was accepted (unconditional)."""
         pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
         return [accepted / drafted if drafted else 0.0 for accepted, drafted in pairs]
 
-    def record(self, *, drafted: int, accepted: int, emitted: int) -> None:
-        """One verify of a request: `drafted` nodes by depth, the first `accepted` of them accepted."""
+    def record(self, *, drafted: int, accepted: int, emitted: int, depth: int | None = None) -> None:
+        """One verify of a request: `drafted` nodes down to `depth` (a chain's is `drafted`), a path of `accepted`."""
+        depth = drafted if depth is None else depth
         self.steps += 1
         self.emitted += emitted
         self.drafted += drafted
         self.accepted += accepted
-        missing = drafted - len(self.drafted_by_position)
+        missing = depth - len(self.drafted_by_position)
         if missing > 0:
             self.drafted_by_position += [0] * missing
             self.accepted_by_position += [0] * missing
-        for depth in range(drafted):
-            self.drafted_by_position[depth] += 1
-        for depth in range(accepted):
-            self.accepted_by_position[depth] += 1
+        for position in range(depth):
+            self.drafted_by_position[position] += 1
+        for position in range(accepted):
+            self.accepted_by_position[position] += 1
 
     def merge(self, other: SpeculationStats) -> None:
         self.steps += other.steps

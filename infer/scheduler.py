@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from infer.kv_cache import KVPool
+from infer.proposers.base import NOTHING, Budget
 from infer.request import Phase, Request
 
 
 @dataclass
 class Step:
     decodes: list[Request] = field(default_factory=list)
-    budgets: list[int] = field(default_factory=list)  # draft nodes per decode, the root not counted
+    budgets: list[Budget] = field(default_factory=list)  # per decode
     prefills: list[Request] = field(default_factory=list)
     chunks: list[int] = field(default_factory=list)  # positions per prefill
 
@@ -30,11 +31,12 @@ class Scheduler:
         max_batch: int,
         max_rows: int,
         prefill_chunk: int,
-        draft_budget: Callable[[Request], int],
+        draft_budget: Callable[[Request], Budget],
+        draft_places: Callable[[Request, Budget], int],
         on_preempt: Callable[[Request], None],
     ) -> None:
         self._pool, self._max_rows, self._chunk = pool, max_rows, prefill_chunk
-        self._draft_budget, self._on_preempt = draft_budget, on_preempt
+        self._draft_budget, self._draft_places, self._on_preempt = draft_budget, draft_places, on_preempt
         self._free_slots = list(range(max_batch - 1, -1, -1))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
@@ -58,14 +60,14 @@ class Scheduler:
         for request in [r for r in self.running if r.phase is Phase.DECODE]:
             if request.phase is not Phase.DECODE or rows < 1:
                 continue  # pre-empted for an older one a moment ago
-            budget = min(self._draft_budget(request), rows - 1)
-            if not self._pool.reserve(request, len(request.tokens) + budget):
-                budget = 0
+            budget = self._draft_budget(request).within(rows - 1)
+            if not self._pool.reserve(request, len(request.tokens) + self._draft_places(request, budget)):
+                budget = NOTHING
                 if not self._reserve_or_preempt(request, len(request.tokens)):
                     continue
             step.decodes.append(request)
             step.budgets.append(budget)
-            rows -= 1 + budget
+            rows -= 1 + budget.nodes
         step.decodes, step.budgets = self._still_running(step.decodes, step.budgets)
         for request in [r for r in self.running if r.phase is Phase.PREFILL]:
             chunk = min(self._chunk, rows, len(request.tokens) - request.computed)
@@ -89,7 +91,7 @@ class Scheduler:
             rows -= chunk
         return step
 
-    def _still_running(self, requests: list[Request], budgets: list[int]) -> tuple[list[Request], list[int]]:
+    def _still_running(self, requests: list[Request], budgets: list[Budget]) -> tuple[list[Request], list[Budget]]:
         pairs = [(r, b) for r, b in zip(requests, budgets, strict=True) if r.phase is Phase.DECODE]
         return [r for r, _ in pairs], [b for _, b in pairs]
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 MAX_NODES = 64  # bits of an ancestor word
@@ -49,25 +50,53 @@ class DraftTree:
 
     @classmethod
     def from_parents(cls, token: Tensor, parent: Tensor, length: Tensor) -> DraftTree:
-        """Builds depths and ancestor words from `parent` `[B, N]`. Raises ValueError for an invalid tree."""
-        batch, width = token.shape
+        """Checks `token` and `parent` `[B, N]` and builds the rest. Raises ValueError for an invalid tree."""
+        width = token.shape[1]
         if width > MAX_NODES:
             raise ValueError(f"a draft tree holds at most {MAX_NODES} nodes, not {width}")
-        depth = torch.zeros(batch, width, dtype=torch.int32)
-        ancestors = torch.ones(batch, width, dtype=torch.int64)
         for node in range(1, width):
-            above = parent[:, node].long()
-            inside = node < length
+            above, inside = parent[:, node], node < length
             if bool((inside & ((above < 0) | (above >= node))).any()):
                 raise ValueError(f"node {node}: its parent must be one of the nodes before it")
-            above = above.clamp(0, node - 1)[:, None]
-            depth[:, node] = depth.gather(1, above)[:, 0] + 1
-            ancestors[:, node] = ancestors.gather(1, above)[:, 0] | (1 << node if node < 63 else -(2**63))
-            twins = (parent[:, :node] == parent[:, node, None]) & (token[:, :node] == token[:, node, None])
+            twins = (parent[:, :node] == above[:, None]) & (token[:, :node] == token[:, node, None])
             twins[:, 0] = False
             if bool((twins.any(1) & inside).any()):
                 raise ValueError(f"node {node}: a sibling carries the same token")
-        return cls(token, parent.int(), depth, ancestors, length)
+        return cls.assemble(token, parent, length)
+
+    @classmethod
+    def assemble(cls, token: Tensor, parent: Tensor, length: Tensor) -> DraftTree:
+        """From a valid `token` and `parent` `[B, N]`; entries past `length` `[B]` may hold anything."""
+        width = token.shape[1]
+        node = torch.arange(width)
+        above = torch.where(node < length[:, None], parent.long(), 0).clamp(min=0)
+        own = torch.ones((), dtype=torch.int64) << node  # bit 63 is the sign
+        ancestors, depth = own.expand_as(above), (node > 0).int().expand_as(above)
+        reach = above  # an ancestor 2^i levels up, the root for those who have none
+        while bool((reach > 0).any()):  # doubling: each round looks twice as far up
+            depth = depth + depth.gather(1, reach)
+            ancestors = ancestors | ancestors.gather(1, reach)
+            reach = reach.gather(1, reach)
+        return cls(token, parent.int(), depth, ancestors | 1, length)
+
+    @classmethod
+    def stack(cls, trees: Sequence[DraftTree], rows: Sequence[Sequence[int]]) -> DraftTree:
+        """One batch out of several: row i of `trees[t]` becomes row `rows[t][i]`."""
+        width = max(tree.token.shape[1] for tree in trees)
+        order = torch.tensor([row for own in rows for row in own]).argsort()
+
+        def joined(name: str) -> Tensor:
+            fields = (getattr(tree, name) for tree in trees)
+            return torch.cat([F.pad(field, (0, width - field.shape[1])) for field in fields])[order]
+
+        return cls(
+            token=joined("token"),
+            parent=joined("parent"),
+            depth=joined("depth"),
+            ancestors=joined("ancestors"),
+            length=torch.cat([tree.length for tree in trees])[order],
+            is_chain=all(tree.is_chain for tree in trees),
+        )
 
     def path(self, row: int, node: int) -> list[int]:
         """Nodes from the root to `node` in one request, both included."""

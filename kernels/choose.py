@@ -86,15 +86,23 @@ def choose(
     `parameters` None: every row is greedy. `token_ids` `[V]` are the target ids of the columns (a draft vocabulary), so
     that a drafter meets the target's noise; by default columns are target ids.
     """
-    best = logits.argmax(-1)
+    return choice_keys(logits, parameters, positions, token_ids).argmax(-1)
+
+
+def choice_keys(
+    logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor | None = None
+) -> Tensor:
+    """What `choose` takes the largest of, `[R, V]`; a drafter takes the few largest. Arguments as there."""
     if parameters is None:
-        return best
+        return logits
     sampled = (parameters.temperature > 0).nonzero()[:, 0]
     if len(sampled) == 0:
-        return best
+        return logits
     p = parameters.rows(sampled)
     scaled = restrict(logits[sampled].float() / p.temperature[:, None], p.top_k, p.top_p)
     ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
-    noise = gumbel_noise(p.seed_low, p.seed_high, positions[sampled], ids)
-    best[sampled] = (scaled + noise).argmax(-1)
-    return best
+    keys = logits.float()  # exact for greedy rows: the order of their logits stays
+    if keys is logits:
+        keys = logits.clone()
+    keys[sampled] = scaled + gumbel_noise(p.seed_low, p.seed_high, positions[sampled], ids)
+    return keys

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from infer.kv_cache import LayerShape
 from infer.request import Request
 from infer.tree import DraftTree
+
+
+class Budget(NamedTuple):
+    """How far one request may be drafted for in one step, the root not counted."""
+
+    nodes: int
+    depth: int  # no node deeper than this could be emitted
+
+    def within(self, nodes: int) -> Budget:
+        return self if nodes >= self.nodes else Budget(nodes, min(self.depth, nodes))
+
+
+NOTHING = Budget(0, 0)
 
 
 class Proposer(Protocol):
@@ -24,11 +37,12 @@ class Proposer(Protocol):
     aux_layers: tuple[int, ...]  # hidden states of the target that `commit` wants; () for none
     kv_layers: tuple[LayerShape, ...]  # layers it keeps in the engine's pool, under the same block tables
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> DraftTree:
-        """A tree per request, root included, of at most `budgets[b]` drafted nodes (0 = the root alone).
+    def places(self, budget: Budget) -> int:
+        """Places past the root that drafting under this budget writes to or proposes; pages are reserved for them."""
+        ...
 
-        Pages are reserved for `len(tokens) + budgets[b]` positions.
-        """
+    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
+        """A tree per request, root included, of at most `budgets[b]` drafted nodes (NOTHING = the root alone)."""
         ...
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
@@ -48,7 +62,10 @@ class NoProposer:
     aux_layers: tuple[int, ...] = ()
     kv_layers: tuple[LayerShape, ...] = ()
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> DraftTree:
+    def places(self, budget: Budget) -> int:
+        return 0
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         return DraftTree.chains([request.tokens[-1] for request in requests], [()] * len(requests))
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""Drafts a chain with an EAGLE-3 head.
+"""Drafts a chain or a tree with an EAGLE-3 head.
 
 The head's KV is a layer of the engine's pool. After a verify the head runs over the accepted positions with the
 target's features, which overwrites what it wrote from its own states; the last of these rows gives the first drafted
-token, and every further token costs one row.
+tokens, and every further level costs one forward of the nodes that are grown.
 """
 
 from __future__ import annotations
@@ -13,29 +13,39 @@ import torch
 from torch import Tensor
 
 from infer.kv_cache import KVPool, LayerShape, PooledAttention
+from infer.proposers.base import Budget
+from infer.proposers.shapes import StaticShape, TreeShape, propose_best
 from infer.request import Phase, Request
 from infer.sampling import choice_parameters
 from infer.tree import DraftTree
-from kernels.choose import ChoiceParameters, choose
+from kernels.choose import ChoiceParameters, choice_keys, choose
+from kernels.rows import AttentionRows
 from models.heads.eagle3 import Eagle3Head
 
 
 class HeadProposer:
-    """`head` is packed for serving; `pool` holds its layers from `first_layer` on."""
+    """`head` is packed for serving; `pool` holds its layers from `first_layer` on. `shape` None drafts chains."""
 
     name = "head"
 
-    def __init__(self, head: Eagle3Head, first_layer: int) -> None:
+    def __init__(self, head: Eagle3Head, first_layer: int, shape: TreeShape | None = None) -> None:
         layer = head.config.layer
         self.aux_layers = head.config.aux_layers
         self.kv_layers = (LayerShape(layer.num_kv_heads, layer.head_dim),) * layer.num_layers
-        self._head, self._first_layer = head, first_layer
+        self._head, self._first_layer, self._shape = head, first_layer, shape
         self._draft_ids = head.draft_to_target(torch.arange(head.config.draft_vocab_size, device=head.d2t.device))
+        if isinstance(shape, StaticShape) and shape.widest > head.config.draft_vocab_size:
+            raise ValueError(
+                f"proposer.tree: rank {shape.widest - 1}: the head drafts from {head.config.draft_vocab_size} tokens"
+            )
         self._pool: KVPool | None = None
         self._pending: dict[str, Tensor] = {}  # features of committed positions that the head has not read
 
     def attach(self, pool: KVPool) -> None:
         self._pool = pool
+
+    def places(self, budget: Budget) -> int:
+        return budget.nodes if self._shape is None else max(budget.nodes, self._shape.rows)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         for request, rows in zip(requests, features.split(list(counts)), strict=True):
@@ -46,49 +56,103 @@ class HeadProposer:
         if prefilling:
             self._read_pending(prefilling)
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> DraftTree:
-        drafts: list[list[int]] = [[] for _ in requests]
-        active = [index for index, budget in enumerate(budgets) if budget > 0]
-        if active:
-            self._draft([requests[i] for i in active], [budgets[i] for i in active], [drafts[i] for i in active])
-        return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
+    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
+        active = [index for index, budget in enumerate(budgets) if budget.nodes > 0]
+        idle = [index for index, budget in enumerate(budgets) if budget.nodes == 0]
+        roots = DraftTree.chains([requests[i].tokens[-1] for i in idle], [()] * len(idle)) if idle else None
+        if not active:
+            assert roots is not None
+            return roots
+        draft = self._chains if self._shape is None else self._trees
+        tree = draft([requests[i] for i in active], [budgets[i] for i in active])
+        return tree if roots is None else DraftTree.stack([tree, roots], [active, idle])
 
     def release(self, request: Request) -> None:
         self._pending.pop(request.request_id, None)
 
-    def _draft(self, requests: list[Request], budgets: list[int], drafts: list[list[int]]) -> None:
-        """Appends up to `budgets[b]` drafted target ids to `drafts[b]`."""
+    def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         parameters = choice_parameters(requests, self._draft_ids.device)
         state = self._read_pending(requests)  # [B, H], of the slot before the root
         slots = [len(request.tokens) - 2 for request in requests]
         tokens = self._choose(state, slots, parameters)
-        self._append(drafts, tokens)
+        drafts = [[token] for token in tokens.tolist()]
         going = list(range(len(requests)))
-        for drafted in range(1, max(budgets)):
-            still = [place for place, index in enumerate(going) if budgets[index] > drafted]
+        for drafted in range(1, max(budget.depth for budget in budgets)):
+            still = [place for place, index in enumerate(going) if budgets[index].depth > drafted]
             if len(still) < len(going):
                 keep = torch.tensor(still, device=state.device)
                 going = [going[place] for place in still]
                 state, tokens, parameters = state[keep], tokens[keep], parameters and parameters.rows(keep)
             slots = [len(requests[index].tokens) - 2 + drafted for index in going]
-            attention, positions = self._attention([requests[index] for index in going], slots, [1] * len(going))
-            state = self._head.step(tokens, state, positions, attention)
+            rows = self._rows([requests[index] for index in going], slots, [1] * len(going))
+            state = self._head.step(tokens, state, rows.places, self._attention(rows))
             tokens = self._choose(state, slots, parameters)
-            self._append([drafts[index] for index in going], tokens)
+            for index, token in zip(going, tokens.tolist(), strict=True):
+                drafts[index].append(token)
+        return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
 
-    def _append(self, drafts: Sequence[list[int]], tokens: Tensor) -> None:
-        for draft, token in zip(drafts, tokens.tolist(), strict=True):
-            draft.append(token)
+    def _trees(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
+        """Grows every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own."""
+        assert self._shape is not None
+        assert self._pool is not None
+        device, shape, batch = self._draft_ids.device, self._shape, len(requests)
+        parameters = choice_parameters(requests, device)
+        starts = [len(request.tokens) - 1 for request in requests]  # where the head's own rows begin
+        start = torch.tensor(starts, device=device)[:, None]
+        state = self._read_pending(requests)[:, None]  # [B, M, H] of the nodes that a level is grown from
+        worth = torch.zeros(batch, 1, device=device)  # [B, M] cumulative log-probability of these
+        above = torch.full((batch, 1), -1, device=device)  # [B, M] their candidate indices
+        words = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, M] their rows in the head's KV
+        grown: list[tuple[Tensor, Tensor, Tensor]] = []  # token, parent, score [B, M * R] of each level
+        candidates = run = level = 0
+        deepest = max(budget.depth for budget in budgets)
+        while level < deepest and (fan_out := shape.fan_out(level + 1)):
+            level += 1
+            width = state.shape[1]
+            owner = torch.arange(batch, device=device).repeat_interleave(width)
+            positions = (start + level - 1).expand(-1, width).flatten()  # slot i drafts the choice at row i + 1
+            keys = choice_keys(
+                self._head.logits(state.flatten(0, 1)),
+                parameters and parameters.rows(owner),
+                positions,
+                self._draft_ids,
+            )
+            best = keys.float().log_softmax(-1).topk(min(fan_out, keys.shape[1]))
+            R = best.indices.shape[1]
+            tokens = self._draft_ids[best.indices].view(batch, width * R)
+            cumulative = (worth.flatten()[:, None] + best.values).view(batch, width * R)
+            scores = shape.score(level, cumulative)
+            grown.append((tokens, above.repeat_interleave(R, dim=1), scores))
+            if level == deepest or not shape.fan_out(level + 1):
+                break
+            picked = shape.run_next(level, scores)  # [B, M']
+            offsets = run + torch.arange(picked.shape[1], device=device)
+            parent = picked // R
+            words = words.gather(1, parent) | (torch.ones((), dtype=torch.int64, device=device) << offsets)
+            rows = self._pool.level(requests, starts, offsets, words)
+            state = state.gather(1, parent[..., None].expand(-1, -1, state.shape[-1]))
+            position = (start + level - 1).expand_as(picked).flatten()
+            state = self._head.step(
+                tokens.gather(1, picked).flatten(), state.flatten(0, 1), position, self._attention(rows)
+            )
+            state = state.view(*picked.shape, -1)
+            worth, above = cumulative.gather(1, picked), candidates + picked
+            run, candidates = run + picked.shape[1], candidates + tokens.shape[1]
+        levels = [torch.full((token.shape[1],), depth) for depth, (token, _, _) in enumerate(grown, start=1)]
+        token, parent, score = (torch.cat(parts, dim=1) for parts in zip(*grown, strict=True))
+        return propose_best(
+            [request.tokens[-1] for request in requests], token, parent, torch.cat(levels).to(device), score, budgets
+        )
 
-    def _attention(
-        self, requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int]
-    ) -> tuple[PooledAttention, Tensor]:
-        """The attention seam over `counts[b]` rows of each request from place `starts[b]` on, and their places."""
+    def _rows(self, requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int]) -> AttentionRows:
+        assert self._pool is not None
+        return self._pool.rows(requests, starts, counts)
+
+    def _attention(self, rows: AttentionRows) -> PooledAttention:
         assert self._pool is not None
         layer = self._head.config.layer
-        rows = self._pool.rows(requests, starts, counts)
         sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        return self._pool.attention(rows, *sizes, first_layer=self._first_layer), rows.places
+        return self._pool.attention(rows, *sizes, first_layer=self._first_layer)
 
     def _choose(self, state: Tensor, slots: list[int], parameters: ChoiceParameters | None) -> Tensor:
         """The head's own choice `[B]` (target ids), under the noise that the target will meet at the same row."""
@@ -106,7 +170,7 @@ class HeadProposer:
             for token in request.tokens[start + 1 : start + count + 1]
         ]
         aux = torch.cat(features).chunk(len(self.aux_layers), dim=-1)
-        attention, places = self._attention(requests, starts, counts)
+        rows = self._rows(requests, starts, counts)
         tokens = torch.tensor(shifted, device=aux[0].device)
-        state = self._head.step(tokens, self._head.fuse(aux), places, attention)
+        state = self._head.step(tokens, self._head.fuse(aux), rows.places, self._attention(rows))
         return state[torch.tensor(counts, device=state.device).cumsum(0) - 1]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from infer.kv_cache import LayerShape
+from infer.proposers.base import Budget
 from infer.request import Request
 from infer.tree import DraftTree
 
@@ -50,11 +51,14 @@ class NgramProposer:
         self._sizes = shortest, longest
         self._indexes: dict[str, SuffixIndex] = {}
 
-    def propose(self, requests: Sequence[Request], budgets: Sequence[int]) -> DraftTree:
+    def places(self, budget: Budget) -> int:
+        return budget.depth
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         drafts = []
         for request, budget in zip(requests, budgets, strict=True):
             index = self._indexes.setdefault(request.request_id, SuffixIndex(*self._sizes))
-            drafts.append(index.continuation(request.tokens, budget) if budget else [])
+            drafts.append(index.continuation(request.tokens, budget.depth) if budget.depth else [])
         return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:

@@ -13,10 +13,10 @@ from models.targets import load_target
 def make_engine(tiny_target_folder, tiny_head_folder):
     """`make_engine(dtype, proposer, **engine config)`; the tiny target stops at no token, so lengths are its own."""
 
-    def make(dtype=torch.float32, proposer="head", drafts=4, **config):
+    def make(dtype=torch.float32, proposer="head", drafts=4, shape=None, **config):
         target = load_target(str(tiny_target_folder), dtype=dtype)
         head = load_head(tiny_head_folder, dtype=dtype, target=target)
-        drafting = ProposerConfig(name=proposer, max_draft_tokens=drafts, ngram_min=1, ngram_max=3)
+        drafting = ProposerConfig(name=proposer, max_draft_tokens=drafts, ngram_min=1, ngram_max=3, **(shape or {}))
         return Engine(target, head=head, proposer=proposer, config=EngineConfig(**config), proposer_config=drafting)
 
     return make

@@ -115,9 +115,12 @@ class WrongThenRight:
     def __init__(self, answers):
         self.answers, self.turn = answers, 0
 
+    def places(self, budget):
+        return budget.depth
+
     def propose(self, requests, budgets):
         drafts = []
-        for request, budget in zip(requests, budgets, strict=True):
+        for request, (budget, _) in zip(requests, budgets, strict=True):
             self.turn += 1
             answer = self.answers[tuple(request.prompt_ids)]
             right = answer[len(request.output_ids) :][:budget]

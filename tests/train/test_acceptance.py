@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from infer.engine import Engine
+from infer.proposers.base import Budget
 from infer.proposers.head import HeadProposer
 from infer.request import Request, SamplingParams, SpeculationStats
 from infer.tree import DraftTree
@@ -124,7 +125,7 @@ def test_training_logits_equal_the_engines_cached_chain(
         rows.append(self._head.logits(state)[0])
         return real_choose(self, state, slots, parameters)
 
-    def propose(self: HeadProposer, requests: Sequence[Request], budgets: Sequence[int]) -> DraftTree:
+    def propose(self: HeadProposer, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         rows.clear()
         tree = real_propose(self, requests, budgets)
         drafted = int(tree.length[0]) - 1

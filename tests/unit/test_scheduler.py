@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.kv_cache import KVPool, LayerShape
+from infer.proposers.base import Budget
 from infer.request import Phase, Request, SamplingParams
 from infer.scheduler import Scheduler
 
@@ -29,7 +30,8 @@ def make(num_pages, max_batch, max_rows, chunk, drafts):
         max_batch=max_batch,
         max_rows=max_rows,
         prefill_chunk=chunk,
-        draft_budget=lambda request: min(drafts, request.remaining - 1),
+        draft_budget=lambda request: Budget(*[max(0, min(drafts, request.remaining - 1))] * 2),
+        draft_places=lambda request, budget: budget.nodes,
         on_preempt=preempted.append,
     )
     return pool, scheduler, preempted
@@ -67,13 +69,13 @@ def test_every_request_ends_and_every_page_returns(
                     scheduler.remove(requests[index])
         step = scheduler.schedule()
         pool.check(scheduler.running)
-        assert sum(1 + b for b in step.budgets) + sum(step.chunks) <= max_rows
+        assert sum(1 + b.nodes for b in step.budgets) + sum(step.chunks) <= max_rows
         assert len(scheduler.running) <= max_batch
         assert step.decodes or step.prefills or not scheduler.running, "a step must bring something forward"
         for request, budget in zip(step.decodes, step.budgets, strict=True):
             assert request.computed == len(request.tokens) - 1
-            assert len(request.pages) * 4 >= len(request.tokens) + budget
-            accepted = int(torch.randint(0, budget + 1, (), generator=generator))
+            assert len(request.pages) * 4 >= len(request.tokens) + budget.nodes
+            accepted = int(torch.randint(0, budget.nodes + 1, (), generator=generator))
             request.computed += 1 + accepted
             request.tokens += [2] * min(1 + accepted, request.remaining)
         for request, count in zip(step.prefills, step.chunks, strict=True):

@@ -1,0 +1,148 @@
+"""Which nodes a tree-drafting head grows and which of them it proposes: pure functions of the draft's scores.
+
+A level is grown from the nodes run on it (level 1 from the root): each of M nodes gives its R best children. A node is
+known by its candidate index, counted over levels in the order in which they were grown; the root is -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from infer.proposers.base import Budget
+from infer.tree import DraftTree
+
+
+class TreeShape(Protocol):
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def rows(self) -> int:
+        """Nodes that are run through the head, over all levels."""
+        ...
+
+    def fan_out(self, level: int) -> int:
+        """R: children looked at under each node of level - 1 that is run, level = 1, 2, ...; 0 ends the tree."""
+        ...
+
+    def score(self, level: int, cumulative: Tensor) -> Tensor:
+        """What candidates `[B, M * R]` of a level are worth; -inf for one that must not be proposed."""
+        ...
+
+    def run_next(self, level: int, scores: Tensor) -> Tensor:
+        """`[B, M']` places, within the level, of the nodes that the next level is grown from, best first."""
+        ...
+
+
+@dataclass(frozen=True)
+class DynamicShape:
+    """EAGLE-2 (arXiv 2406.16858): a beam of `width` by cumulative log-probability; the best nodes of all are proposed.
+
+    A child is never worth more than its parent, and ties go to the earlier candidate, so parents are always kept.
+    """
+
+    width: int
+    depth: int
+
+    @property
+    def rows(self) -> int:
+        return self.width * (self.depth - 1)
+
+    def fan_out(self, level: int) -> int:
+        return self.width if level <= self.depth else 0
+
+    def score(self, level: int, cumulative: Tensor) -> Tensor:
+        return cumulative
+
+    def run_next(self, level: int, scores: Tensor) -> Tensor:
+        return scores.sort(dim=1, descending=True, stable=True).indices[:, : self.width]
+
+
+class StaticShape:
+    """A tree given as data, in Medusa's notation: each node is the path of ranks that leads to it, (0, 2) being the
+    third best child of the best child of the root.
+    """
+
+    def __init__(self, paths: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError naming the path that is empty, doubled, negative or without its parent."""
+        if not paths:
+            raise ValueError("proposer.tree=[]: a tree needs a node; null drafts a chain or a beam")
+        nodes = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
+        if len(nodes) < len(paths):
+            raise ValueError("proposer.tree: a path occurs twice")
+        for path in nodes:
+            if not path or min(path) < 0:
+                raise ValueError(f"proposer.tree: {list(path)}: a path is a list of ranks from 0")
+            if len(path) > 1 and path[:-1] not in nodes:
+                raise ValueError(f"proposer.tree: {list(path)}: its parent {list(path[:-1])} is missing")
+        self.nodes, self.depth = len(nodes), max(map(len, nodes))
+        levels = [[path for path in nodes if len(path) == level] for level in range(1, self.depth + 1)]
+        parents = {path[:-1] for path in nodes}
+        self._fan_out = [1 + max(path[-1] for path in level) for level in levels]
+        self._run: list[list[int]] = []  # per level, places of its inner nodes
+        self._scores: list[Tensor] = []  # per level [M * R]: minus the node's rank in level order
+        grown: list[tuple[int, ...]] = [()]
+        worth = 0
+        for level, fan_out in zip(levels, self._fan_out, strict=True):
+            scores = torch.full((len(grown) * fan_out,), -torch.inf)
+            place = {path: grown.index(path[:-1]) * fan_out + path[-1] for path in level}
+            for path in level:
+                scores[place[path]] = worth = worth - 1
+            grown = [path for path in level if path in parents]
+            self._scores.append(scores)
+            self._run.append([place[path] for path in grown])
+
+    @property
+    def widest(self) -> int:
+        return max(self._fan_out)
+
+    def fan_out(self, level: int) -> int:
+        return self._fan_out[level - 1] if level <= self.depth else 0
+
+    def score(self, level: int, cumulative: Tensor) -> Tensor:
+        return self._scores[level - 1].to(cumulative.device).expand_as(cumulative)
+
+    def run_next(self, level: int, scores: Tensor) -> Tensor:
+        return torch.tensor(self._run[level - 1], device=scores.device, dtype=torch.int64).expand(len(scores), -1)
+
+    @property
+    def rows(self) -> int:
+        return sum(map(len, self._run))
+
+
+def propose_best(
+    roots: Sequence[int], token: Tensor, parent: Tensor, level: Tensor, score: Tensor, budgets: Sequence[Budget]
+) -> DraftTree:
+    """The tree of the best candidates. token, parent (candidate index, -1 = root), score `[B, C]`; level `[C]` from 1.
+
+    Keeps at most `budgets[b].nodes`, none deeper than `budgets[b].depth`. No candidate may be worth more than its
+    parent, and none stands before it.
+    """
+    device = token.device
+    nodes = torch.tensor([budget.nodes for budget in budgets], device=device)
+    depth = torch.tensor([budget.depth for budget in budgets], device=device)
+    score = score.masked_fill(level > depth[:, None], -torch.inf)
+    best = score.sort(dim=1, descending=True, stable=True)
+    rank = torch.arange(score.shape[1], device=device)
+    kept = (rank < nodes[:, None]) & (best.values > -torch.inf)
+    count = kept.sum(1)
+    width = int(count.max())
+    # Back into candidate order, in which parents come first; what is not kept goes to the end.
+    C = score.shape[1]
+    chosen = best.indices.masked_fill(~kept, C).sort(dim=1).values[:, :width]
+    node_of = torch.zeros(len(token), C + 1, dtype=torch.int64, device=device)  # column C takes what is not kept
+    node_of.scatter_(1, chosen, (rank[:width] + 1).expand_as(chosen))
+    chosen = chosen.clamp(max=C - 1)
+    above = parent.gather(1, chosen)
+    above = torch.where(above < 0, 0, node_of.gather(1, above.clamp(min=0)))
+    root = torch.tensor(roots, device=device)[:, None]
+    return DraftTree.assemble(
+        token=torch.cat([root, token.gather(1, chosen)], dim=1).cpu(),
+        parent=torch.cat([torch.full_like(root, -1), above], dim=1).cpu(),
+        length=(count + 1).cpu(),
+    )
