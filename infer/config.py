@@ -17,7 +17,8 @@ from omegaconf import MISSING
 REPO_ROOT = Path(__file__).resolve().parent.parent
 
 DTYPES = ("float32", "bfloat16", "float16")
-PROPOSERS = ("auto", "head", "ngram", "none")
+PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "none")
+SOURCES = ("head", "ngram", "suffix", "draft_model")
 FREE_TEXT = {"free_text": True}  # a field whose value on the command line is taken as typed, whatever it holds
 MAX_TREE_NODES = 64  # the bits of DraftTree.ancestors; the root is one of them
 
@@ -108,13 +109,18 @@ class Eagle3HeadConfig(HeadConfig):
 class ProposerConfig:
     """What drafts when serving. `auto` takes the exported head if there is one, else n-gram lookup."""
 
-    name: str = MISSING  # auto | head | ngram | none
+    name: str = MISSING  # auto | head | ngram | suffix | draft_model | combined | none
     max_draft_tokens: int = 3  # longest run of drafted tokens per step and request: the depth of a chain or tree
     tree_width: int = 1  # 1: a chain; more: a beam as wide as this, the best nodes of which are proposed (EAGLE-2)
     tree_nodes: int | None = None  # drafted nodes of a tree at most; null: as many as fit, up to 63
     tree: list[Any] | None = None  # a fixed tree as paths of ranks, [[0], [1], [0, 0]]; replaces the beam
     ngram_min: int = 2  # shortest and longest suffix looked up
     ngram_max: int = 4
+    suffix_depth: int = 24  # longest run of tokens that suffix decoding counts: match and draft together
+    suffix_nodes: int = 200_000  # its memory of earlier responses, per tenant; the oldest are forgotten
+    draft_model: str | None = None  # a smaller target that drafts: a folder or hub id
+    draft_model_revision: str | None = None
+    sources: list[str] = field(default_factory=lambda: ["suffix", "head"])  # what `combined` merges, the first wins
 
     def __post_init__(self) -> None:
         one_of("proposer.name", self.name, PROPOSERS)
@@ -126,6 +132,14 @@ class ProposerConfig:
             raise ValueError(
                 f"proposer.ngram_min={self.ngram_min}: must be at least 1 and at most ngram_max={self.ngram_max}"
             )
+        at_least("proposer.suffix_depth", self.suffix_depth, 2)
+        at_least("proposer.suffix_nodes", self.suffix_nodes, 1)
+        for source in self.sources:
+            one_of("proposer.sources", source, SOURCES)
+        if len(set(self.sources)) < max(2, len(self.sources)):
+            raise ValueError(f"proposer.sources={self.sources}: name at least two, each once")
+        if self.name == "draft_model" and self.draft_model is None:
+            raise ValueError("proposer=draft_model: needs proposer.draft_model=<folder or hub id of a smaller target>")
         at_least("proposer.tree_width", self.tree_width, 1)
         if self.tree_width * (self.max_draft_tokens - 1) > MAX_TREE_NODES:
             raise ValueError(

@@ -12,36 +12,30 @@ from __future__ import annotations
 import copy
 import itertools
 import secrets
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from infer.choosing import choose_rows
 from infer.config import EngineConfig, HeadConfig, ModelConfig, ProposerConfig
+from infer.drafting import Drafting
 from infer.kv_cache import KVPool, LayerShape
-from infer.proposers.base import NOTHING, Budget, NoProposer, Proposer
+from infer.logprobs import token_logprobs
+from infer.proposers import build_proposers
+from infer.proposers.base import Budget, Proposer
+from infer.proposers.draft_model import DraftModelProposer
 from infer.proposers.head import HeadProposer
-from infer.proposers.ngram import NgramProposer
-from infer.proposers.shapes import DynamicShape, StaticShape, TreeShape
-from infer.request import (
-    MAX_SEED,
-    Completion,
-    FinishReason,
-    Phase,
-    Request,
-    SamplingParams,
-    SpeculationStats,
-    StepOutput,
-)
+from infer.proposers.shapes import tree_shape
+from infer.request import MAX_SEED, Completion, Phase, Request, SamplingParams, SpeculationStats, StepOutput
 from infer.runner import Runner
-from infer.sampling import choice_parameters
 from infer.scheduler import Scheduler
+from infer.stopping import FinishReason, StopText, cut
 from infer.threads import ThreadPlan, cpu_threads
-from infer.tree import MAX_NODES
 from kernels.attention import assert_rows_independent
-from kernels.choose import choose
 from kernels.linear import PackedLinear, assert_row_invariant
 from kernels.verify import accept
 from models.heads import load_head
@@ -71,13 +65,6 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def tree_shape(config: ProposerConfig) -> TreeShape | None:
-    """How a head grows its drafts; None for chains."""
-    if config.tree is not None:
-        return StaticShape(config.tree)
-    return DynamicShape(config.tree_width, config.max_draft_tokens) if config.tree_width > 1 else None
-
-
 class Engine:
     """Takes over `target` and packs it for serving; its weights must not be trained afterwards. `head` is copied."""
 
@@ -87,9 +74,11 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         head: Eagle3Head | None = None,
+        draft_model: LlamaTarget | None = None,
         proposer: str = "auto",
         config: EngineConfig | None = None,
         proposer_config: ProposerConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config or EngineConfig()
         self.proposer_config = proposer_config or ProposerConfig(name=proposer)
@@ -108,12 +97,14 @@ class Engine:
         shape = LayerShape(target.config.num_kv_heads, target.config.head_dim)
         self._target_layers = [shape] * target.config.num_layers
         self._requests: dict[str, Request] = {}
-        self._ids = itertools.count()
-        self._stats = EngineStats()
-        self._drafter: HeadProposer | None = None
-        self._shape = tree_shape(self.proposer_config)
+        self._ids, self._arrivals = itertools.count(), itertools.count()
+        self._stats, self._clock = EngineStats(), clock
+        self._head: HeadProposer | None = None
+        self._draft_model: DraftModelProposer | None = None
+        if draft_model is not None:
+            self._use_draft_model(draft_model)
         if head is None:
-            self._make_pool(())
+            self._make_pool()
         else:
             self._use_head(head)
         self.set_proposer(proposer)
@@ -135,16 +126,23 @@ class Engine:
         target = load_target(model.path_or_hub_id, revision=model.revision, dtype=dtype, device=device)
         tokenizer = Tokenizer.load(target.folder)
         loaded = None
-        if head is not None and head.name != "none" and proposer.name in ("auto", "head"):
+        wanted = proposer.name == "head" or (proposer.name == "combined" and "head" in proposer.sources)
+        if head is not None and head.name != "none" and (wanted or proposer.name == "auto"):
             folder = head.folder(output_dir, model.name)
-            if proposer.name == "head" or head.path or (folder / "config.json").is_file():
+            if wanted or head.path or (folder / "config.json").is_file():
                 loaded = load_head(
                     folder, dtype=dtype, device=device, target=target, allow_mismatch=head.allow_mismatch
                 )
+        smaller = None
+        if proposer.draft_model is not None:
+            drafter = ModelConfig(name="draft", path=proposer.draft_model, revision=proposer.draft_model_revision)
+            smaller = load_target(drafter.path_or_hub_id, revision=drafter.revision, dtype=dtype, device=device)
+            check_same_tokenizer(tokenizer, Tokenizer.load(smaller.folder), proposer.draft_model)
         return cls(
             target,
             tokenizer=tokenizer,
             head=loaded,
+            draft_model=smaller,
             proposer=proposer.name,
             config=engine,
             proposer_config=proposer,
@@ -162,7 +160,7 @@ class Engine:
                 f"prompt: {len(prompt)} tokens; the context is {self.context}, one of which must be left to generate"
             )
         vocabulary = self.target.config.vocab_size
-        for token in (*prompt, *params.stop_token_ids):
+        for token in (*prompt, *params.token_ids):
             if not 0 <= token < vocabulary:
                 raise ValueError(f"token id {token}: outside this target's vocabulary of {vocabulary}")
         needed = self._pool.pages_for(min(self.context, len(prompt) + params.max_tokens))
@@ -171,11 +169,22 @@ class Engine:
                 f"prompt of {len(prompt)} tokens with max_tokens={params.max_tokens}: needs {needed} KV pages, "
                 f"the pool has {self._pool.num_pages}; raise engine.max_tokens_in_cache or ask for fewer tokens"
             )
+        if params.n > 1:
+            raise ValueError(f"n={params.n}: add() queues one answer; generate() gives several")
+        if params.proposer is not None and params.proposer not in self._drafting.names:
+            raise ValueError(f"proposer={params.proposer}: this engine has {', '.join(self._drafting.names)}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop: this engine has no tokenizer; use stop_token_ids")
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._requests:
             raise ValueError(f"request_id={request_id}: already in use by an unfinished request")
         seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
-        request = Request(request_id, prompt, params, seed, list(prompt))
+        request = Request(request_id, prompt, params, seed, list(prompt), arrival=next(self._arrivals))
+        if params.deadline_s is not None:
+            request.deadline = self._clock() + params.deadline_s
+        if params.stop:
+            assert self.tokenizer is not None
+            request.stop_text = StopText(self.tokenizer.stream(), params.stop)
         self._requests[request_id] = request
         self._scheduler.add(request)
         return request_id
@@ -196,7 +205,8 @@ class Engine:
 
     @property
     def proposer_name(self) -> str:
-        return self._proposer.name
+        """What drafts for a request that names none."""
+        return self._drafting.default
 
     @property
     def stats(self) -> EngineStats:
@@ -207,19 +217,33 @@ class Engine:
         return stats
 
     def set_proposer(self, name: str, head: Eagle3Head | None = None) -> None:
-        """Changes what drafts: "auto", "none", "ngram" or "head" (a new `head`, or the one it has). Only while idle."""
+        """Changes what drafts by default, and the head if one is given. "auto": the head if there is one, else n-gram.
+
+        Raises ValueError for a name that this engine does not have, and while requests are unfinished.
+        """
         if self.has_work:
             raise ValueError("set_proposer: requests are unfinished; wait for them or abort them")
         if head is not None:
             self._use_head(head)
-        self._proposer = self._make_proposer(name)
-        self._runner = Runner(self.target, self._pool, self._proposer.aux_layers)
+        if name == "auto":
+            name = "ngram" if self._head is None else "head"
+        if name == "head" and self._head is None:
+            raise ValueError("proposer=head: no head was given; export one by training, or proposer=ngram")
+        self._proposers = dict(build_proposers(self.proposer_config, self._head, self._draft_model))
+        self._drafting = Drafting(self._proposers, name, self.context)
+
+    def add_proposer(self, proposer: Proposer, limit: Budget) -> None:
+        """Makes a proposer of your own the default one, under its own name. Only while idle; it keeps no KV."""
+        assert not proposer.kv_layers, "layers of the pool are laid out when the engine is made"
+        self.set_proposer("none")
+        self._proposers[proposer.name] = (proposer, limit)
+        self._drafting = Drafting(self._proposers, proposer.name, self.context)
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One round: drafts and verifies every decoding request, and brings prompts forward by a chunk."""
+        outputs = self._expire()
         step = self._scheduler.schedule()
-        outputs: list[StepOutput] = []
         rows = len(step.decodes) + sum(budget.nodes for budget in step.budgets) + sum(step.chunks)
         with cpu_threads(self._threads.count(rows)):
             if step.decodes:
@@ -238,12 +262,15 @@ class Engine:
     ) -> list[Completion]:
         """Completes all prompts, batched as far as the engine's limits go; results in the order of the prompts.
 
-        `on_output(index, output)` is called as tokens come. Raises ValueError before anything runs if a prompt is bad.
+        With n > 1 the n answers to a prompt stand beside each other. `on_output(index, output)` is called as tokens
+        come. Raises ValueError before anything runs if a prompt is bad.
         """
         ids = [self._encode(prompt) for prompt in prompts]
         per_prompt = [params] * len(ids) if isinstance(params, SamplingParams) else list(params)
         if len(per_prompt) != len(ids):
             raise ValueError(f"params: {len(per_prompt)} for {len(ids)} prompts")
+        ids = [prompt for prompt, own in zip(ids, per_prompt, strict=True) for _ in range(own.n)]
+        per_prompt = [single for own in per_prompt for single in answers(own)]
         added: list[str] = []
         try:
             for prompt, own in zip(ids, per_prompt, strict=True):
@@ -259,41 +286,48 @@ class Engine:
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def _decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
-        tree = self._proposer.propose(requests, budgets)
-        rows = self._runner.verify(requests, tree)
+        tree = self._drafting.propose(requests, budgets)
+        wanted = self._drafting.wants_features(requests)
+        rows = self._runner.verify(requests, tree, wanted)
         lengths = tree.length.tolist()
-        choice = self._choose(requests, lengths, rows.hidden, rows.positions)
-        grid = choice.new_full(tree.token.shape, -1)
-        grid[torch.arange(grid.shape[1], device=grid.device) < tree.length[:, None].to(grid.device)] = choice
-        last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, grid).tolist()
+        logits = self._runner.logits(rows.hidden)
+        choices = choose_rows(requests, lengths, logits, rows.positions, self._stop_ids(requests), tree)
+        grid = choices.token.new_full(tree.token.shape, -1)
+        inside = torch.arange(grid.shape[1]) < tree.length[:, None]
+        grid[inside.to(grid.device)] = choices.token
+        last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, grid.cpu()).tolist()
         paths = [list(range(last[b] + 1)) if tree.is_chain else tree.path(b, last[b]) for b in range(len(requests))]
         starts = [request.computed for request in requests]
         if not tree.is_chain:
             places = [[start + node for node in path] for start, path in zip(starts, paths, strict=True)]
             self._pool.move(requests, places, starts)
-        depths = tree.depth.masked_fill(torch.arange(grid.shape[1]) >= tree.length[:, None], 0).amax(1).tolist()
+        depths = tree.depth.masked_fill(~inside, 0).amax(1).tolist()
         first_row = list(itertools.accumulate(lengths, initial=0))
         chosen, outputs, kept_rows, survivors, counts = grid.tolist(), [], [], [], []
         for b, request in enumerate(requests):
             path, accepted = paths[b], len(paths[b]) - 1
+            path_rows = [first_row[b] + node for node in path]
             request.computed += len(path)
             tokens = self._emit(request, [chosen[b][node] for node in path])
+            emitted, taken = len(tokens), min(accepted, len(tokens))
             for stats in (request.stats, self._stats.speculation):
-                stats.record(
-                    drafted=lengths[b] - 1, depth=depths[b], accepted=min(accepted, len(tokens)), emitted=len(tokens)
-                )
-            flags = [index < accepted for index in range(len(tokens))]
-            outputs.append(StepOutput(request.request_id, tokens, flags, request.stats, request.finish_reason))
+                stats.record(drafted=lengths[b] - 1, depth=depths[b], accepted=taken, emitted=emitted)
+            output = self._output(request, tokens, [index < accepted for index in range(emitted)])
+            output.logprobs = choices.logprobs(request, path_rows, tokens)
+            request.logprobs += output.logprobs
+            outputs.append(output)
             if request.finish_reason is None:
                 survivors.append(request)
                 counts.append(len(path))
-                kept_rows += [first_row[b] + node for node in path]
-        if survivors and self._proposer.aux_layers:
-            self._proposer.commit(survivors, counts, rows.features[torch.tensor(kept_rows, device=self.device)])
+                kept_rows += path_rows
+        if survivors:
+            features = rows.features[torch.tensor(kept_rows, device=self.device)]
+            self._drafting.commit(survivors, counts, features)
         return outputs
 
     def _prefill(self, requests: list[Request], chunks: list[int]) -> list[StepOutput]:
-        rows = self._runner.prefill(requests, chunks)
+        rows = self._runner.prefill(requests, chunks, self._drafting.wants_features(requests))
+        self._score_prompts(requests, chunks, rows.hidden)
         ends = torch.tensor(chunks, device=self.device).cumsum(0) - 1
         for request, chunk in zip(requests, chunks, strict=True):
             request.computed += chunk
@@ -301,57 +335,82 @@ class Engine:
         outputs: list[StepOutput] = []
         if complete:
             last = ends[torch.tensor(complete, device=self.device)]
-            finished_prompts = [requests[b] for b in complete]
-            ones = [1] * len(complete)
-            choice = self._choose(finished_prompts, ones, rows.hidden[last], rows.positions[last]).tolist()
-            for request, token in zip(finished_prompts, choice, strict=True):
+            whole = [requests[b] for b in complete]
+            logits = self._runner.logits(rows.hidden[last])
+            choices = choose_rows(whole, [1] * len(whole), logits, rows.positions[last], self._stop_ids(whole))
+            for row, (request, token) in enumerate(zip(whole, choices.token.tolist(), strict=True)):
                 if len(request.tokens) == len(request.prompt_ids):  # not a replay
                     self._stats.prompt_tokens += len(request.prompt_ids)
                 request.phase = Phase.DECODE
                 tokens = self._emit(request, [token])
-                outputs.append(StepOutput(request.request_id, tokens, [False], request.stats, request.finish_reason))
-        if self._proposer.aux_layers:
-            pieces = rows.features.split(chunks)
-            alive = [b for b, request in enumerate(requests) if request.finish_reason is None]
-            if alive:
-                features = torch.cat([pieces[b] for b in alive])
-                self._proposer.commit([requests[b] for b in alive], [chunks[b] for b in alive], features)
+                output = self._output(request, tokens, [False] * len(tokens))
+                output.logprobs = choices.logprobs(request, [row], tokens)
+                request.logprobs += output.logprobs
+                if len(request.output_ids) == len(tokens):
+                    output.prompt_logprobs = request.prompt_logprobs
+                outputs.append(output)
+        pieces = rows.features.split(chunks)
+        alive = [b for b, request in enumerate(requests) if request.finish_reason is None]
+        if alive:
+            features = torch.cat([pieces[b] for b in alive])
+            self._drafting.commit([requests[b] for b in alive], [chunks[b] for b in alive], features)
         return outputs
 
-    def _choose(self, requests: list[Request], counts: list[int], hidden: Tensor, positions: Tensor) -> Tensor:
-        """The target's choice at each of the `counts[b]` rows of each request, `[R]`."""
-        parameters = choice_parameters(requests, self.device)
-        if parameters is not None:
-            owner = torch.repeat_interleave(torch.tensor(counts, device=self.device))
-            parameters = parameters.rows(owner)
-        return choose(self._runner.logits(hidden), parameters, positions)
+    def _score_prompts(self, requests: list[Request], chunks: list[int], hidden: Tensor) -> None:
+        """Log-probabilities of the prompt tokens after this chunk's rows, for requests that asked for them."""
+        for request, chunk, piece in zip(requests, chunks, hidden.split(chunks), strict=True):
+            top = request.params.prompt_logprobs
+            following = request.prompt_ids[request.computed + 1 : request.computed + chunk + 1]
+            known = len(request.prompt_logprobs) - request.computed  # a replay scores nothing twice
+            if top is None or known >= len(following):
+                continue
+            logits = self._runner.logits(piece[known : len(following)])
+            request.prompt_logprobs += token_logprobs(logits, following[known:], top)
+
+    def _stop_ids(self, requests: Sequence[Request]) -> list[list[int]]:
+        """The ids that end each request."""
+        eos = self.target.config.eos_token_ids
+        return [[*request.params.stop_token_ids, *(() if request.params.ignore_eos else eos)] for request in requests]
 
     def _emit(self, request: Request, tokens: list[int]) -> list[int]:
         """Appends tokens up to the first one that ends the request; what follows it is cut and not counted."""
-        params = request.params
-        stops = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stops |= set(self.target.config.eos_token_ids)
-        room = min(request.remaining, self.context - len(request.tokens))
-        emitted: list[int] = []
-        reason: FinishReason | None = None
-        for token in tokens[:room]:
-            emitted.append(token)
-            if token in stops:
-                reason = "stop"
-                break
-        if reason is None and len(emitted) == room:
-            reason = "length"
+        if self._expired(request):
+            self._finish(request, "deadline")
+            return []
+        (stop_ids,) = self._stop_ids([request])
+        emitted, reason, request.stop_reason = cut(
+            tokens,
+            room=min(request.remaining, self.context - len(request.tokens)),
+            stop_ids=frozenset(stop_ids),
+            emitted_before=len(request.output_ids),
+            min_tokens=request.params.min_tokens,
+            text=request.stop_text,
+        )
         request.tokens += emitted
         self._stats.generation_tokens += len(emitted)
         if reason is not None:
             self._finish(request, reason)
         return emitted
 
+    def _output(self, request: Request, tokens: list[int], accepted: list[bool]) -> StepOutput:
+        return StepOutput(
+            request.request_id, tokens, accepted, request.stats, request.finish_reason, request.stop_reason
+        )
+
+    def _expired(self, request: Request) -> bool:
+        return request.deadline is not None and self._clock() > request.deadline
+
+    def _expire(self) -> list[StepOutput]:
+        """Ends requests whose deadline has passed, those that wait included."""
+        late = [request for request in self._requests.values() if self._expired(request)]
+        for request in late:
+            self._finish(request, "deadline")
+        return [self._output(request, [], []) for request in late]
+
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         self._scheduler.remove(request)
-        self._proposer.release(request)
+        self._drafting.release(request)
         del self._requests[request.request_id]
 
     # ---- construction -------------------------------------------------------------------------------------------
@@ -360,15 +419,28 @@ class Engine:
         """Packs a copy of `head`; the pool is made anew only if the head keeps other layers than the last one."""
         packed = copy.deepcopy(head).to(device=self.device, dtype=self.dtype).eval().requires_grad_(False)
         pack(packed, exact=self.config.exact)
-        drafter = HeadProposer(packed, len(self._target_layers), self._shape)
-        if self._drafter is None or self._drafter.kv_layers != drafter.kv_layers:
-            self._make_pool(drafter.kv_layers)
-        drafter.attach(self._pool)
-        self._drafter = drafter
+        before = self._head
+        self._head = HeadProposer(packed, len(self._target_layers), tree_shape(self.proposer_config))
+        if before is None or before.kv_layers != self._head.kv_layers:
+            self._make_pool()
+        self._head.attach(self._pool)
 
-    def _make_pool(self, head_layers: Sequence[LayerShape]) -> None:
+    def _use_draft_model(self, model: LlamaTarget) -> None:
+        """Takes over `model` and packs it. Its layers come last in the pool."""
+        if model.config.vocab_size != self.target.config.vocab_size:
+            raise ValueError(
+                f"proposer.draft_model: its vocabulary has {model.config.vocab_size} tokens, the target's "
+                f"{self.target.config.vocab_size}; a draft model must share the target's tokenizer"
+            )
+        pack(model, exact=self.config.exact)
+        self._draft_model = DraftModelProposer(model)
+
+    def _make_pool(self) -> None:
+        head_layers = self._head.kv_layers if self._head else ()
+        draft_layers = self._draft_model.kv_layers if self._draft_model else ()
         self._pool = KVPool(
-            [*self._target_layers, *head_layers],
+            [*self._target_layers, *head_layers, *draft_layers],
+            tree_layers=len(self._target_layers),
             num_pages=self.config.num_pages(self.context),
             page_size=self.config.page_size,
             max_requests=self.config.max_batch,
@@ -376,40 +448,18 @@ class Engine:
             dtype=self.dtype,
             device=self.device,
         )
+        if self._draft_model is not None:
+            self._draft_model.attach(self._pool, len(self._target_layers) + len(head_layers))
+        self._runner = Runner(self.target, self._pool)
         self._scheduler = Scheduler(
             self._pool,
             max_batch=self.config.max_batch,
             max_rows=self.config.max_rows,
             prefill_chunk=self.config.prefill_chunk,
-            draft_budget=self._draft_budget,
-            draft_places=self._draft_places,
-            on_preempt=lambda request: self._proposer.release(request),
+            draft_budget=lambda request: self._drafting.budget(request),
+            draft_places=lambda request, budget: self._drafting.places(request, budget),
+            on_preempt=lambda request: self._drafting.release(request),
         )
-
-    def _make_proposer(self, name: str) -> Proposer:
-        if name == "none":
-            return NoProposer()
-        if name == "head" or (name == "auto" and self._drafter is not None):
-            if self._drafter is None:
-                raise ValueError("proposer=head: no head was given; export one by training, or proposer=ngram")
-            return self._drafter
-        if name in ("ngram", "auto"):
-            return NgramProposer(self.proposer_config.ngram_min, self.proposer_config.ngram_max)
-        raise ValueError(f"proposer={name}: must be auto, head, ngram or none")
-
-    def _draft_budget(self, request: Request) -> Budget:
-        """No deeper than tokens may still be emitted, the bonus token set aside."""
-        if isinstance(self._proposer, NoProposer):
-            return NOTHING
-        asked = self.proposer_config
-        room = max(0, min(request.remaining, self.context - len(request.tokens)) - 1)
-        if room == 0 or self._proposer is not self._drafter or self._shape is None:
-            depth = min(asked.max_draft_tokens, room)
-            return Budget(depth, depth)
-        return Budget(asked.tree_nodes or MAX_NODES - 1, min(self._shape.depth, room))
-
-    def _draft_places(self, request: Request, budget: Budget) -> int:
-        return self._proposer.places(budget) if budget.nodes else 0
 
     def _probe_exactness(self, linears: Sequence[PackedLinear]) -> None:
         """Asserts that rows keep their bits in any company, and under either number of threads."""
@@ -457,7 +507,37 @@ class Engine:
 
     def _completion(self, request: Request) -> Completion:
         assert request.finish_reason is not None
-        text = None if self.tokenizer is None else self.tokenizer.decode(request.output_ids)
+        text = None
+        if request.stop_text is not None:
+            text = request.stop_text.finish()
+        elif self.tokenizer is not None:
+            text = self.tokenizer.decode(request.output_ids)
         return Completion(
-            request.prompt_ids, request.output_ids, text, request.finish_reason, request.seed, request.stats
+            request.prompt_ids,
+            request.output_ids,
+            text,
+            request.finish_reason,
+            request.seed,
+            request.stats,
+            request.stop_reason,
+            request.logprobs,
+            request.prompt_logprobs,
+        )
+
+
+def answers(params: SamplingParams) -> list[SamplingParams]:
+    """One per answer that `n` asks for; the i-th has seed + i, drawn at random if none was given."""
+    if params.n == 1:
+        return [params]
+    first = secrets.randbelow(MAX_SEED - params.n) if params.seed is None else params.seed
+    return [replace(params, n=1, seed=(first + index) % (MAX_SEED + 1)) for index in range(params.n)]
+
+
+def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, path: str) -> None:
+    """Raises ValueError if the two would read a token id differently."""
+    mine, theirs = target.backend.get_vocab(), draft.backend.get_vocab()
+    if mine != theirs:
+        word, index = min(mine.items() ^ theirs.items())
+        raise ValueError(
+            f"proposer.draft_model={path}: must share the target's tokenizer; they differ at id {index}, {word!r}"
         )

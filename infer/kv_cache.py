@@ -24,12 +24,17 @@ class LayerShape(NamedTuple):
 
 
 class KVPool:
-    """Pages and block tables. A request holds pages for a prefix of its positions, in order."""
+    """Pages and block tables. A request holds pages for a prefix of its positions, in order.
+
+    The first `tree_layers` layers are the target's: they hold a draft tree node by node until its accepted path is
+    moved to the front. A proposer's layers, after them, are its own to keep in order.
+    """
 
     def __init__(
         self,
         layers: Sequence[LayerShape],
         *,
+        tree_layers: int,
         num_pages: int,
         page_size: int,
         max_requests: int,
@@ -40,11 +45,14 @@ class KVPool:
         self.page_size, self.num_pages, self.device = page_size, num_pages, device
         slots = (num_pages + 1) * page_size
         # Layers of one shape lie in one tensor [layers, 2, kv_heads, slots, D], so that a move is one operation.
-        self._stacks: list[Tensor] = []
-        for shape, group in itertools.groupby(layers):
-            size = (len(list(group)), 2, shape.kv_heads, slots, shape.head_dim)
-            self._stacks.append(torch.zeros(size, dtype=dtype, device=device))
-        self.caches = [cache for stack in self._stacks for cache in stack]
+        self._tree_stacks = [
+            torch.zeros(len(list(group)), 2, shape.kv_heads, slots, shape.head_dim, dtype=dtype, device=device)
+            for shape, group in itertools.groupby(layers[:tree_layers])
+        ]
+        self.caches = [cache for stack in self._tree_stacks for cache in stack] + [
+            torch.zeros(2, shape.kv_heads, slots, shape.head_dim, dtype=dtype, device=device)
+            for shape in layers[tree_layers:]
+        ]
         self._free = list(range(num_pages, 0, -1))
         width = -(-(max_positions + MAX_NODES) // page_size)  # a tree has more places than positions
         self._table = torch.zeros(max_requests, width, dtype=torch.int64, device=device)
@@ -75,7 +83,7 @@ class KVPool:
         request.pages = []
 
     def move(self, requests: Sequence[Request], sources: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
-        """Brings the KV of places `sources[b]` to places `starts[b]`, `starts[b] + 1`, ... in every layer.
+        """Brings the KV of places `sources[b]` to places `starts[b]`, `starts[b] + 1`, ... in the target's layers.
 
         An accepted path comes to the front of its tree; sources ascend and none lies before its destination.
         """
@@ -88,7 +96,7 @@ class KVPool:
         if not pairs:
             return
         source, destination = torch.tensor(pairs, device=self.device).T
-        for stack in self._stacks:
+        for stack in self._tree_stacks:
             stack[:, :, :, destination] = stack[:, :, :, source]  # the right side is read whole before it is written
 
     def _slot(self, request: Request, place: int) -> int:

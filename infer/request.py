@@ -1,42 +1,25 @@
-"""What a request asks for, what it has become so far, and what it answers. Token ids only; text is the caller's."""
+"""What a request has become so far, and what it answers. Token ids only; text is the caller's."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort"]
-MAX_SEED = 2**63 - 1
+from infer.logits import TokenCounts
+from infer.logprobs import TokenLogprob
+from infer.params import MAX_SEED, SamplingParams
+from infer.stopping import FinishReason, StopText
 
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are chosen and when to stop. temperature 0 is greedy; top_k 0 and top_p 1 are off.
-
-    Raises ValueError naming the field.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    max_tokens: int = 128
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature={self.temperature}: must be 0 (greedy) or a positive number")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k}: must be 0 (off) or at least 1")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: must be above 0 and at most 1 (off)")
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed={self.seed}: must be 0 to 2^63 - 1, or absent")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens}: must be at least 1")
+__all__ = [
+    "MAX_SEED",
+    "Completion",
+    "FinishReason",
+    "Phase",
+    "Request",
+    "SamplingParams",
+    "SpeculationStats",
+    "StepOutput",
+]
 
 
 @dataclass
@@ -115,8 +98,16 @@ class Request:
     phase: Phase = Phase.WAITING
     slot: int = -1  # row of the block table while running
     pages: list[int] = field(default_factory=list)
+    arrival: int = 0  # order in which requests came
+    deadline: float | None = None  # on the engine's clock
     stats: SpeculationStats = field(default_factory=SpeculationStats)
+    drafting_failed: bool = False
+    counts: TokenCounts | None = None  # for penalties
+    stop_text: StopText | None = None  # for stop strings
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output, if asked for
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt from its second token on
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop id or string that was met
 
     @property
     def output_ids(self) -> list[int]:
@@ -136,13 +127,19 @@ class StepOutput:
     accepted: list[bool]
     stats: SpeculationStats
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, if asked for
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # with the first output, if asked for
 
 
 @dataclass
 class Completion:
     prompt_ids: list[int]
     token_ids: list[int]
-    text: str | None
+    text: str | None  # ends before the stop string, if one was met
     finish_reason: FinishReason
     seed: int
     stats: SpeculationStats
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)

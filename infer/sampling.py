@@ -19,6 +19,7 @@ def choice_parameters(requests: Sequence[Request], device: torch.device) -> Choi
         temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
         top_k=torch.tensor([p.top_k for p in params], device=device),
         top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
         seed_low=torch.tensor([request.seed & MASK32 for request in requests], device=device),
         seed_high=torch.tensor([request.seed >> 32 for request in requests], device=device),
     )

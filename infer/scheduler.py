@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from infer.kv_cache import KVPool
 from infer.proposers.base import NOTHING, Budget
 from infer.request import Phase, Request
+
+
+def order(request: Request) -> tuple[int, int]:
+    """Who is served first: higher priority, then earlier arrival. A pre-empted request keeps its place."""
+    return -request.params.priority, request.arrival
 
 
 @dataclass
@@ -20,8 +25,8 @@ class Step:
 
 
 class Scheduler:
-    """First come, first served. When pages run out the youngest running request is pre-empted: its pages go, and it
-    is replayed later from its tokens through the same kernels, hence with the same bits.
+    """Higher priority first, then first come, first served. When pages run out, the last in this order that runs is
+    pre-empted: its pages go, and it is replayed later from its tokens through the same kernels, so with the same bits.
     """
 
     def __init__(
@@ -38,12 +43,12 @@ class Scheduler:
         self._pool, self._max_rows, self._chunk = pool, max_rows, prefill_chunk
         self._draft_budget, self._draft_places, self._on_preempt = draft_budget, draft_places, on_preempt
         self._free_slots = list(range(max_batch - 1, -1, -1))
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # oldest first
+        self.waiting: list[Request] = []  # both in order of service
+        self.running: list[Request] = []
         self.preemptions = 0
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        bisect.insort(self.waiting, request, key=order)
 
     def remove(self, request: Request) -> None:
         """Takes a finished or aborted request out, wherever it is."""
@@ -54,13 +59,19 @@ class Scheduler:
         request.phase = Phase.FINISHED
 
     def schedule(self) -> Step:
-        """Reserves every page the step needs. Decodes come first: they hold memory and someone waits for them."""
+        """Reserves every page the step needs. Decodes come first: they hold memory and someone waits for them.
+
+        Each has its root's row for certain; what prompts do not need of the other rows is shared by their drafts.
+        """
         step = Step()
         rows = self._max_rows
-        for request in [r for r in self.running if r.phase is Phase.DECODE]:
-            if request.phase is not Phase.DECODE or rows < 1:
-                continue  # pre-empted for an older one a moment ago
-            budget = self._draft_budget(request).within(rows - 1)
+        decodes = [request for request in self.running if request.phase is Phase.DECODE]
+        prompts = self.waiting or len(decodes) < len(self.running)
+        spare = rows - len(decodes) - (min(self._chunk, (rows - len(decodes)) // 2) if prompts else 0)
+        for index, request in enumerate(decodes):
+            if request.phase is not Phase.DECODE:
+                continue  # pre-empted a moment ago for one before it
+            budget = self._draft_budget(request).within(spare // (len(decodes) - index))
             if not self._pool.reserve(request, len(request.tokens) + self._draft_places(request, budget)):
                 budget = NOTHING
                 if not self._reserve_or_preempt(request, len(request.tokens)):
@@ -68,6 +79,7 @@ class Scheduler:
             step.decodes.append(request)
             step.budgets.append(budget)
             rows -= 1 + budget.nodes
+            spare -= budget.nodes
         step.decodes, step.budgets = self._still_running(step.decodes, step.budgets)
         for request in [r for r in self.running if r.phase is Phase.PREFILL]:
             chunk = min(self._chunk, rows, len(request.tokens) - request.computed)
@@ -80,9 +92,9 @@ class Scheduler:
             # The whole prompt must fit beside what runs, or admitting it would only pre-empt it again.
             if self._pool.pages_for(len(request.tokens) + 1) > self._pool.free_pages:
                 break
-            self.waiting.popleft()
+            self.waiting.pop(0)
             request.slot, request.phase, request.computed = self._free_slots.pop(), Phase.PREFILL, 0
-            self.running.append(request)
+            bisect.insort(self.running, request, key=order)
             chunk = min(self._chunk, rows, len(request.tokens))
             reserved = self._pool.reserve(request, len(request.tokens))
             assert reserved
@@ -96,12 +108,12 @@ class Scheduler:
         return [r for r, _ in pairs], [b for _, b in pairs]
 
     def _reserve_or_preempt(self, request: Request, positions: int) -> bool:
-        """Pre-empts the youngest until the pages are there; False when the request itself had to go."""
+        """Pre-empts the last in order until the pages are there; False when the request itself had to go."""
         while not self._pool.reserve(request, positions):
             victim = self.running[-1]
             self._free(victim)
             victim.phase, victim.computed = Phase.WAITING, 0
-            self.waiting.appendleft(victim)
+            self.add(victim)
             self.preemptions += 1
             self._on_preempt(victim)
             if victim is request:

@@ -1,6 +1,6 @@
 """From logits to a token by one rule, greedy or sampled: argmax over v of log p'(v) + g(seed, position, v).
 
-p' is the distribution after temperature, top-k and top-p; g is Gumbel noise from a counter-based hash of (seed,
+p' is the distribution after temperature, min-p, top-k and top-p; g is Gumbel noise from a counter-based hash of (seed,
 position, token id), so the choice depends on the row's logits, parameters and seed alone - never on the batch, on what
 was drafted, or on a generator's state (arXiv 2408.07978, 2506.05632). At temperature 0 there is no noise. Ties go to
 the lowest token id.
@@ -18,16 +18,17 @@ MASK32 = 0xFFFFFFFF
 
 @dataclass
 class ChoiceParameters:
-    """Per row, `[R]`: temperature, top_k (0 = off), top_p (1 = off), and the seed's two 32-bit halves."""
+    """Per row, `[R]`: temperature, top_k (0 = off), top_p (1 = off), min_p (0 = off), the seed's 32-bit halves."""
 
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
+    min_p: Tensor
     seed_low: Tensor
     seed_high: Tensor
 
     def rows(self, index: Tensor) -> ChoiceParameters:
-        fields = (self.temperature, self.top_k, self.top_p, self.seed_low, self.seed_high)
+        fields = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed_low, self.seed_high)
         return ChoiceParameters(*(value[index] for value in fields))
 
 
@@ -52,12 +53,15 @@ def gumbel_noise(seed_low: Tensor, seed_high: Tensor, positions: Tensor, token_i
     return -torch.log(-torch.log1p(-uniform))
 
 
-def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Logits `[R, V]` (already divided by the temperature) with -inf outside top-k, then outside top-p of the rest.
+def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Logits `[R, V]` (already divided by the temperature) with -inf outside min-p, then top-k, then top-p of the rest.
 
-    The smallest set of most likely tokens whose probability reaches top_p stays, its last token included; tokens that
-    tie with the last one stay too, so that the set does not depend on a sort's order.
+    min-p (arXiv 2407.01082) leaves out what is less likely than that share of the likeliest. Top-p keeps the smallest
+    set of most likely tokens whose probability reaches it, the last one included. Tokens that tie with the last one
+    kept stay too, so that no set depends on a sort's order.
     """
+    if bool((min_p > 0).any()):
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + min_p.log()[:, None], -torch.inf)
     by_k, by_p = bool((top_k > 0).any()), bool((top_p < 1).any())
     if not (by_k or by_p):
         return logits
@@ -95,14 +99,22 @@ def choice_keys(
     """What `choose` takes the largest of, `[R, V]`; a drafter takes the few largest. Arguments as there."""
     if parameters is None:
         return logits
+    keys = law(logits, parameters)
     sampled = (parameters.temperature > 0).nonzero()[:, 0]
-    if len(sampled) == 0:
-        return logits
-    p = parameters.rows(sampled)
-    scaled = restrict(logits[sampled].float() / p.temperature[:, None], p.top_k, p.top_p)
-    ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
-    keys = logits.float()  # exact for greedy rows: the order of their logits stays
-    if keys is logits:
-        keys = logits.clone()
-    keys[sampled] = scaled + gumbel_noise(p.seed_low, p.seed_high, positions[sampled], ids)
+    if len(sampled):
+        p = parameters.rows(sampled)
+        ids = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
+        keys[sampled] += gumbel_noise(p.seed_low, p.seed_high, positions[sampled], ids)
     return keys
+
+
+def law(logits: Tensor, parameters: ChoiceParameters | None) -> Tensor:
+    """Logits `[R, V]` of the law p' that a row is sampled from (a greedy row's own logits), in fp32 and new memory."""
+    law = logits.float().clone()
+    if parameters is None:
+        return law
+    sampled = (parameters.temperature > 0).nonzero()[:, 0]
+    if len(sampled):
+        p = parameters.rows(sampled)
+        law[sampled] = restrict(law[sampled] / p.temperature[:, None], p.top_k, p.top_p, p.min_p)
+    return law

@@ -32,7 +32,7 @@ class HeadProposer:
         layer = head.config.layer
         self.aux_layers = head.config.aux_layers
         self.kv_layers = (LayerShape(layer.num_kv_heads, layer.head_dim),) * layer.num_layers
-        self._head, self._first_layer, self._shape = head, first_layer, shape
+        self.shape, self._head, self._first_layer = shape, head, first_layer
         self._draft_ids = head.draft_to_target(torch.arange(head.config.draft_vocab_size, device=head.d2t.device))
         if isinstance(shape, StaticShape) and shape.widest > head.config.draft_vocab_size:
             raise ValueError(
@@ -45,7 +45,7 @@ class HeadProposer:
         self._pool = pool
 
     def places(self, budget: Budget) -> int:
-        return budget.nodes if self._shape is None else max(budget.nodes, self._shape.rows)
+        return budget.nodes if self.shape is None else max(budget.nodes, self.shape.rows)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         for request, rows in zip(requests, features.split(list(counts)), strict=True):
@@ -63,7 +63,7 @@ class HeadProposer:
         if not active:
             assert roots is not None
             return roots
-        draft = self._chains if self._shape is None else self._trees
+        draft = self._chains if self.shape is None else self._trees
         tree = draft([requests[i] for i in active], [budgets[i] for i in active])
         return tree if roots is None else DraftTree.stack([tree, roots], [active, idle])
 
@@ -93,9 +93,9 @@ class HeadProposer:
 
     def _trees(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         """Grows every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own."""
-        assert self._shape is not None
+        assert self.shape is not None
         assert self._pool is not None
-        device, shape, batch = self._draft_ids.device, self._shape, len(requests)
+        device, shape, batch = self._draft_ids.device, self.shape, len(requests)
         parameters = choice_parameters(requests, device)
         starts = [len(request.tokens) - 1 for request in requests]  # where the head's own rows begin
         start = torch.tensor(starts, device=device)[:, None]
@@ -161,7 +161,7 @@ class HeadProposer:
 
     def _read_pending(self, requests: Sequence[Request]) -> Tensor:
         """Runs the head over all pending positions of each request; the state of each one's last slot `[B, H]`."""
-        features = [self._pending.pop(request.request_id) for request in requests]
+        features = [self._pending[request.request_id] for request in requests]
         counts = [len(rows) for rows in features]
         starts = [request.computed - count for request, count in zip(requests, counts, strict=True)]
         shifted = [
@@ -173,4 +173,6 @@ class HeadProposer:
         rows = self._rows(requests, starts, counts)
         tokens = torch.tensor(shifted, device=aux[0].device)
         state = self._head.step(tokens, self._head.fuse(aux), rows.places, self._attention(rows))
+        for request in requests:  # only now: had it failed, another try would still find them
+            del self._pending[request.request_id]
         return state[torch.tensor(counts, device=state.device).cumsum(0) - 1]

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from infer.config import ProposerConfig
 from infer.proposers.base import Budget
 from infer.tree import DraftTree
 
@@ -113,6 +114,13 @@ class StaticShape:
     @property
     def rows(self) -> int:
         return sum(map(len, self._run))
+
+
+def tree_shape(config: ProposerConfig) -> TreeShape | None:
+    """How a head grows its drafts; None for chains."""
+    if config.tree is not None:
+        return StaticShape(config.tree)
+    return DynamicShape(config.tree_width, config.max_draft_tokens) if config.tree_width > 1 else None
 
 
 def propose_best(

@@ -10,12 +10,13 @@ import torch
 from kernels.choose import ChoiceParameters, choose, gumbel_noise, restrict
 
 
-def parameters(rows, temperature=1.0, top_k=0, top_p=1.0, seeds=None):
+def parameters(rows, temperature=1.0, top_k=0, top_p=1.0, seeds=None, min_p=0.0):
     seeds = torch.arange(rows) if seeds is None else seeds
     return ChoiceParameters(
         torch.full((rows,), temperature),
         torch.full((rows,), top_k),
         torch.full((rows,), top_p),
+        torch.full((rows,), min_p),
         seeds & 0xFFFFFFFF,
         seeds >> 32,
     )
@@ -110,6 +111,15 @@ def test_a_row_is_chosen_alike_in_any_batch():
 
 def test_restrict_leaves_untouched_what_asks_for_nothing():
     logits = torch.randn(2, 10)
-    out = restrict(logits, torch.tensor([0, 2]), torch.tensor([1.0, 1.0]))
+    out = restrict(logits, torch.tensor([0, 2]), torch.tensor([1.0, 1.0]), torch.zeros(2))
     assert torch.equal(out[0], logits[0])
     assert (out[1] > -torch.inf).sum() == 2
+
+
+def test_min_p_leaves_out_what_is_less_likely_than_its_share_of_the_likeliest():
+    probability = torch.tensor([[0.5, 0.3, 0.15, 0.05]] * 3)
+    off = torch.zeros(3, dtype=torch.int64), torch.ones(3)
+    out = restrict(probability.log(), *off, torch.tensor([0.0, 0.2, 1.0]))
+    assert (out > -torch.inf).sum(1).tolist() == [4, 3, 1]
+    both = restrict(probability.log(), torch.tensor([0, 2, 0]), torch.tensor([1.0, 1.0, 0.5]), torch.full((3,), 0.2))
+    assert (both > -torch.inf).sum(1).tolist() == [3, 2, 1]

@@ -44,7 +44,7 @@ def test_trainer_logits_equal_the_engines(tiny_target_folder, variant):
     # The engine drafts what we say: round r is right for r % (K + 1) tokens and wrong after, so every length of
     # accepted run occurs, and the head's cache is overwritten after every kind of rejection.
     engine.set_proposer("head")
-    proposer = engine._proposer
+    proposer = engine._head
     seen: list[tuple[int, int, torch.Tensor]] = []  # slot of the round's first draft, depth, logits
     rounds = 0
 

@@ -7,6 +7,7 @@ import torch
 
 from infer.config import EngineConfig
 from infer.engine import Engine
+from infer.proposers.base import Budget
 from infer.request import SamplingParams
 from infer.tree import DraftTree
 from models.targets import load_target
@@ -140,7 +141,7 @@ class WrongThenRight:
 def test_every_length_of_accepted_run(make_engine, prompts, expected, dtype, params):
     answers = {tuple(p): a for p, a in zip(prompts, expected[dtype, params], strict=True)}
     engine = make_engine(dtype, "ngram", drafts=9, max_batch=5)
-    engine._proposer = WrongThenRight(answers)
+    engine.add_proposer(WrongThenRight(answers), Budget(9, 9))
     completions = engine.generate(prompts, params)
     assert ids(completions) == expected[dtype, params]
     stats = engine.stats.speculation
@@ -154,8 +155,9 @@ def test_what_follows_a_stop_is_cut_and_not_counted(make_engine, prompts, expect
     end = answer.index(stop)
     params = SamplingParams(max_tokens=40, ignore_eos=True, stop_token_ids=(stop,))
     engine = make_engine(drafts=9)
-    engine._proposer = WrongThenRight({tuple(prompts[5]): answer + [1] * 9})
-    engine._proposer.turn = 9  # begin with a fully right draft
+    proposer = WrongThenRight({tuple(prompts[5]): answer + [1] * 9})
+    proposer.turn = 9  # begin with a fully right draft
+    engine.add_proposer(proposer, Budget(9, 9))
     (completion,) = engine.generate([prompts[5]], params)
     assert completion.token_ids == answer[: end + 1]
     assert completion.finish_reason == "stop"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from infer.proposers.base import Budget
 from infer.request import SamplingParams
 from infer.tree import DraftTree
 
@@ -121,7 +122,7 @@ class Thicket:
 def test_any_valid_tree(make_engine, prompts, expected, dtype, params, seed):
     answers = {tuple(p): a for p, a in zip(prompts, expected[dtype, params], strict=True)}
     engine = make_engine(dtype, "ngram", drafts=12, max_batch=5)
-    engine._proposer = Thicket(answers, seed)
+    engine.add_proposer(Thicket(answers, seed), Budget(12, 12))
     completions = engine.generate(prompts, params)
     assert ids(completions) == expected[dtype, params]
     assert engine.stats.speculation.acceptance_length > 1.5

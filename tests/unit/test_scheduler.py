@@ -17,6 +17,7 @@ CONTEXT = 64
 def make(num_pages, max_batch, max_rows, chunk, drafts):
     pool = KVPool(
         [LayerShape(1, 1)],
+        tree_layers=1,
         num_pages=num_pages,
         page_size=4,
         max_requests=max_batch,

@@ -1,0 +1,86 @@
+"""The target's choice at every row of a step, each row under its own request's parameters and its own prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infer.logits import TokenCounts, shape_logits
+from infer.logprobs import TokenLogprob, token_logprobs
+from infer.request import Request
+from infer.sampling import choice_parameters
+from infer.tree import DraftTree
+from kernels.choose import ChoiceParameters, choose, law
+
+
+@dataclass
+class Choices:
+    token: Tensor  # [R]
+    raw: Tensor  # [R, V] the target's logits
+    shaped: Tensor  # [R, V] after penalties, bias and masks
+    parameters: ChoiceParameters | None  # per row
+
+    def logprobs(self, request: Request, rows: Sequence[int], tokens: Sequence[int]) -> list[TokenLogprob]:
+        """Of `tokens`, chosen at `rows`, as the request asked for them."""
+        asked = request.params.logprobs
+        if asked is None or not tokens:
+            return []
+        index = torch.tensor(list(rows[: len(tokens)]), device=self.raw.device)
+        logits = self.raw[index]
+        if request.params.logprobs_of == "processed":
+            logits = law(self.shaped[index], self.parameters and self.parameters.rows(index))
+        return token_logprobs(logits, tokens, asked)
+
+
+def choose_rows(
+    requests: Sequence[Request],
+    counts: Sequence[int],
+    logits: Tensor,
+    positions: Tensor,
+    stop_ids: Sequence[Sequence[int]],
+    tree: DraftTree | None = None,
+) -> Choices:
+    """logits `[R, V]`, `counts[b]` rows of each request: its nodes in `tree`, or the one row after its tokens."""
+    parameters = choice_parameters(requests, logits.device)
+    if parameters is not None:
+        parameters = parameters.rows(torch.repeat_interleave(torch.tensor(counts, device=logits.device)))
+    shaped, first = logits, 0
+    for b, (request, count) in enumerate(zip(requests, counts, strict=True)):
+        if request.params.shapes_logits:
+            if shaped is logits:
+                shaped = logits.float().clone()
+            rows = slice(first, first + count)
+            paths = [[]] if tree is None else drafted_paths(tree, b, count)
+            shaped[rows] = shape_logits(
+                logits[rows],
+                request.params,
+                count_tokens(request, logits.shape[1], logits.device),
+                request.tokens,
+                len(request.output_ids),
+                paths,
+                stop_ids[b],
+            )
+        first += count
+    return Choices(choose(shaped, parameters, positions), logits, shaped, parameters)
+
+
+def drafted_paths(tree: DraftTree, row: int, count: int) -> list[list[int]]:
+    """The drafted tokens on the way to each node, the node's own included."""
+    tokens, parents = tree.token[row].tolist(), tree.parent[row].tolist()
+    paths: list[list[int]] = [[]]
+    for node in range(1, count):
+        paths.append([*paths[parents[node]], tokens[node]])
+    return paths
+
+
+def count_tokens(request: Request, vocab_size: int, device: torch.device) -> TokenCounts | None:
+    params = request.params
+    if params.repetition_penalty == 1 and not params.presence_penalty and not params.frequency_penalty:
+        return None
+    if request.counts is None:
+        request.counts = TokenCounts(vocab_size, request.prompt_ids, device)
+    request.counts.update(request.output_ids)
+    return request.counts

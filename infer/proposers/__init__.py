@@ -1,0 +1,36 @@
+"""What drafts tokens for the engine, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from infer.config import ProposerConfig
+from infer.proposers.base import Budget, Proposer
+from infer.proposers.combined import CombinedProposer
+from infer.proposers.draft_model import DraftModelProposer
+from infer.proposers.head import HeadProposer
+from infer.proposers.ngram import NgramProposer
+from infer.proposers.suffix import SuffixProposer
+from infer.tree import MAX_NODES
+
+
+def build_proposers(
+    config: ProposerConfig, head: HeadProposer | None, draft_model: DraftModelProposer | None
+) -> Mapping[str, tuple[Proposer, Budget]]:
+    """Every proposer that this engine can offer, with what it may draft per step."""
+    chain = Budget(config.max_draft_tokens, config.max_draft_tokens)
+    found: dict[str, tuple[Proposer, Budget]] = {
+        "ngram": (NgramProposer(config.ngram_min, config.ngram_max), chain),
+        "suffix": (SuffixProposer(max_depth=config.suffix_depth, max_nodes=config.suffix_nodes), chain),
+    }
+    if head is not None:
+        tree = Budget(config.tree_nodes or MAX_NODES - 1, head.shape.depth) if head.shape else chain
+        found["head"] = (head, tree)
+    if draft_model is not None:
+        found["draft_model"] = (draft_model, chain)
+    sources = [found[name] for name in config.sources if name in found]
+    if len(sources) > 1:
+        nodes = min(config.tree_nodes or MAX_NODES - 1, sum(limit.nodes for _, limit in sources))
+        depth = max(limit.depth for _, limit in sources)
+        found["combined"] = (CombinedProposer([proposer for proposer, _ in sources]), Budget(nodes, depth))
+    return found

@@ -1,0 +1,219 @@
+"""What drafts without a head: counting, following, merging, forgetting; and a proposer that fails fails alone."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infer.drafting import Drafting
+from infer.proposers.base import Budget, NoProposer
+from infer.proposers.combined import merge
+from infer.proposers.ngram import NgramProposer
+from infer.proposers.suffix import CountedTrie, Earlier, SuffixProposer, Text, count_nodes, follow
+from infer.request import Request, SamplingParams
+from infer.tree import DraftTree
+
+DEPTH = 4
+tokens_of = st.lists(st.integers(0, 3), max_size=25)
+
+
+def counts(trie):
+    found = {}
+
+    def walk(node, run):
+        for token, child in node.children.items():
+            found[(*run, token)] = child.count
+            walk(child, (*run, token))
+
+    walk(trie.root, ())
+    return found
+
+
+def runs(sequences):
+    return Counter(
+        tuple(sequence[start:end])
+        for sequence in sequences
+        for start in range(len(sequence))
+        for end in range(start + 1, min(len(sequence), start + DEPTH) + 1)
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(sequences=st.lists(tokens_of, max_size=4), removed=st.sets(st.integers(0, 3)))
+def test_the_trie_counts_every_run_and_forgets_whole_sequences(sequences, removed):
+    trie = CountedTrie(DEPTH)
+    for sequence in sequences:
+        ends = []
+        for token in sequence:
+            ends = trie.extend(ends, token)
+    assert counts(trie) == runs(sequences)
+    for index in removed & set(range(len(sequences))):
+        trie.remove(sequences[index])
+    assert counts(trie) == runs([s for index, s in enumerate(sequences) if index not in removed])
+    assert trie.size == count_nodes(trie.root) - 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=tokens_of)
+def test_a_text_matches_its_longest_suffix_seen_before(tokens):
+    text = Text(DEPTH)
+    text.read(tokens[: len(tokens) // 2])
+    text.read(tokens)
+    seen = runs([tokens])
+    lengths = [
+        length
+        for length in range(1, min(len(tokens), DEPTH - 1) + 1)
+        if any((*tokens[len(tokens) - length :], token) in seen for token in range(4))
+    ]
+    match = text.match()
+    assert (match[1] if match else None) == (max(lengths) if lengths else None)
+    if match:
+        found = text.trie.find(tokens)
+        assert found is not None
+        assert found[0] is match[0]
+
+
+def test_a_draft_follows_the_most_frequent_continuation_while_it_is_likely():
+    trie = CountedTrie(8)
+    for sequence in ([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 5], [1, 9]):
+        ends = []
+        for token in sequence:
+            ends = trie.extend(ends, token)
+    node = trie.root.children[1]
+    assert follow(node, 8, 0.1) == ([2, 3, 5], 0.75 + 0.75 + 0.5)
+    assert follow(node, 2, 0.1)[0] == [2, 3]
+    assert follow(node, 8, 0.6)[0] == [2, 3]
+
+
+def test_earlier_responses_are_bounded():
+    earlier = Earlier(max_depth=6, max_nodes=300)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        earlier.add(torch.randint(0, 50, (20,), generator=generator).tolist())
+        assert earlier.trie.size <= 300
+    assert earlier.trie.size == count_nodes(earlier.trie.root) - 1
+    assert len(earlier._responses) >= 2
+
+
+def request(tokens, prompt=1, **params):
+    made = Request(
+        "r" + "-".join(map(str, tokens)), tokens[:prompt], SamplingParams(max_tokens=50, **params), 0, tokens
+    )
+    made.computed = len(tokens) - 1
+    return made
+
+
+def test_suffix_drafts_from_earlier_responses_of_the_same_tenant_only():
+    proposer = SuffixProposer()
+    first = request([1, 2, 3, 4, 5, 6, 7], cache_salt="a")
+    proposer.propose([first], [Budget(4, 4)])
+    first.finish_reason = "stop"
+    proposer.release(first)
+    drafts = {}
+    for salt in ("a", "b"):
+        tree = proposer.propose([request([9, 3, 4], cache_salt=salt)], [Budget(4, 4)])
+        drafts[salt] = tree.token[0, 1 : int(tree.length[0])].tolist()
+    assert drafts == {"a": [5, 6, 7], "b": []}
+
+
+def test_an_aborted_answer_is_not_learnt():
+    proposer = SuffixProposer()
+    first = request([1, 2, 3, 4, 5])
+    first.finish_reason = "abort"
+    proposer.release(first)
+    tree = proposer.propose([request([9, 2, 3])], [Budget(4, 4)])
+    assert tree.length.tolist() == [1]
+
+
+def paths(tree, row):
+    nodes = range(1, int(tree.length[row]))
+    return {tuple(tree.token[row, tree.path(row, node)[1:]].tolist()) for node in nodes}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    chains=st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=2, max_size=4),
+    limit=st.integers(0, 20),
+)
+def test_a_merged_tree_is_the_union_of_its_sources(chains, limit):
+    merged = merge([DraftTree.chains([9], [chain]) for chain in chains], [limit])
+    DraftTree.from_parents(merged.token, merged.parent, merged.length)  # valid: order, distinct siblings
+    union = {tuple(chain[:length]) for chain in chains for length in range(1, len(chain) + 1)}
+    found = paths(merged, 0)
+    assert found <= union
+    assert len(found) == min(limit, len(union))
+    shallow = sorted(union, key=len)
+    if len(found) < len(union):  # cut from the deep end
+        assert max(map(len, found), default=0) <= len(shallow[limit])
+
+
+class Failing:
+    """Works until it meets the token 13."""
+
+    name = "failing"
+    aux_layers: tuple[int, ...] = ()
+    kv_layers = ()
+
+    def __init__(self):
+        self.released = []
+
+    def places(self, budget):
+        return budget.depth
+
+    def propose(self, requests, budgets):
+        if any(13 in request.tokens for request in requests):
+            raise RuntimeError("thirteen")
+        return DraftTree.chains([request.tokens[-1] for request in requests], [[7]] * len(requests))
+
+    def commit(self, requests, counts, features):
+        pass
+
+    def release(self, request):
+        self.released.append(request.request_id)
+
+
+def test_a_failure_stops_drafts_for_that_request_only_and_is_said_once(caplog):
+    proposer = Failing()
+    drafting = Drafting({"failing": (proposer, Budget(1, 1))}, "failing", context=100)
+    requests = [request([1, 2]), request([1, 13]), request([1, 4])]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            budgets = [drafting.budget(own) for own in requests]
+            tree = drafting.propose(requests, budgets)
+            assert tree.length.tolist() == [2, 1, 2]
+            assert tree.token[:, 0].tolist() == [2, 13, 4]
+    said = [record for record in caplog.records if "thirteen" in record.getMessage()]
+    assert len(said) == 1
+    assert requests[1].request_id in said[0].getMessage()
+    assert proposer.released == [requests[1].request_id]
+    assert drafting.budget(requests[1]) == Budget(0, 0)
+
+
+def test_each_request_has_its_own_proposer_and_limits():
+    everyone = {"failing": (Failing(), Budget(5, 5)), "ngram": (NgramProposer(1, 2), Budget(3, 3))}
+    drafting = Drafting(everyone, "ngram", context=40)
+    plain, own = request([1, 2, 1, 2, 1]), request([5, 6], proposer="failing")
+    off = request([1, 2, 1], speculate=False)
+    short = request([3, 4, 3], max_draft_tokens=2)
+    batch = [plain, own, off, short]
+    assert [drafting.name_for(r) for r in batch] == ["ngram", "failing", "none", "ngram"]
+    budgets = [drafting.budget(r) for r in batch]
+    assert budgets == [Budget(3, 3), Budget(5, 5), Budget(0, 0), Budget(2, 2)]
+    tree = drafting.propose(batch, budgets)
+    assert [tree.token[b, : int(tree.length[b])].tolist() for b in range(4)] == [[1, 2, 1], [6, 7], [1], [3, 4, 3]]
+    with pytest.raises(ValueError, match=r"proposer=head: this engine has failing, ngram, none"):
+        Drafting(everyone, "head", context=40)
+
+
+def test_near_the_end_nothing_is_drafted_that_could_not_be_emitted():
+    drafting = Drafting({"ngram": (NgramProposer(1, 2), Budget(3, 3))}, "ngram", context=10)
+    for length, expected in itertools.product(range(5, 10), [None]):
+        own = request(list(range(length)))
+        assert drafting.budget(own).depth == max(0, min(3, 10 - length - 1)), expected
+    assert isinstance(NoProposer().propose([request([1, 2])], [Budget(0, 0)]), DraftTree)

@@ -1,0 +1,87 @@
+"""Where a text ends: ids, strings across token borders, lengths; and what must be held back meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infer.stopping import StopStrings, cut
+
+
+class Letters:
+    """A stream in which token i is the letter i."""
+
+    def push(self, ids):
+        return "".join(chr(97 + token) for token in ids)
+
+    def flush(self):
+        return ""
+
+
+def text_of(stops):
+    from infer.stopping import StopText
+
+    return StopText(Letters(), stops)  # type: ignore[arg-type]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text("ab", max_size=20),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 20), max_size=5),
+)
+def test_pieces_do_not_show(text, stops, cuts):
+    strings = StopStrings(stops)
+    edges = sorted({0, len(text), *(min(c, len(text)) for c in cuts)})
+    shown, met = "", None
+    for begin, end in itertools.pairwise(edges):
+        piece, met = strings.push(text[begin:end])
+        shown += piece
+        if met is not None:
+            break
+    else:
+        shown += strings.flush()
+    first_end = min((text.find(s) + len(s) for s in stops if s in text), default=None)
+    if first_end is None:
+        assert (shown, met) == (text, None)
+    else:
+        assert met is not None
+        assert text.startswith(shown + met)
+        assert not any(stop in shown for stop in stops)
+
+
+def test_nothing_is_shown_that_may_begin_a_stop():
+    strings = StopStrings(["END", "\n\n"])
+    assert strings.push("the E") == ("the ", None)
+    assert strings.push("N") == ("", None)
+    assert strings.push("T\n") == ("ENT", None)
+    assert strings.push("\nrest") == ("", "\n\n")
+
+
+def run(tokens, **options):
+    defaults = {"room": 10, "stop_ids": frozenset(), "emitted_before": 0, "min_tokens": 0, "text": None}
+    return cut(tokens, **defaults | options)
+
+
+def test_what_follows_a_stop_is_cut():
+    assert run([1, 2, 3]) == ([1, 2, 3], None, None)
+    assert run([1, 2, 3], stop_ids=frozenset({2})) == ([1, 2], "stop", 2)
+    assert run([1, 2, 3], room=2) == ([1, 2], "length", None)
+    assert run([1, 2], room=2, stop_ids=frozenset({2})) == ([1, 2], "stop", 2)
+    assert run([0, 1, 2, 3], text=text_of(["bc"])) == ([0, 1, 2], "stop", "bc")
+
+
+def test_a_stop_string_may_span_steps():
+    text = text_of(["bcd"])
+    assert run([0, 1], text=text) == ([0, 1], None, None)
+    assert run([2, 3, 4], text=text) == ([2, 3], "stop", "bcd")
+    assert text.finish() == "a"
+
+
+def test_before_min_tokens_a_stop_string_is_text():
+    text = text_of(["b"])
+    assert run([0, 1, 2], text=text, min_tokens=3) == ([0, 1, 2], None, None)
+    assert run([1], text=text, emitted_before=3, min_tokens=3) == ([1], "stop", "b")
+    assert text.finish() == "abc"
