@@ -27,7 +27,7 @@ PARAMETERS = {
     "frequency": {"frequency_penalty": 0.8},
     "repetition": {"repetition_penalty": 1.4},
     "bias": {"logit_bias": {7: 4.0, 9: -3.0}},
-    "bad words": {"bad_words": ((7,), (9, 9), (5, 6))},
+    "bad words": {"bad_words": (*((token,) for token in range(150, 384)), (9, 9), (5, 6))},
     "allowed": {"allowed_token_ids": tuple(range(3, 120))},
     "min tokens": {"min_tokens": 9, "stop_token_ids": tuple(range(40, 90))},
     "stop ids": {"stop_token_ids": tuple(range(100, 112))},

@@ -25,7 +25,10 @@ GOLDEN = Path(__file__).with_name("config_keys.txt")
 SCHEMAS = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
 COMMANDS = {**infer_config.COMMANDS, **train_config.COMMANDS}
 FILES = sorted(path.relative_to(CONF).as_posix() for path in Path(CONF).rglob("*.yaml"))
-GIVEN = {"data/jsonl": ["data.path=x.jsonl"]}  # what an option asks the user for
+GIVEN = {  # what an option asks the user for
+    "data/jsonl": ["data.path=x.jsonl"],
+    "proposer/draft_model": ["proposer.draft_model=models/demo"],
+}
 ENTRY_POINTS = {
     "train": "train/run.py",
     "serve": "infer/serve.py",
