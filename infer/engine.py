@@ -81,7 +81,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config or EngineConfig()
-        self.proposer_config = proposer_config or ProposerConfig(name=proposer)
+        self.proposer_config = proposer_config or ProposerConfig(name="auto")
         self.target, self.tokenizer = target, tokenizer
         weight = target.embedding_weight
         self.device, self.dtype = weight.device, weight.dtype

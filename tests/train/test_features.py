@@ -38,7 +38,8 @@ def test_features_are_the_models(tiny_target: LlamaTarget, responses: Sequences)
     batch = responses.batch([2])
     features = OnlineFeatures(tiny_target, AUX)(batch)
     positions = torch.arange(batch.ids.shape[1])[None]
-    output = tiny_target(batch.ids, positions, CausalAttention(), aux_layers=AUX)
+    with torch.no_grad():
+        output = tiny_target(batch.ids, positions, CausalAttention(), aux_layers=AUX)
     assert torch.equal(features.hidden, output.hidden)
     assert all(torch.equal(a, b) for a, b in zip(features.aux, output.aux, strict=True))
 

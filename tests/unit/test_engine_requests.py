@@ -103,3 +103,87 @@ def test_an_exported_head_is_taken_by_default(tiny_target_folder, tiny_head_fold
     model = ModelConfig(name="tiny", path=str(tiny_target_folder))
     engine = Engine.load(model, HeadConfig(name="eagle3", path=str(tiny_head_folder)))
     assert engine.proposer_name == "head"
+
+
+def test_a_deadline_ends_what_runs_and_what_waits(tiny_target_folder):
+    now = [100.0]
+    config = EngineConfig(max_tokens_in_cache=256, max_batch=1)
+    engine = Engine(load_target(str(tiny_target_folder)), proposer="ngram", config=config, clock=lambda: now[0])
+    late = SamplingParams(max_tokens=100, ignore_eos=True, deadline_s=2.0)
+    engine.add([1, 2, 3], late, request_id="runs")
+    engine.add([1, 2, 3], late, request_id="waits")
+    engine.add([4, 5], SamplingParams(max_tokens=2, ignore_eos=True), request_id="other")
+    seen: dict[str, list] = {"runs": [], "waits": [], "other": []}
+    for _ in range(3):
+        for output in engine.step():
+            seen[output.request_id].append(output)
+    assert sum(len(output.token_ids) for output in seen["runs"]) >= 3
+    now[0] += 2.5
+    while engine.has_work:
+        for output in engine.step():
+            seen[output.request_id].append(output)
+    assert [seen[name][-1].finish_reason for name in seen] == ["deadline", "deadline", "length"]
+    assert seen["waits"][-1].token_ids == []
+    assert engine.stats.kv_usage == 0
+
+
+def test_tokens_that_come_after_the_deadline_are_not_emitted(tiny_target_folder):
+    """It passes while the step runs."""
+    times = iter([0.0] * 3 + [9.0] * 20)  # added, two looks at the first step, then late
+    engine = Engine(load_target(str(tiny_target_folder)), proposer="none", clock=lambda: next(times))
+    engine.add([1, 2, 3], SamplingParams(max_tokens=9, deadline_s=1.0, ignore_eos=True), request_id="a")
+    (first,) = engine.step()
+    assert len(first.token_ids) == 1
+    (last,) = engine.step()
+    assert (last.token_ids, last.finish_reason) == ([], "deadline")
+
+
+def test_higher_priority_is_served_first(tiny_target_folder):
+    config = EngineConfig(max_batch=1)
+    engine = Engine(load_target(str(tiny_target_folder)), proposer="none", config=config)
+    for name, priority in (("low", -1), ("normal", 0), ("high", 5), ("normal too", 0)):
+        engine.add([1, 2], SamplingParams(max_tokens=2, priority=priority, ignore_eos=True), request_id=name)
+    ended = []
+    while engine.has_work:
+        ended += [output.request_id for output in engine.step() if output.finish_reason]
+    assert ended == ["high", "normal", "normal too", "low"]
+
+
+def test_what_a_request_asks_for_must_be_there(engine):
+    with pytest.raises(ValueError, match=r"proposer=head: this engine has .*ngram"):
+        engine.add([1], SamplingParams(proposer="head"))
+    with pytest.raises(ValueError, match=r"n=2: add\(\) queues one"):
+        engine.add([1], SamplingParams(n=2))
+    with pytest.raises(ValueError, match="stop: this engine has no tokenizer"):
+        engine.add([1], SamplingParams(stop=("a",)))
+    for field in ({"logit_bias": {5000: 1.0}}, {"allowed_token_ids": (5000,)}, {"bad_words": ((1, 5000),)}):
+        with pytest.raises(ValueError, match="token id 5000"):
+            engine.add([1], SamplingParams(**field))
+    assert not engine.has_work
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tiny_target_folder, make_target_folder):
+    other = make_target_folder(seed=3, vocab_size=400)
+    with pytest.raises(ValueError, match=r"proposer\.draft_model: its vocabulary has 400 tokens, the target's 384"):
+        Engine(load_target(str(tiny_target_folder)), draft_model=load_target(str(other)))
+    folder = make_target_folder(seed=3)
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace('"<|endoftext|>"', '"<|other|>"'))
+    model = ModelConfig(name="tiny", path=str(tiny_target_folder))
+    asked = ProposerConfig(name="draft_model", draft_model=str(folder))
+    with pytest.raises(ValueError, match=r"must share the target's tokenizer"):
+        Engine.load(model, None, None, asked)
+
+
+def test_a_draft_model_with_a_short_context_stops_drafting_and_the_request_goes_on(
+    tiny_target_folder, make_target_folder
+):
+    smaller = load_target(str(make_target_folder(seed=0, max_position_embeddings=32)))
+    target = load_target(str(tiny_target_folder))
+    plain = Engine(load_target(str(tiny_target_folder)), proposer="none")
+    engine = Engine(target, draft_model=smaller, proposer="draft_model")
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    for prompt in ([3] * 10, [3] * 50):
+        (completion,) = engine.generate([prompt], params)
+        assert completion.token_ids == plain.generate([prompt], params)[0].token_ids
+        assert (completion.stats.drafted > 0) == (len(prompt) < 32)
