@@ -280,7 +280,7 @@ def export(
     text_bytes = sum(len(document.text.encode()) for document in read_split("held_out"))
     bpb = nats * len(stream) / text_bytes / math.log(2)
     prompts = ["    def __init__(self, ", "class Error(Exception):\n", "import os\nimport sys\n"]
-    blocks = "\n".join(f"```python\n{complete(model, tokenizer, prompt)}\n```" for prompt in prompts)
+    blocks = "\n".join(f"```text\n{complete(model, tokenizer, prompt)}\n```" for prompt in prompts)
     card = CARD.format(
         **asdict(config) | {"layers": config.layers},
         parameters=sum(p.numel() for p in model.parameters()) / 1e6,
