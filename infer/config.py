@@ -169,6 +169,7 @@ class EngineConfig:
     max_batch: int = 32  # requests decoded together
     prefill_chunk: int = 256  # prompt tokens of one request per step
     max_rows: int = 512  # rows of one target forward: drafts and prefill chunks together
+    prefix_cache: bool = True  # requests share the KV of common beginnings (of one tenant: SamplingParams.cache_salt)
     exact: bool = True  # the same bits for a row in any batch (DESIGN section 6)
     threads: int | None = None  # CPU threads of a step; null: one or torch's own number, as measured at start
 

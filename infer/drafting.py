@@ -74,6 +74,16 @@ class Drafting:
                 for request in batch:
                     self._give_up(request, error)
 
+    def filled_by(self, request: Request) -> str:
+        """Requests with one answer fill the same layers of their pages, and may share them."""
+        return self.name_for(request) if self._of(request).kv_layers else ""
+
+    def synced(self, request: Request) -> int:
+        return self._of(request).synced(request)
+
+    def resume(self, request: Request) -> None:
+        self._of(request).resume(request)
+
     def release(self, request: Request) -> None:
         for proposer in self._proposers.values():
             proposer.release(request)
@@ -105,3 +115,4 @@ class Drafting:
         log.warning("%s: proposer %s failed and drafts no more for it: %r", request.request_id, name, error)
         self._proposers[name].release(request)
         request.drafting_failed = True
+        request.keys = None  # its pages are no longer filled in every layer

@@ -25,6 +25,7 @@ from infer.config import EngineConfig, HeadConfig, ModelConfig, ProposerConfig
 from infer.drafting import Drafting
 from infer.kv_cache import KVPool, LayerShape
 from infer.logprobs import token_logprobs
+from infer.pages import BlockKeys
 from infer.proposers import build_proposers
 from infer.proposers.base import Budget, Proposer
 from infer.proposers.draft_model import DraftModelProposer
@@ -150,8 +151,18 @@ class Engine:
 
     # ---- what a caller does -------------------------------------------------------------------------------------
 
-    def add(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> str:
-        """Queues a request. Raises ValueError for a prompt that is empty, too long or not of this vocabulary."""
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        parent: str | None = None,
+    ) -> str:
+        """Queues a request. Raises ValueError for a prompt that is empty, too long or not of this vocabulary.
+
+        `parent`: an unfinished request with the same prompt, whose pages over it this one shares.
+        """
         prompt = list(prompt_ids)
         if not prompt:
             raise ValueError("prompt: empty; it must hold at least one token")
@@ -182,9 +193,17 @@ class Engine:
         request = Request(request_id, prompt, params, seed, list(prompt), arrival=next(self._arrivals))
         if params.deadline_s is not None:
             request.deadline = self._clock() + params.deadline_s
+        if self.config.prefix_cache and params.prompt_logprobs is None:  # these need every row of the prompt
+            filled_by = self._drafting.filled_by(request)
+            request.keys = BlockKeys(self._pool.pages.secret, params.cache_salt, filled_by, self.config.page_size)
         if params.stop:
             assert self.tokenizer is not None
             request.stop_text = StopText(self.tokenizer.stream(), params.stop)
+        if parent is not None:
+            request.parent = self._requests.get(parent)
+            assert request.parent is None or request.parent.prompt_ids == prompt
+            if request.keys is None or (request.parent and request.parent.keys is None):
+                request.parent = None  # it shares nothing
         self._requests[request_id] = request
         self._scheduler.add(request)
         return request_id
@@ -269,12 +288,13 @@ class Engine:
         per_prompt = [params] * len(ids) if isinstance(params, SamplingParams) else list(params)
         if len(per_prompt) != len(ids):
             raise ValueError(f"params: {len(per_prompt)} for {len(ids)} prompts")
-        ids = [prompt for prompt, own in zip(ids, per_prompt, strict=True) for _ in range(own.n)]
-        per_prompt = [single for own in per_prompt for single in answers(own)]
         added: list[str] = []
         try:
             for prompt, own in zip(ids, per_prompt, strict=True):
-                added.append(self.add(prompt, own))
+                first = None
+                for single in answers(own):
+                    added.append(self.add(prompt, single, parent=first))
+                    first = first or added[-1]
             requests = [self._requests[request_id] for request_id in added]
             self._run_until_done(added, on_output, progress)
         except BaseException:
@@ -287,8 +307,8 @@ class Engine:
 
     def _decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
         tree = self._drafting.propose(requests, budgets)
-        wanted = self._drafting.wants_features(requests)
-        rows = self._runner.verify(requests, tree, wanted)
+        self._publish(requests)
+        rows = self._runner.verify(requests, tree, self._drafting.wants_features(requests))
         lengths = tree.length.tolist()
         logits = self._runner.logits(rows.hidden)
         choices = choose_rows(requests, lengths, logits, rows.positions, self._stop_ids(requests), tree)
@@ -321,8 +341,7 @@ class Engine:
                 counts.append(len(path))
                 kept_rows += path_rows
         if survivors:
-            features = rows.features[torch.tensor(kept_rows, device=self.device)]
-            self._drafting.commit(survivors, counts, features)
+            self._commit(survivors, counts, rows.features[torch.tensor(kept_rows, device=self.device)])
         return outputs
 
     def _prefill(self, requests: list[Request], chunks: list[int]) -> list[StepOutput]:
@@ -353,8 +372,19 @@ class Engine:
         alive = [b for b, request in enumerate(requests) if request.finish_reason is None]
         if alive:
             features = torch.cat([pieces[b] for b in alive])
-            self._drafting.commit([requests[b] for b in alive], [chunks[b] for b in alive], features)
+            self._commit([requests[b] for b in alive], [chunks[b] for b in alive], features)
+            self._publish([requests[b] for b in alive])
         return outputs
+
+    def _commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
+        for request, count, rows in zip(requests, counts, features.split(list(counts)), strict=True):
+            self._pool.keep_features(request, count, rows)
+        self._drafting.commit(requests, counts, features)
+
+    def _publish(self, requests: Sequence[Request]) -> None:
+        """Lets others share what is verified and was read by the proposer too."""
+        for request in requests:
+            self._pool.publish(request, self._drafting.synced(request))
 
     def _score_prompts(self, requests: list[Request], chunks: list[int], hidden: Tensor) -> None:
         """Log-probabilities of the prompt tokens after this chunk's rows, for requests that asked for them."""
@@ -423,6 +453,7 @@ class Engine:
         self._head = HeadProposer(packed, len(self._target_layers), tree_shape(self.proposer_config))
         if before is None or before.kv_layers != self._head.kv_layers:
             self._make_pool()
+        self._pool.pages.forget()  # another head fills pages otherwise
         self._head.attach(self._pool)
 
     def _use_draft_model(self, model: LlamaTarget) -> None:
@@ -459,6 +490,7 @@ class Engine:
             draft_budget=lambda request: self._drafting.budget(request),
             draft_places=lambda request, budget: self._drafting.places(request, budget),
             on_preempt=lambda request: self._drafting.release(request),
+            on_resume=lambda request: self._drafting.resume(request),
         )
 
     def _probe_exactness(self, linears: Sequence[PackedLinear]) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from infer.pages import Pages
 from infer.request import Request
 from infer.tree import MAX_NODES
 from kernels.attention import PagedAttention, plan_attention
@@ -53,13 +54,17 @@ class KVPool:
             torch.zeros(2, shape.kv_heads, slots, shape.head_dim, dtype=dtype, device=device)
             for shape in layers[tree_layers:]
         ]
-        self._free = list(range(num_pages, 0, -1))
+        self.pages = Pages(num_pages)
         width = -(-(max_positions + MAX_NODES) // page_size)  # a tree has more places than positions
         self._table = torch.zeros(max_requests, width, dtype=torch.int64, device=device)
 
     @property
     def free_pages(self) -> int:
-        return len(self._free)
+        return self.pages.free
+
+    def free_without(self, known: Sequence[int]) -> int:
+        """Pages left for others if `known` ones are held."""
+        return self.pages.free_without(known)
 
     def pages_for(self, positions: int) -> int:
         return -(-positions // self.page_size)
@@ -69,18 +74,66 @@ class KVPool:
         missing = self.pages_for(positions) - len(request.pages)
         if missing <= 0:
             return True
-        if missing > len(self._free):
+        if missing > self.pages.free:
             return False
-        new = [self._free.pop() for _ in range(missing)]
-        held = len(request.pages)
-        self._table[request.slot, held : held + missing] = torch.tensor(new, device=self.device)
-        request.pages += new
+        self._append(request, self.pages.take(missing))
         return True
 
     def release(self, request: Request) -> None:
-        self._free += reversed(request.pages)
+        self.pages.drop(request.pages)
         self._table[request.slot, : len(request.pages)] = 0
         request.pages = []
+
+    def known(self, request: Request) -> list[int]:
+        """Pages that hold the KV of the request's first tokens, one of which at least is left to compute."""
+        if request.keys is None:
+            return []
+        return self.pages.find(request.keys.upto(request.tokens, (len(request.tokens) - 1) // self.page_size))
+
+    def adopt(self, request: Request, pages: Sequence[int]) -> None:
+        """Begins the request, which holds nothing yet, with `known` pages."""
+        assert not request.pages
+        self.pages.hold(pages)
+        self._append(request, pages)
+        request.computed = request.published = len(pages) * self.page_size
+        request.last_features = self.pages.value(pages[-1]) if pages else None
+
+    def keep_features(self, request: Request, count: int, features: Tensor) -> None:
+        """`features` `[count, F]` of the last committed positions: those that end a page are kept with it."""
+        if request.keys is None or not features.shape[-1]:
+            return
+        first = request.computed - count
+        for position in range(first + (-first - 1) % self.page_size, request.computed, self.page_size):
+            request.block_ends[position] = features[position - first].clone()
+
+    def publish(self, request: Request, positions: int) -> None:
+        """Makes the request's pages over its first `positions` known: these are verified and filled in every layer."""
+        if request.keys is None:
+            return
+        while request.published + self.page_size <= positions:
+            block = request.published // self.page_size
+            key = request.keys.upto(request.tokens, block + 1)[block]
+            request.published += self.page_size
+            self.pages.publish(request.pages[block], key, request.block_ends.pop(request.published - 1, None))
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Begins the child with the parent's pages over their common prompt; its last token is left to compute.
+
+        Full pages are shared, the page that both go on writing to is copied: the child has its own before it writes.
+        """
+        shared, rest = divmod(len(child.prompt_ids) - 1, self.page_size)
+        self.pages.hold(parent.pages[:shared])
+        (own,) = self.pages.take(1)
+        self._append(child, [*parent.pages[:shared], own])
+        source, destination = parent.pages[shared] * self.page_size, own * self.page_size
+        for cache in self.caches:
+            cache[:, :, destination : destination + rest + 1] = cache[:, :, source : source + rest + 1]
+        child.computed, child.published = len(child.prompt_ids) - 1, shared * self.page_size
+
+    def _append(self, request: Request, pages: Sequence[int]) -> None:
+        held = len(request.pages)
+        self._table[request.slot, held : held + len(pages)] = torch.tensor(list(pages), device=self.device)
+        request.pages += pages
 
     def move(self, requests: Sequence[Request], sources: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
         """Brings the KV of places `sources[b]` to places `starts[b]`, `starts[b] + 1`, ... in the target's layers.
@@ -102,22 +155,28 @@ class KVPool:
     def _slot(self, request: Request, place: int) -> int:
         return request.pages[place // self.page_size] * self.page_size + place % self.page_size
 
-    def check(self, running: Sequence[Request]) -> None:
-        """Invariant: every page is free or belongs to exactly one running request."""
-        held = [page for request in running for page in request.pages]
-        assert sorted(held + self._free) == list(range(1, self.num_pages + 1)), "pages leaked or shared"
+    def invariants(self, running: Sequence[Request]) -> None:
+        """Every page is free, known or held, and tables say what requests hold. For tests: it looks at everything."""
+        self.pages.invariants(page for request in running for page in request.pages)
         for request in running:
             assert self._table[request.slot, : len(request.pages)].tolist() == request.pages
 
     def rows(
-        self, requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int], words: Tensor | None = None
+        self,
+        requests: Sequence[Request],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        words: Tensor | None = None,
+        *,
+        first: int = 0,
     ) -> AttentionRows:
         """Addresses `counts[b]` new rows of each request from place `starts[b]` on; `words` `[R]` for a tree's rows."""
         table = self._table[[request.slot for request in requests]]
-        return AttentionRows.blocks(table, list(starts), list(counts), page_size=self.page_size, words=words)
+        size = self.page_size
+        return AttentionRows.blocks(table, list(starts), list(counts), page_size=size, words=words, first=first)
 
     def level(
-        self, requests: Sequence[Request], starts: Sequence[int], offsets: Tensor, words: Tensor
+        self, requests: Sequence[Request], starts: Sequence[int], offsets: Tensor, words: Tensor, *, first: int = 0
     ) -> AttentionRows:
         """Addresses N rows of each request, at places `starts[b] + offsets[n]`; `words` `[B, N]` count from there."""
         table = self._table[[request.slot for request in requests]]
@@ -125,7 +184,9 @@ class KVPool:
         request = torch.arange(count, device=self.device).repeat_interleave(width)
         committed = torch.tensor(starts, device=self.device).repeat_interleave(width)
         longest = max(starts) + MAX_NODES
-        return AttentionRows(table, request, committed, offsets.repeat(count), words.flatten(), self.page_size, longest)
+        return AttentionRows(
+            table, request, committed, offsets.repeat(count), words.flatten(), self.page_size, longest, first
+        )
 
     def attention(
         self, rows: AttentionRows, num_heads: int, num_kv_heads: int, head_dim: int, *, first_layer: int = 0
@@ -141,5 +202,5 @@ class PooledAttention:
     def __init__(self, caches: Sequence[Tensor], first_layer: int, plan: PagedAttention) -> None:
         self._caches, self._first, self._plan = caches, first_layer, plan
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self._plan(q, k, v, self._caches[self._first + layer], q.shape[-1] ** -0.5)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+        return self._plan(q, k, v, self._caches[self._first + layer], q.shape[-1] ** -0.5, window)

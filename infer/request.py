@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from torch import Tensor
+
 from infer.logits import TokenCounts
 from infer.logprobs import TokenLogprob
+from infer.pages import BlockKeys
 from infer.params import MAX_SEED, SamplingParams
 from infer.stopping import FinishReason, StopText
 
@@ -98,6 +101,13 @@ class Request:
     phase: Phase = Phase.WAITING
     slot: int = -1  # row of the block table while running
     pages: list[int] = field(default_factory=list)
+    keys: BlockKeys | None = None  # None: its pages are not shared
+    published: int = 0  # positions whose pages others may share
+    block_ends: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # features of positions that end a page, to be published
+    last_features: Tensor | None = None  # of position `computed - 1`, where the request began with known pages
+    parent: Request | None = None  # of several answers to one prompt, the one that computes it
     arrival: int = 0  # order in which requests came
     deadline: float | None = None  # on the engine's clock
     stats: SpeculationStats = field(default_factory=SpeculationStats)

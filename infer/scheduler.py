@@ -16,6 +16,11 @@ def order(request: Request) -> tuple[int, int]:
     return -request.params.priority, request.arrival
 
 
+def prompt_is_ready(parent: Request) -> bool:
+    """Whether other answers to the prompt can begin: it was computed and, for a first draft, read by the proposer."""
+    return parent.phase is Phase.FINISHED or (parent.phase is Phase.DECODE and parent.computed > len(parent.prompt_ids))
+
+
 @dataclass
 class Step:
     decodes: list[Request] = field(default_factory=list)
@@ -39,9 +44,11 @@ class Scheduler:
         draft_budget: Callable[[Request], Budget],
         draft_places: Callable[[Request, Budget], int],
         on_preempt: Callable[[Request], None],
+        on_resume: Callable[[Request], None],
     ) -> None:
         self._pool, self._max_rows, self._chunk = pool, max_rows, prefill_chunk
-        self._draft_budget, self._draft_places, self._on_preempt = draft_budget, draft_places, on_preempt
+        self._draft_budget, self._draft_places = draft_budget, draft_places
+        self._on_preempt, self._on_resume = on_preempt, on_resume
         self._free_slots = list(range(max_batch - 1, -1, -1))
         self.waiting: list[Request] = []  # both in order of service
         self.running: list[Request] = []
@@ -87,21 +94,38 @@ class Scheduler:
                 step.prefills.append(request)
                 step.chunks.append(chunk)
                 rows -= chunk
-        while self.waiting and self._free_slots and rows > 0:
-            request = self.waiting[0]
-            # The whole prompt must fit beside what runs, or admitting it would only pre-empt it again.
-            if self._pool.pages_for(len(request.tokens) + 1) > self._pool.free_pages:
+        for request in list(self.waiting):
+            if not self._free_slots or rows < 1:
                 break
-            self.waiting.pop(0)
-            request.slot, request.phase, request.computed = self._free_slots.pop(), Phase.PREFILL, 0
-            bisect.insort(self.running, request, key=order)
-            chunk = min(self._chunk, rows, len(request.tokens))
+            if request.parent is not None and not prompt_is_ready(request.parent):
+                continue
+            known = self._pool.known(request)
+            # The whole prompt must fit beside what runs, or admitting it would only pre-empt it again.
+            if self._pool.pages_for(len(request.tokens) + 1) - len(known) > self._pool.free_without(known):
+                break
+            self._admit(request, known)
             reserved = self._pool.reserve(request, len(request.tokens))
             assert reserved
+            chunk = min(self._chunk, rows, len(request.tokens) - request.computed)
             step.prefills.append(request)
             step.chunks.append(chunk)
             rows -= chunk
         return step
+
+    def _admit(self, request: Request, known: list[int]) -> None:
+        self.waiting.remove(request)
+        request.slot, request.phase, request.computed = self._free_slots.pop(), Phase.PREFILL, 0
+        request.published = 0
+        bisect.insort(self.running, request, key=order)
+        request.last_features = None
+        request.block_ends.clear()
+        parent, request.parent = request.parent, None
+        if parent is not None and parent.phase is Phase.DECODE:
+            self._pool.fork(parent, request)
+        else:
+            self._pool.adopt(request, known)
+        if request.computed:
+            self._on_resume(request)
 
     def _still_running(self, requests: list[Request], budgets: list[Budget]) -> tuple[list[Request], list[Budget]]:
         pairs = [(r, b) for r, b in zip(requests, budgets, strict=True) if r.phase is Phase.DECODE]

@@ -22,8 +22,13 @@ from kernels.tiles import KV_TILE, TiledAttention
 
 
 class PagedAttention(Protocol):
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float) -> Tensor:
-        """q `[R, nh, D]`, k and v `[R, nkv, D]`, cache `[2, nkv, slots, D]` of one layer -> `[R, nh * D]`."""
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        """q `[R, nh, D]`, k and v `[R, nkv, D]`, cache `[2, nkv, slots, D]` of one layer -> `[R, nh * D]`.
+
+        With `window` a row sees only the last that many of its keys.
+        """
         ...
 
 

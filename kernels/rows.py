@@ -15,7 +15,8 @@ class AttentionRows:
 
     A row lies at place `committed + offset` of its request and sees the `committed` places before the step's rows;
     besides, with `words`, the places `committed + j` for every set bit j (its ancestors and itself), else the places
-    of the rows before it and its own. Without words a request's offsets must be 0, 1, 2, ...
+    of the rows before it and its own. Without words a request's offsets must be 0, 1, 2, ... Nobody sees the places
+    before `first`.
     """
 
     table: Tensor  # [B, P] page ids
@@ -25,6 +26,7 @@ class AttentionRows:
     words: Tensor | None  # [R] int64
     page_size: int
     longest: int  # at least the number of keys that any row sees
+    first: int = 0
 
     @classmethod
     def blocks(
@@ -35,16 +37,16 @@ class AttentionRows:
         *,
         page_size: int,
         words: Tensor | None = None,
+        first: int = 0,
     ) -> AttentionRows:
         """`counts[b]` rows of request b at offsets 0, 1, ...; `words` `[R]`, None for rows that each see all before."""
         device = table.device
-        request = torch.tensor([b for b, count in enumerate(counts) for _ in range(count)], device=device)
-        first = torch.tensor(
-            [n for n, count in zip(committed, counts, strict=True) for _ in range(count)], device=device
-        )
+        blocks = list(zip(committed, counts, strict=True))
+        request = torch.tensor([b for b, (_, count) in enumerate(blocks) for _ in range(count)], device=device)
+        start = torch.tensor([start for start, count in blocks for _ in range(count)], device=device)
         offset = torch.tensor([j for count in counts for j in range(count)], device=device)
-        longest = max(start + count for start, count in zip(committed, counts, strict=True))
-        return cls(table, request, first, offset, words, page_size, longest)
+        longest = max(start + count for start, count in blocks)
+        return cls(table, request, start, offset, words, page_size, longest, first)
 
     @property
     def places(self) -> Tensor:

@@ -27,10 +27,11 @@ class TiledAttention:
         nth = None
         if rows.words is None:
             request, counts = rows.request.unique_consecutive(return_counts=True)
-            committed = rows.committed[counts.cumsum(0) - 1]
+            committed = rows.committed[counts.cumsum(0) - 1] - rows.first
             ends = committed + counts
         else:
-            request, committed, counts = rows.request, rows.committed, torch.ones_like(rows.request)
+            request, committed = rows.request, rows.committed - rows.first
+            counts = torch.ones_like(request)
             nth, set_bits = places_of_bits(rows.words)
             ends = committed + set_bits
         width = int(counts.max())
@@ -41,18 +42,18 @@ class TiledAttention:
         first = tiles.cumsum(0) - tiles
         index = torch.arange(len(self._tile_of), device=device) - first[self._tile_of]
         key = index[:, None] * KV_TILE + torch.arange(KV_TILE, device=device)  # [S, KV_TILE] in order of position
-        place = key
+        place = key + rows.first
         if nth is not None:
             beyond = key - committed[self._tile_of, None]
             bit = nth[self._tile_of].gather(1, beyond.clamp(0, WORD_BITS - 1))
-            place = torch.where(beyond < 0, key, committed[self._tile_of, None] + bit)
+            place = torch.where(beyond < 0, place, committed[self._tile_of, None] + rows.first + bit)
         page = (place // rows.page_size).clamp(max=rows.table.shape[1] - 1)
         pages = rows.table[request[self._tile_of]].gather(1, page)
         self._gather = (pages * rows.page_size + place % rows.page_size).flatten()
         limit = (ends - counts)[:, None] + torch.arange(1, self._width + 1, device=device)  # [G, N] keys a row sees
-        hidden = key[:, None, :] >= torch.minimum(limit, ends[:, None])[self._tile_of][:, :, None]
-        bias = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, MASKED)
-        self._bias = bias.repeat_interleave(group, dim=1).repeat(num_kv_heads, 1, 1)  # [nkv * S, N * group, KV_TILE]
+        self._key = key
+        self._limit = torch.minimum(limit, ends[:, None])[self._tile_of]  # [S, N]
+        self._biases: dict[int | None, Tensor] = {}
         local = torch.arange(self._width, device=device)
         starts = torch.arange(len(counts), device=device)[:, None] * self._width
         self._rows = (starts + local)[local < counts[:, None]]  # [R] where row r stands in [G * N]
@@ -61,7 +62,9 @@ class TiledAttention:
         self._valid = step < tiles[:, None]  # [G, T]
         self._merge = torch.where(self._valid, first[:, None] + step, 0)  # [G, T] tiles of each sequence in order
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
         cache[0].index_copy_(1, self._slots, k.transpose(0, 1))
         cache[1].index_copy_(1, self._slots, v.transpose(0, 1))
         _, heads, dim = q.shape
@@ -70,12 +73,23 @@ class TiledAttention:
         q = q.view(G, N, kv_heads, group, dim).permute(2, 0, 1, 3, 4).reshape(kv_heads, G, N * group, dim).float()
         q = q.index_select(1, self._tile_of).view(-1, N * group, dim)  # [nkv * S, N * group, D]
         keys, values = cache.index_select(2, self._gather).float().view(2, -1, KV_TILE, dim)
-        scores = torch.baddbmm(self._bias, q, keys.transpose(1, 2), alpha=scale)
+        scores = torch.baddbmm(self._bias(window), q, keys.transpose(1, 2), alpha=scale)
         out = torch.bmm(scores.softmax(-1), values)
         if self._merge.shape[1] > 1:
             out = self._combine(out, scores)
         out = out.view(kv_heads, G, N, group, dim).permute(1, 2, 0, 3, 4).reshape(G * N, heads * dim)
         return out.index_select(0, self._rows).to(cache.dtype)
+
+    def _bias(self, window: int | None) -> Tensor:
+        """[nkv * S, N * group, KV_TILE] what hides the keys that a row does not see; the same for most layers."""
+        if window not in self._biases:
+            key, limit = self._key[:, None, :], self._limit[:, :, None]
+            hidden = key >= limit
+            if window is not None:
+                hidden |= key < limit - window
+            bias = torch.zeros(hidden.shape, device=key.device).masked_fill_(hidden, MASKED)
+            self._biases[window] = bias.repeat_interleave(self._group, dim=1).repeat(self._kv_heads, 1, 1)
+        return self._biases[window]
 
     def _combine(self, out: Tensor, scores: Tensor) -> Tensor:
         """Combines the tiles of a sequence, each normalised in itself, by their log-sum-exp."""

@@ -15,9 +15,12 @@ from torch import Tensor
 
 
 class Attention(Protocol):
-    """Contract: q `[..., nh, D]`, k and v `[..., nkv, D]` with nh a multiple of nkv; returns `[..., nh * D]`."""
+    """Contract: q `[..., nh, D]`, k and v `[..., nkv, D]` with nh a multiple of nkv; returns `[..., nh * D]`.
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+    With `window` a row at position p sees positions above p - window only.
+    """
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor: ...
 
 
 def repeat_kv(x: Tensor, groups: int) -> Tensor:
@@ -28,10 +31,15 @@ def repeat_kv(x: Tensor, groups: int) -> Tensor:
 class CausalAttention:
     """Every row of `[B, T]` attends to itself and to all rows before it. Stateless."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, heads, T, D]
-        groups = q.shape[1] // k.shape[1]
-        out = F.scaled_dot_product_attention(q, repeat_kv(k, groups), repeat_kv(v, groups), is_causal=True)
+        groups, T = q.shape[1] // k.shape[1], q.shape[2]
+        k, v = repeat_kv(k, groups), repeat_kv(v, groups)
+        if window is None or window >= T:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            seen = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         return out.transpose(1, 2).flatten(2)
 
 
@@ -53,7 +61,8 @@ class TrainingTimeTestAttention:
         assert step == self._step + 1, "training-time-test steps run in order"
         self._step = step
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+        assert window is None, "heads see everything"
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, heads, T, D]
         groups = q.shape[1] // k.shape[1]
         keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])

@@ -46,8 +46,21 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP: the `active` likeliest of `count` experts answer for a token."""
+
+    count: int
+    active: int
+    intermediate_size: int
+    normalise: bool  # the weights of the active experts sum to one
+
+
+@dataclass(frozen=True)
 class TargetConfig:
-    """A decoder-only target in Llama's family, under our own names for what `config.json` says."""
+    """A decoder-only target in Llama's family, under our own names for what `config.json` says.
+
+    `from_json` reads what the families share; what one of them does otherwise is in its file in models/targets/.
+    """
 
     architecture: str
     vocab_size: int
@@ -60,11 +73,15 @@ class TargetConfig:
     rms_norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool
+    attention_bias: bool  # of the QKV projections
+    output_bias: bool  # of the attention's output projection
     mlp_bias: bool
     rope: RopeConfig
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    qk_norm: bool = False  # queries and keys are normed per head, before the rotary embedding
+    windows: tuple[int | None, ...] = ()  # per layer, how many positions a row sees, its own included; () or None: all
+    experts: ExpertsConfig | None = None
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> TargetConfig:
@@ -98,11 +115,15 @@ class TargetConfig:
             max_position_embeddings=config.get("max_position_embeddings", 2048),
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
+            output_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
             rope=RopeConfig.from_json(config),
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         )
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
 
     @property
     def default_aux_layers(self) -> tuple[int, int, int]:

@@ -52,24 +52,46 @@ class Proposer(Protocol):
         """
         ...
 
+    def synced(self, request: Request) -> int:
+        """Of the committed positions, how many its own layers of the pool are filled for."""
+        ...
+
+    def resume(self, request: Request) -> None:
+        """The request begins with pages filled by another one, over its first `computed` positions.
+
+        `request.last_features` are those of the last of them, or None if its slot is filled too.
+        """
+        ...
+
     def release(self, request: Request) -> None: ...
 
 
-class NoProposer:
+class WithoutLayers:
+    """What a proposer that keeps nothing in the pool has to say about pages."""
+
+    aux_layers: tuple[int, ...] = ()
+    kv_layers: tuple[LayerShape, ...] = ()
+
+    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
+        pass
+
+    def synced(self, request: Request) -> int:
+        return request.computed
+
+    def resume(self, request: Request) -> None:
+        pass
+
+    def release(self, request: Request) -> None:
+        pass
+
+
+class NoProposer(WithoutLayers):
     """Plain decoding: trees of one node."""
 
     name = "none"
-    aux_layers: tuple[int, ...] = ()
-    kv_layers: tuple[LayerShape, ...] = ()
 
     def places(self, budget: Budget) -> int:
         return 0
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         return DraftTree.chains([request.tokens[-1] for request in requests], [()] * len(requests))
-
-    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        pass
-
-    def release(self, request: Request) -> None:
-        pass

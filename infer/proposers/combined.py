@@ -33,6 +33,13 @@ class CombinedProposer:
         for source in self.sources:
             source.commit(requests, counts, features)
 
+    def synced(self, request: Request) -> int:
+        return min(source.synced(request) for source in self.sources)
+
+    def resume(self, request: Request) -> None:
+        for source in self.sources:
+            source.resume(request)
+
     def release(self, request: Request) -> None:
         for source in self.sources:
             source.release(request)

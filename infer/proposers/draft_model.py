@@ -55,6 +55,12 @@ class DraftModelProposer:
             self._draft(requests, depths, going, drafts)
         return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
 
+    def synced(self, request: Request) -> int:
+        return min(request.computed, len(self._seen.get(request.request_id, ())))
+
+    def resume(self, request: Request) -> None:
+        self._seen[request.request_id] = request.tokens[: request.computed]
+
     def release(self, request: Request) -> None:
         self._seen.pop(request.request_id, None)
 

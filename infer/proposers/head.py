@@ -1,8 +1,10 @@
 """Drafts a chain or a tree with an EAGLE-3 head.
 
-The head's KV is a layer of the engine's pool. After a verify the head runs over the accepted positions with the
-target's features, which overwrites what it wrote from its own states; the last of these rows gives the first drafted
-tokens, and every further level costs one forward of the nodes that are grown.
+The head's KV is a layer of the engine's pool. What it makes of slot i (token t[i+1], feature f[i]) lies at place i + 1,
+so that a page depends on the tokens up to its own end alone and can be shared by texts that go on differently. After a
+verify the head runs over the accepted positions with the target's features, which overwrites what it wrote from its own
+states; the last of these rows gives the first drafted tokens, and every further level costs one forward of the nodes
+that are grown.
 """
 
 from __future__ import annotations
@@ -67,6 +69,15 @@ class HeadProposer:
         tree = draft([requests[i] for i in active], [budgets[i] for i in active])
         return tree if roots is None else DraftTree.stack([tree, roots], [active, idle])
 
+    def synced(self, request: Request) -> int:
+        pending = self._pending.get(request.request_id)
+        # Slots before the first pending one are filled; they reach one place further than they count.
+        return request.computed if pending is None else min(request.computed, request.computed - len(pending) + 1)
+
+    def resume(self, request: Request) -> None:
+        if request.last_features is not None:
+            self._pending[request.request_id] = request.last_features[None]
+
     def release(self, request: Request) -> None:
         self._pending.pop(request.request_id, None)
 
@@ -85,7 +96,7 @@ class HeadProposer:
                 state, tokens, parameters = state[keep], tokens[keep], parameters and parameters.rows(keep)
             slots = [len(requests[index].tokens) - 2 + drafted for index in going]
             rows = self._rows([requests[index] for index in going], slots, [1] * len(going))
-            state = self._head.step(tokens, state, rows.places, self._attention(rows))
+            state = self._head.step(tokens, state, rows.places - 1, self._attention(rows))
             tokens = self._choose(state, slots, parameters)
             for index, token in zip(going, tokens.tolist(), strict=True):
                 drafts[index].append(token)
@@ -97,8 +108,8 @@ class HeadProposer:
         assert self._pool is not None
         device, shape, batch = self._draft_ids.device, self.shape, len(requests)
         parameters = choice_parameters(requests, device)
-        starts = [len(request.tokens) - 1 for request in requests]  # where the head's own rows begin
-        start = torch.tensor(starts, device=device)[:, None]
+        slots = [len(request.tokens) - 1 for request in requests]  # where the head's own rows begin
+        start = torch.tensor(slots, device=device)[:, None]
         state = self._read_pending(requests)[:, None]  # [B, M, H] of the nodes that a level is grown from
         worth = torch.zeros(batch, 1, device=device)  # [B, M] cumulative log-probability of these
         above = torch.full((batch, 1), -1, device=device)  # [B, M] their candidate indices
@@ -129,7 +140,7 @@ class HeadProposer:
             offsets = run + torch.arange(picked.shape[1], device=device)
             parent = picked // R
             words = words.gather(1, parent) | (torch.ones((), dtype=torch.int64, device=device) << offsets)
-            rows = self._pool.level(requests, starts, offsets, words)
+            rows = self._pool.level(requests, [slot + 1 for slot in slots], offsets, words, first=1)
             state = state.gather(1, parent[..., None].expand(-1, -1, state.shape[-1]))
             position = (start + level - 1).expand_as(picked).flatten()
             state = self._head.step(
@@ -144,9 +155,10 @@ class HeadProposer:
             [request.tokens[-1] for request in requests], token, parent, torch.cat(levels).to(device), score, budgets
         )
 
-    def _rows(self, requests: Sequence[Request], starts: Sequence[int], counts: Sequence[int]) -> AttentionRows:
+    def _rows(self, requests: Sequence[Request], slots: Sequence[int], counts: Sequence[int]) -> AttentionRows:
+        """Addresses `counts[b]` slots of each request from `slots[b]` on."""
         assert self._pool is not None
-        return self._pool.rows(requests, starts, counts)
+        return self._pool.rows(requests, [slot + 1 for slot in slots], counts, first=1)
 
     def _attention(self, rows: AttentionRows) -> PooledAttention:
         assert self._pool is not None
@@ -172,7 +184,7 @@ class HeadProposer:
         aux = torch.cat(features).chunk(len(self.aux_layers), dim=-1)
         rows = self._rows(requests, starts, counts)
         tokens = torch.tensor(shifted, device=aux[0].device)
-        state = self._head.step(tokens, self._head.fuse(aux), rows.places, self._attention(rows))
+        state = self._head.step(tokens, self._head.fuse(aux), rows.places - 1, self._attention(rows))
         for request in requests:  # only now: had it failed, another try would still find them
             del self._pending[request.request_id]
         return state[torch.tensor(counts, device=state.device).cumsum(0) - 1]

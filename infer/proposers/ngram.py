@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from infer.kv_cache import LayerShape
-from infer.proposers.base import Budget
+from infer.proposers.base import Budget, WithoutLayers
 from infer.request import Request
 from infer.tree import DraftTree
 
@@ -38,12 +35,10 @@ class SuffixIndex:
         return []
 
 
-class NgramProposer:
+class NgramProposer(WithoutLayers):
     """Drafts a chain from the request's own prompt and output; reads no features and keeps no KV."""
 
     name = "ngram"
-    aux_layers: tuple[int, ...] = ()
-    kv_layers: tuple[LayerShape, ...] = ()
 
     def __init__(self, shortest: int, longest: int) -> None:
         if not 1 <= shortest <= longest:
@@ -60,9 +55,6 @@ class NgramProposer:
             index = self._indexes.setdefault(request.request_id, SuffixIndex(*self._sizes))
             drafts.append(index.continuation(request.tokens, budget.depth) if budget.depth else [])
         return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
-
-    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        pass
 
     def release(self, request: Request) -> None:
         self._indexes.pop(request.request_id, None)

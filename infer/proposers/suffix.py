@@ -10,10 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from infer.kv_cache import LayerShape
-from infer.proposers.base import Budget
+from infer.proposers.base import Budget, WithoutLayers
 from infer.request import Request
 from infer.tree import DraftTree
 
@@ -129,12 +126,10 @@ class Earlier:
             self.trie.remove(oldest)
 
 
-class SuffixProposer:
+class SuffixProposer(WithoutLayers):
     """Chains; reads no features and keeps no KV. `factor`: drafted tokens per matched token at most."""
 
     name = "suffix"
-    aux_layers: tuple[int, ...] = ()
-    kv_layers: tuple[LayerShape, ...] = ()
 
     def __init__(
         self,
@@ -156,9 +151,6 @@ class SuffixProposer:
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         drafts = [self._draft(request, budget) for request, budget in zip(requests, budgets, strict=True)]
         return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
-
-    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        pass
 
     def release(self, request: Request) -> None:
         self._texts.pop(request.request_id, None)

@@ -17,7 +17,7 @@ typedef struct {
     const int64_t *slot, *request, *committed, *tail; /* [R] each; tail: a count, or a word if `words` */
     float *scratch;        /* [threads, 2 * longest]: scores, then slots */
     int64_t q_stride, k_stride, v_stride;
-    int64_t rows, heads, kv_heads, dim, slots, pages, page_size, longest, words, kind, threads;
+    int64_t rows, heads, kv_heads, dim, slots, pages, page_size, longest, first, window, words, kind, threads;
     float scale;
     parallel_fn parallel;
     self_fn self;
@@ -31,9 +31,9 @@ INLINE int64_t slot_of(const attention_args *a, int64_t request, int64_t place) 
 static int64_t list_slots(const attention_args *a, int64_t row, int32_t *slots) {
     int64_t request = a->request[row], committed = a->committed[row], count = 0;
     int64_t prefix = a->words ? committed : committed + a->tail[row];
-    for (int64_t place = 0; place < prefix; place += a->page_size) {
-        int64_t first = slot_of(a, request, place), end = prefix - place < a->page_size ? prefix - place : a->page_size;
-        for (int64_t i = 0; i < end; i++) slots[count++] = (int32_t)(first + i);
+    for (int64_t place = a->first; place < prefix;) {
+        int64_t next = (place / a->page_size + 1) * a->page_size, slot = slot_of(a, request, place);
+        for (next = next < prefix ? next : prefix; place < next; place++) slots[count++] = (int32_t)slot++;
     }
     if (a->words)
         for (uint64_t word = (uint64_t)a->tail[row]; word; word &= word - 1)
@@ -99,7 +99,8 @@ INLINE void share(const attention_args *a, int kind, int chunks) {
     int32_t *slots = (int32_t *)(scores + a->longest);
     for (int64_t item = first; item < end; item++) {
         if (item / a->heads != row) count = list_slots(a, row = item / a->heads, slots);
-        attend(a, row, item % a->heads, scores, slots, count, kind, chunks);
+        int64_t unseen = a->window && count > a->window ? count - a->window : 0;
+        attend(a, row, item % a->heads, scores, slots + unseen, count - unseen, kind, chunks);
     }
 }
 

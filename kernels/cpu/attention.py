@@ -22,7 +22,10 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cache", "out", "table", "slot")),
         *((name, ctypes.c_void_p) for name in ("request", "committed", "tail", "scratch")),
         *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "rows", "heads", "kv_heads", "dim")),
-        *((name, ctypes.c_int64) for name in ("slots", "pages", "page_size", "longest", "words", "kind", "threads")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("slots", "pages", "page_size", "longest", "first", "window", "words", "kind", "threads")
+        ),
         ("scale", ctypes.c_float),
         ("parallel", ctypes.c_void_p),
         ("self", ctypes.c_void_p),
@@ -64,6 +67,7 @@ class NativeAttention:
             pages=table.shape[1],
             page_size=rows.page_size,
             longest=longest,
+            first=rows.first,
             words=rows.words is not None,
             threads=threads,
             parallel=runtime and runtime[0],
@@ -71,12 +75,14 @@ class NativeAttention:
         )
         self._address = ctypes.addressof(self._arguments)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
         out = torch.empty(self._shape, dtype=cache.dtype)
         a = self._arguments
         a.q, a.k, a.v, a.cache, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), cache.data_ptr(), out.data_ptr()
         a.q_stride, a.k_stride, a.v_stride = q.stride(0), k.stride(0), v.stride(0)
-        a.slots, a.kind, a.scale = cache.shape[2], KINDS[cache.dtype], scale
+        a.slots, a.kind, a.scale, a.window = cache.shape[2], KINDS[cache.dtype], scale, window or 0
         failed = self._call(self._address)
         assert not failed, "a head size that supported() lets through"
         return out

@@ -123,7 +123,8 @@ class Eagle3Head(nn.Module):
         self.fc.weight[:, -size:].copy_(torch.eye(size))
         first.self_attn.qkv_proj.weight[:, size:].copy_(donor.self_attn.qkv_proj.weight)
         first.self_attn.o_proj.weight.copy_(donor.self_attn.o_proj.weight)
-        first.mlp.load_state_dict(donor.mlp.state_dict())
+        if isinstance(donor.mlp, GatedMLP):  # not a mixture of experts
+            first.mlp.load_state_dict(donor.mlp.state_dict())
         first.hidden_norm.weight.copy_(donor.input_layernorm.weight)
         first.post_attention_layernorm.weight.copy_(donor.post_attention_layernorm.weight)
 

@@ -46,7 +46,16 @@ class Eagle3Config:
         **flags: bool,
     ) -> Eagle3Config:
         """A head shaped like one of the target's own layers; `draft_vocab_size` None or too large means all of V."""
-        layer = replace(target, architecture="LlamaForCausalLM", num_layers=num_layers, tie_word_embeddings=False)
+        layer = replace(  # a Llama layer, whatever family the target is of
+            target,
+            architecture="LlamaForCausalLM",
+            num_layers=num_layers,
+            tie_word_embeddings=False,
+            attention_bias=target.output_bias,  # Llama has it on both projections or on none
+            qk_norm=False,
+            windows=(),
+            experts=None,
+        )
         size = min(draft_vocab_size or target.vocab_size, target.vocab_size)
         aux = tuple(sorted(aux_layers)) if aux_layers is not None else target.default_aux_layers
         if any(not 0 <= layer_id < target.num_layers for layer_id in aux):

@@ -6,13 +6,23 @@ from pathlib import Path
 
 import torch
 
-from models.config import TargetConfig, read_json
+from models.config import read_json
 from models.targets.llama import LlamaTarget, TargetOutput
+from models.targets.mistral import MistralTarget
+from models.targets.qwen2 import Qwen2Target
+from models.targets.qwen3 import Qwen3Target
+from models.targets.qwen3_moe import Qwen3MoeTarget
 from models.weights import fingerprint, load_into, read_tensors
 
 __all__ = ["ARCHITECTURES", "LlamaTarget", "TargetOutput", "load_target", "resolve_checkpoint"]
 
-ARCHITECTURES = {"LlamaForCausalLM": LlamaTarget}
+ARCHITECTURES: dict[str, type[LlamaTarget]] = {
+    "LlamaForCausalLM": LlamaTarget,
+    "MistralForCausalLM": MistralTarget,
+    "Qwen2ForCausalLM": Qwen2Target,
+    "Qwen3ForCausalLM": Qwen3Target,
+    "Qwen3MoeForCausalLM": Qwen3MoeTarget,
+}
 
 
 def resolve_checkpoint(path_or_hub_id: str, revision: str | None = None) -> Path:
@@ -47,13 +57,14 @@ def load_target(
 ) -> LlamaTarget:
     """Loads a target for inference: eval mode, no gradients. Raises ValueError for anything that does not fit."""
     folder = resolve_checkpoint(path_or_hub_id, revision)
-    config = TargetConfig.from_json(read_json(folder / "config.json"))
-    if config.architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"{folder}: architecture {config.architecture!r} is not supported; one of {', '.join(ARCHITECTURES)}"
-        )
+    written = read_json(folder / "config.json")
+    architecture = str((written.get("architectures") or [written.get("model_type")])[0])
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"{folder}: architecture {architecture!r} is not supported; one of {', '.join(ARCHITECTURES)}")
+    family = ARCHITECTURES[architecture]
+    config = family.read_config(written)
     with torch.device("meta"):
-        target = ARCHITECTURES[config.architecture](config)
+        target = family(config)
     target = target.to(dtype).to_empty(device=device)
     if config.tie_word_embeddings:
         target.lm_head.weight = target.embed_tokens.weight

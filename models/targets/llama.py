@@ -1,15 +1,17 @@
 """Llama-family decoder (LlamaForCausalLM): grouped-query attention, rotary embedding, gated MLP, RMSNorm.
 
 One module for training-time features and for serving; where attention finds older keys is the caller's `attention`.
-QKV and gate/up are stored merged; `checkpoint_layout` says which checkpoint tensors each parameter is made of.
+QKV and gate/up are stored merged; `checkpoint_layout` says which checkpoint tensors each parameter is made of. The
+families beside this file are this decoder with other switches set in their TargetConfig.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -33,23 +35,32 @@ class SelfAttention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = Linear(input_size or config.hidden_size, rows, bias=config.attention_bias)
-        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.attention_bias)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
+        self.window = config.window(layer)
+        self.qk_norm = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         rotated = self.num_heads + self.num_kv_heads
-        qk = rotate(qkv[..., :rotated, :], *rotary)
+        qk = qkv[..., :rotated, :]
+        if self.qk_norm:
+            q, k = qk.split([self.num_heads, self.num_kv_heads], dim=-2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=-2)
+        qk = rotate(qk, *rotary)
         q, k = qk[..., : self.num_heads, :], qk[..., self.num_heads :, :]
-        return self.o_proj(attention(self.layer, q, k, qkv[..., rotated:, :]))
+        return self.o_proj(attention(self.layer, q, k, qkv[..., rotated:, :], window=self.window))
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: TargetConfig, layer: int) -> None:
+    def __init__(self, config: TargetConfig, layer: int, mlp: nn.Module | None = None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = SelfAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.mlp = mlp or GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotary, attention)
@@ -68,11 +79,19 @@ class LlamaTarget(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
-        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_layers))
+        self.layers = nn.ModuleList(self.make_layer(index) for index in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+
+    @classmethod
+    def read_config(cls, config: dict[str, Any]) -> TargetConfig:
+        """From the checkpoint's config.json. Raises ValueError naming the key that is missing or not supported."""
+        return TargetConfig.from_json(config)
+
+    def make_layer(self, index: int) -> DecoderLayer:
+        return DecoderLayer(self.config, index)
 
     def forward(
         self, ids: Tensor, positions: Tensor, attention: Attention, *, aux_layers: Sequence[int] = ()

@@ -39,18 +39,19 @@ def make_case(committed, counts, *, heads, kv_heads, dim, dtype, seed=0):
     return q, k, v, cache, table
 
 
-def run(case, committed, counts, words=None):
+def run(case, committed, counts, words=None, first=0):
     q, k, v, cache, table = case
-    rows = AttentionRows.blocks(table, committed, counts, page_size=PAGE, words=words)
+    rows = AttentionRows.blocks(table, committed, counts, page_size=PAGE, words=words, first=first)
     plan = plan_attention(rows, q.shape[1], cache.shape[1], q.shape[2], cache.dtype)
     return plan(q, k, v, cache, q.shape[-1] ** -0.5)
 
 
-def expect(case, committed, counts, ancestors=None):
+def expect(case, committed, counts, ancestors=None, first=0):
     """After `run`, which wrote the rows' own keys and values into the cache."""
     q, _, _, cache, table = case
     scale = q.shape[-1] ** -0.5
-    return oracle.paged_attention(q, cache, table, committed, counts, page_size=PAGE, scale=scale, ancestors=ancestors)
+    sizes = {"page_size": PAGE, "scale": scale}
+    return oracle.paged_attention(q, cache, table, committed, counts, **sizes, ancestors=ancestors, first=first)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
@@ -87,6 +88,15 @@ def test_tree_rows_match_the_oracle(form):
     case = make_case(committed, counts, heads=4, kv_heads=2, dim=64, dtype=torch.float32)
     actual = run(case, committed, counts, words_of(tree))
     assert (actual.double() - expect(case, committed, counts, tree.ancestors)).abs().max() < 1e-5
+
+
+def test_nobody_sees_the_places_before_the_first(form):
+    tree = make_tree()
+    committed, counts = [KV_TILE + 1, 30], [7, 3]
+    case = make_case(committed, counts, heads=4, kv_heads=2, dim=64, dtype=torch.float32)
+    for words, ancestors in ((None, None), (words_of(tree), tree.ancestors)):
+        actual = run(case, committed, counts, words, first=1)
+        assert (actual.double() - expect(case, committed, counts, ancestors, first=1)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

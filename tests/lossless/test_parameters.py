@@ -104,7 +104,7 @@ def check(engine, cases, expected):
     completions = engine.generate([prompt for _, prompt, _ in cases], [params for _, _, params in cases])
     for (name, _, params), completion, wanted in zip(cases, completions, expected, strict=True):
         assert answer(completion) == wanted, f"{name}: {params}"
-    engine._pool.check([])
+    engine._pool.invariants([])
     return completions
 
 

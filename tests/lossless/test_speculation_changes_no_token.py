@@ -7,7 +7,7 @@ import torch
 
 from infer.config import EngineConfig
 from infer.engine import Engine
-from infer.proposers.base import Budget
+from infer.proposers.base import Budget, WithoutLayers
 from infer.request import SamplingParams
 from infer.tree import DraftTree
 from models.targets import load_target
@@ -75,7 +75,7 @@ def test_pre_emption_does_not_show(make_engine, prompts, expected, proposer):
     for params in (GREEDY, SAMPLED):
         assert ids(engine.generate(prompts, params)) == expected[torch.float32, params]
     assert engine.stats.preemptions > 0
-    engine._pool.check([])
+    engine._pool.invariants([])
 
 
 def test_order_and_time_of_arrival_do_not_show(make_engine, prompts, expected):
@@ -106,12 +106,10 @@ def test_seeds_tell_requests_apart_and_are_returned(make_engine, prompts):
     assert engine.generate([prompts[5]], seeded)[0].token_ids == first.token_ids
 
 
-class WrongThenRight:
+class WrongThenRight(WithoutLayers):
     """Proposes what the target will say up to a place and rubbish after it, so that every run length occurs."""
 
     name = "oracle"
-    aux_layers: tuple[int, ...] = ()
-    kv_layers = ()
 
     def __init__(self, answers):
         self.answers, self.turn = answers, 0
@@ -128,12 +126,6 @@ class WrongThenRight:
             cut = self.turn % (budget + 1)
             drafts.append(right[:cut] + [(token + 1) % 384 for token in right[cut:]])
         return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
-
-    def commit(self, requests, counts, features):
-        pass
-
-    def release(self, request):
-        pass
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

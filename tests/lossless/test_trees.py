@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.proposers.base import Budget
+from infer.proposers.base import Budget, WithoutLayers
 from infer.request import SamplingParams
 from infer.tree import DraftTree
 
@@ -42,7 +42,7 @@ def test_head_trees(make_engine, prompts, expected, dtype, shape, batch):
         assert ids(completions) == expected[dtype, params]
         stats = [completion.stats for completion in completions]
         assert 0 < sum(own.accepted for own in stats) < sum(own.drafted for own in stats)
-    engine._pool.check([])
+    engine._pool.invariants([])
 
 
 def test_trees_under_memory_pressure(make_engine, prompts, expected):
@@ -50,7 +50,7 @@ def test_trees_under_memory_pressure(make_engine, prompts, expected):
     for params in (GREEDY, SAMPLED):
         assert ids(engine.generate(prompts, params)) == expected[torch.float32, params]
     assert engine.stats.preemptions > 0
-    engine._pool.check([])
+    engine._pool.invariants([])
 
 
 def test_trees_at_the_end_of_the_context(make_engine):
@@ -64,12 +64,10 @@ def test_trees_at_the_end_of_the_context(make_engine):
         assert completion.token_ids == plain.generate(prompt, params)[0].token_ids
 
 
-class Thicket:
+class Thicket(WithoutLayers):
     """Random trees in which the right path lies among wrong nodes at random places, right to a random depth."""
 
     name = "thicket"
-    aux_layers: tuple[int, ...] = ()
-    kv_layers = ()
 
     def __init__(self, answers, seed):
         self.answers, self.generator = answers, torch.Generator().manual_seed(seed)
@@ -108,12 +106,6 @@ class Thicket:
             parent.append(above)
             depth.append(depth[above] + 1)
         return DraftTree.from_parents(torch.tensor([token]), torch.tensor([parent]), torch.tensor([len(token)]))
-
-    def commit(self, requests, counts, features):
-        pass
-
-    def release(self, request):
-        pass
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

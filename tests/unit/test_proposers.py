@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.drafting import Drafting
-from infer.proposers.base import Budget, NoProposer
+from infer.proposers.base import Budget, NoProposer, WithoutLayers
 from infer.proposers.combined import merge
 from infer.proposers.ngram import NgramProposer
 from infer.proposers.suffix import CountedTrie, Earlier, SuffixProposer, Text, count_nodes, follow
@@ -153,12 +153,10 @@ def test_a_merged_tree_is_the_union_of_its_sources(chains, limit):
         assert max(map(len, found), default=0) <= len(shallow[limit])
 
 
-class Failing:
+class Failing(WithoutLayers):
     """Works until it meets the token 13."""
 
     name = "failing"
-    aux_layers: tuple[int, ...] = ()
-    kv_layers = ()
 
     def __init__(self):
         self.released = []
@@ -170,9 +168,6 @@ class Failing:
         if any(13 in request.tokens for request in requests):
             raise RuntimeError("thirteen")
         return DraftTree.chains([request.tokens[-1] for request in requests], [[7]] * len(requests))
-
-    def commit(self, requests, counts, features):
-        pass
 
     def release(self, request):
         self.released.append(request.request_id)

@@ -34,6 +34,7 @@ def make(num_pages, max_batch, max_rows, chunk, drafts):
         draft_budget=lambda request: Budget(*[max(0, min(drafts, request.remaining - 1))] * 2),
         draft_places=lambda request, budget: budget.nodes,
         on_preempt=preempted.append,
+        on_resume=lambda request: None,
     )
     return pool, scheduler, preempted
 
@@ -69,7 +70,7 @@ def test_every_request_ends_and_every_page_returns(
                 if requests[index].phase is not Phase.FINISHED:
                     scheduler.remove(requests[index])
         step = scheduler.schedule()
-        pool.check(scheduler.running)
+        pool.invariants(scheduler.running)
         assert sum(1 + b.nodes for b in step.budgets) + sum(step.chunks) <= max_rows
         assert len(scheduler.running) <= max_batch
         assert step.decodes or step.prefills or not scheduler.running, "a step must bring something forward"
@@ -91,7 +92,7 @@ def test_every_request_ends_and_every_page_returns(
                 finished.append(request.request_id)
     assert not scheduler.running
     assert not scheduler.waiting
-    pool.check([])
+    pool.invariants([])
     assert pool.free_pages == num_pages
     assert len(preempted) == scheduler.preemptions
     assert set(finished) >= {str(i) for i in range(len(sizes))} - {str(i) for i in aborts}

@@ -1,0 +1,122 @@
+"""Who holds which page of the pool, and which full pages are known by their content. Knows no tensors.
+
+A published page is found again by the key of its content: a keyed hash over all tokens up to its end, the tenant's
+salt and what filled it. Several requests may hold it at once; when the last of them lets go it stays, unheld, until
+its room is needed: the page that was let go first goes first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+KEY_BYTES = 16
+
+
+class BlockKeys:
+    """Content keys of a token sequence's full blocks, each made once. Keyed, so nobody can construct a collision."""
+
+    def __init__(self, secret: bytes, salt: str, filled_by: str, block: int) -> None:
+        self._secret, self._block = secret, block
+        self._keys: list[bytes] = []
+        self._start = self._hash(b"", f"{len(salt)}:{salt}:{filled_by}".encode())
+
+    def upto(self, tokens: Sequence[int], blocks: int) -> list[bytes]:
+        """The keys of the first `blocks` blocks; `tokens` extends that of the last call."""
+        while len(self._keys) < blocks:
+            first = len(self._keys) * self._block
+            content = b"".join(token.to_bytes(4, "little") for token in tokens[first : first + self._block])
+            self._keys.append(self._hash(self._keys[-1] if self._keys else self._start, content))
+        return self._keys[:blocks]
+
+    def _hash(self, parent: bytes, content: bytes) -> bytes:
+        return hashlib.blake2b(parent + content, digest_size=KEY_BYTES, key=self._secret).digest()
+
+
+class Pages:
+    """Pages 1 .. `count`. Everything but `invariants` costs the same however many pages there are."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.secret = secrets.token_bytes(32)
+        self._free = list(range(count, 0, -1))
+        self._holders = [0] * (count + 1)
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._value_of: dict[int, Any] = {}
+        self._unheld: OrderedDict[int, None] = OrderedDict()  # published pages without a holder, oldest first
+
+    @property
+    def free(self) -> int:
+        """Pages that a request could have."""
+        return len(self._free) + len(self._unheld)
+
+    def free_without(self, pages: Iterable[int]) -> int:
+        """`free` once these are held."""
+        return self.free - sum(page in self._unheld for page in pages)
+
+    def take(self, count: int) -> list[int]:
+        """New pages with one holder each; the caller has looked at `free`."""
+        return [self._take() for _ in range(count)]
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """One more holder for published or held pages."""
+        for page in pages:
+            self._unheld.pop(page, None)
+            self._holders[page] += 1
+
+    def drop(self, pages: Sequence[int]) -> None:
+        """One holder less, the last page first: a page is of use only with those before it, so these outlive it."""
+        for page in reversed(pages):
+            self._holders[page] -= 1
+            if self._holders[page] == 0:
+                if page in self._key_of:
+                    self._unheld[page] = None
+                else:
+                    self._free.append(page)
+
+    def publish(self, page: int, key: bytes, value: Any) -> None:
+        """Makes a full, verified page known. A second page of the same content stays private."""
+        if key not in self._page_of and page not in self._key_of:
+            self._page_of[key], self._key_of[page], self._value_of[page] = page, key, value
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """The longest run of known pages."""
+        found = []
+        for key in keys:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def value(self, page: int) -> Any:
+        return self._value_of[page]
+
+    def forget(self) -> None:
+        """Nothing is known by its content any more (the layers that fill pages have changed)."""
+        self._free += self._unheld
+        for known in (self._unheld, self._page_of, self._key_of, self._value_of):
+            known.clear()
+
+    def invariants(self, held: Iterator[int]) -> None:
+        """`held`: every page of every running request, one mention per holder."""
+        holders = Counter(held)
+        assert all(self._holders[page] == holders[page] for page in range(1, self.count + 1)), "holders miscounted"
+        unheld = set(self._unheld)
+        assert not unheld & set(holders), "a held page could be taken"
+        assert sorted([*holders, *self._free, *unheld]) == list(range(1, self.count + 1)), "pages leaked"
+        assert unheld <= set(self._key_of) == set(self._value_of), "an unknown page is kept"
+        assert {page: key for key, page in self._page_of.items()} == self._key_of
+
+    def _take(self) -> int:
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._unheld.popitem(last=False)
+            del self._page_of[self._key_of.pop(page)], self._value_of[page]
+        self._holders[page] = 1
+        return page

@@ -1,0 +1,144 @@
+"""Shared pages change no token: not for requests that begin alike, not for answers to one prompt, not for replays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infer.request import SamplingParams
+
+TOKENS = 24
+PAGE = 8
+ENGINES = {
+    "none": {"proposer": "none"},
+    "ngram": {"proposer": "ngram"},
+    "head chain": {"proposer": "head"},
+    "head tree": {"proposer": "head", "shape": {"tree_width": 4}},
+    "draft model": {"proposer": "draft_model", "draft_model": "same"},
+    "combined": {
+        "proposer": "combined",
+        "shape": {"sources": ["suffix", "head", "draft_model"]},
+        "draft_model": "other",
+    },
+}
+
+
+def make_prompts():
+    """Common beginnings of every length around a page, and conversations that extend one another's answers."""
+    generator = torch.Generator().manual_seed(2)
+    base = torch.randint(1, 384, (60,), generator=generator).tolist()
+    others = torch.randint(1, 384, (40, 9), generator=generator).tolist()
+    lengths = [0, 1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 31, 32, 33, 60]
+    return [base[:length] + others[index] for index, length in enumerate(lengths)] + [base, base[: 4 * PAGE], base]
+
+
+def params(**more):
+    return SamplingParams(**{"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.8, "seed": 3} | more)
+
+
+@pytest.fixture(scope="module")
+def expected(make_engine):
+    answers = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = make_engine(dtype, "none", max_batch=1, prefix_cache=False)
+        answers[dtype] = [engine.generate([prompt], params())[0].token_ids for prompt in make_prompts()]
+    return answers
+
+
+def count_prefilled(engine):
+    """Counts the prompt rows that the engine computes from now on."""
+    counted = []
+    prefill = engine._runner.prefill
+
+    def counting(requests, chunks, aux):
+        counted.extend(chunks)
+        return prefill(requests, chunks, aux)
+
+    engine._runner.prefill = counting
+    return counted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ENGINES)
+def test_hits_and_misses_answer_alike(make_engine, expected, name, dtype):
+    engine = make_engine(dtype, page_size=PAGE, max_batch=3, **ENGINES[name])
+    prompts = make_prompts()
+    for _ in range(2):  # the second time nearly all is known
+        rows = count_prefilled(engine)
+        completions = engine.generate(prompts, params())
+        assert [completion.token_ids for completion in completions] == expected[dtype]
+        engine._pool.invariants([])
+    assert sum(rows) < 0.5 * sum(map(len, prompts))
+    if "head" in name:
+        first = sum(completion.stats.accepted for completion in completions)
+        cold = make_engine(dtype, page_size=PAGE, max_batch=3, prefix_cache=False, **ENGINES[name])
+        plain = sum(completion.stats.accepted for completion in cold.generate(prompts, params()))
+        assert first == plain, "with known pages a head drafts as well as without"
+
+
+def test_answers_can_be_continued(make_engine):
+    """A conversation: each turn's prompt is the last one with its answer. Verified output pages are known too."""
+    engine, plain = make_engine(page_size=4), make_engine(page_size=4, prefix_cache=False, proposer="none")
+    prompt = make_prompts()[3]
+    for turn in range(3):
+        rows = count_prefilled(engine)
+        (completion,) = engine.generate([prompt], params())
+        assert completion.token_ids == plain.generate([prompt], params())[0].token_ids
+        if turn:
+            assert sum(rows) <= 12
+        prompt = prompt + completion.token_ids + [turn + 1]
+
+
+def test_pre_empted_requests_take_up_what_they_had(make_engine, expected):
+    engine = make_engine(page_size=PAGE, max_batch=6, max_tokens_in_cache=200)
+    completions = engine.generate(make_prompts(), params())
+    assert [completion.token_ids for completion in completions] == expected[torch.float32]
+    assert engine.stats.preemptions > 0
+    engine._pool.invariants([])
+
+
+@pytest.mark.parametrize("name", ["none", "head chain", "head tree", "draft model"])
+@pytest.mark.parametrize("length", [1, PAGE, PAGE + 1, 37])
+def test_answers_to_one_prompt_share_it(make_engine, name, length):
+    prompt = make_prompts()[10][:length]
+    engine = make_engine(page_size=PAGE, max_batch=8, **ENGINES[name])
+    rows = count_prefilled(engine)
+    completions = engine.generate([prompt], params(n=5, seed=50))
+    assert sum(rows) == length + 4  # the others compute the prompt's last token alone
+    plain = make_engine(proposer="none", prefix_cache=False)
+    for index, completion in enumerate(completions):
+        assert completion.token_ids == plain.generate([prompt], params(seed=50 + index))[0].token_ids
+    assert len({tuple(completion.token_ids) for completion in completions}) == 5
+    engine._pool.invariants([])
+
+
+def test_tenants_share_nothing(make_engine):
+    engine = make_engine(page_size=PAGE)
+    prompt = make_prompts()[-1]
+    engine.generate([prompt], params(cache_salt="a"))
+    rows = count_prefilled(engine)
+    engine.generate([prompt], params(cache_salt="b"))
+    assert sum(rows) == len(prompt)
+    rows = count_prefilled(engine)
+    engine.generate([prompt], params(cache_salt="a"))
+    assert sum(rows) < len(prompt) // 2
+
+
+def test_another_head_finds_no_pages_of_the_last_one(make_engine, tiny_head_folder):
+    from models.heads import load_head
+
+    engine = make_engine(page_size=PAGE)
+    prompt = make_prompts()[-1]
+    engine.generate([prompt], params())
+    engine.set_proposer("head", load_head(tiny_head_folder))
+    rows = count_prefilled(engine)
+    engine.generate([prompt], params())
+    assert sum(rows) == len(prompt)
+
+
+def test_prompt_logprobs_need_every_row(make_engine):
+    engine = make_engine(page_size=PAGE)
+    prompt = make_prompts()[-1]
+    engine.generate([prompt], params())
+    (completion,) = engine.generate([prompt], params(prompt_logprobs=0))
+    assert len(completion.prompt_logprobs) == len(prompt) - 1

@@ -1,0 +1,180 @@
+"""Every target family against transformers, and through the paged engine with drafts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from infer.config import EngineConfig, ProposerConfig
+from infer.engine import Engine
+from infer.request import SamplingParams
+from models.attention import CausalAttention
+from models.heads.eagle3 import Eagle3Config, Eagle3Head
+from models.targets import ARCHITECTURES, load_target
+from models.vocab import build_draft_vocab
+from tests.unit.test_targets import randomise_biases_and_norms
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES = {
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral window": ("MistralConfig", {"sliding_window": 24}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2 window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "qwen3 biased, yarn": ("Qwen3Config", {"head_dim": 32, "attention_bias": True, "rope_parameters": YARN}),
+    "qwen3 moe": ("Qwen3MoeConfig", {"head_dim": 32, "norm_topk_prob": True, **EXPERTS}),
+    "qwen3 moe, weights as they are": ("Qwen3MoeConfig", {"head_dim": 32, "norm_topk_prob": False, **EXPERTS}),
+}
+
+
+@pytest.fixture(scope="session")
+def make_family_folder(tmp_path_factory):
+    made = {}
+
+    def make(name, **more):
+        key = (name, *sorted(more.items()))
+        if key in made:
+            return made[key]
+        import transformers
+
+        kind, options = FAMILIES[name]
+        sizes = {
+            "vocab_size": 384,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": False,
+            "initializer_range": 0.2,  # so that logits differ by more than rounding
+        }
+        torch.manual_seed(5)
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes | options | more))
+        folder = tmp_path_factory.mktemp("family")
+        model.save_pretrained(folder)
+        randomise_biases_and_norms(folder)
+        made[key] = folder
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_hidden_states_equal_transformers(make_family_folder, name):
+    from transformers import AutoModelForCausalLM
+
+    folder = make_family_folder(name)
+    ids = torch.randint(0, 384, (2, 90), generator=torch.Generator().manual_seed(3))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    target = load_target(str(folder))
+    with torch.no_grad():
+        expected = model(ids, output_hidden_states=True)
+        out = target(ids, torch.arange(90).expand(2, -1), CausalAttention(), aux_layers=(0, 3, 1))
+        logits = target.logits(out.hidden)
+
+    def error(actual, wanted):
+        return ((actual - wanted).norm() / wanted.norm()).item()
+
+    assert error(logits, expected.logits) < 1e-5
+    for layer, feature in zip((0, 3, 1), out.aux, strict=True):
+        assert error(feature, expected.hidden_states[layer]) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_drafts_change_no_token(make_family_folder, name, dtype):
+    folder = make_family_folder(name)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(1, 384, (n,), generator=generator).tolist() for n in (3, 40, 61)] + [[5, 6, 7] * 12]
+    answers = {}
+    for proposer in ("none", "ngram", "head"):
+        target = load_target(str(folder), dtype=dtype)
+        head = Eagle3Head(Eagle3Config.for_target(target.config, draft_vocab_size=200, aux_layers=(0, 1, 3)))
+        head.set_vocabulary(*build_draft_vocab(torch.arange(384) % 11, 200, [0]))
+        head.initialise(target, from_target=True)
+        small = EngineConfig(max_batch=1 if proposer == "none" else 3, prefill_chunk=32, max_rows=128)
+        drafting = ProposerConfig(name="auto", ngram_min=1, tree_width=3)
+        engine = Engine(target, head=head, proposer=proposer, config=small, proposer_config=drafting)
+        for seed, temperature in ((0, 0.0), (7, 0.8)):
+            params = SamplingParams(max_tokens=40, ignore_eos=True, seed=seed, temperature=temperature)
+            completions = engine.generate(prompts, params)
+            answers[proposer, seed] = [completion.token_ids for completion in completions]
+            if proposer == "head":
+                assert sum(completion.stats.drafted for completion in completions) > 0
+    for seed in (0, 7):
+        assert answers["ngram", seed] == answers["none", seed]
+        assert answers["head", seed] == answers["none", seed]
+
+
+@pytest.mark.parametrize("name", ["mistral window", "qwen3 moe"])
+def test_the_engine_decodes_what_transformers_decodes(make_family_folder, name):
+    from transformers import AutoModelForCausalLM
+
+    folder = make_family_folder(name)
+    prompt = torch.randint(1, 384, (1, 30), generator=torch.Generator().manual_seed(8))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    wanted = model.generate(prompt, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 30:]
+    engine = Engine(load_target(str(folder)), proposer="ngram")
+    (completion,) = engine.generate(prompt.tolist(), SamplingParams(max_tokens=30, ignore_eos=True))
+    assert completion.token_ids == wanted.tolist()
+
+
+LONG = {
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 2048},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
+@pytest.mark.parametrize("scaling", LONG)
+def test_rotary_scaling_at_long_positions(make_target_folder, scaling):
+    from transformers import AutoModelForCausalLM
+
+    folder = make_target_folder(rope_parameters=LONG[scaling], max_position_embeddings=32768)
+    positions = torch.tensor([[0, 1, 2000, 9000, 16000, 30000, 32766, 32767]])
+    ids = torch.arange(8)[None] + 3
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    target = load_target(str(folder))
+    with torch.no_grad():
+        expected = model(ids, position_ids=positions).logits
+        actual = target.logits(target(ids, positions, CausalAttention()).hidden)
+    assert ((actual - expected).norm() / expected.norm()).item() < 1e-5
+
+
+def edit(folder, tmp_path, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3 moe", {"use_sliding_window": True}, "use_sliding_window=true"),
+        ("qwen3 moe", {"num_local_experts": None}, "num_experts is missing"),
+        ("qwen3 moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("qwen2", {"use_sliding_window": True, "layer_types": ["round_attention"] * 4}, "layer_types"),
+        ("qwen2", {"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported"),
+    ],
+)
+def test_what_is_not_supported_is_named(make_family_folder, tmp_path, name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        load_target(edit(make_family_folder(name), tmp_path, **changes))
+
+
+def test_every_architecture_is_tested():
+    import transformers
+
+    kinds = {getattr(transformers, kind).model_type for kind, _ in FAMILIES.values()}
+    assert {"llama", *kinds} == {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"}
+    assert len(ARCHITECTURES) == 5

@@ -1,0 +1,124 @@
+"""The page ledger against a plain model: holders, what is known by content, and who goes first when room is needed."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from infer.pages import BlockKeys, Pages
+
+COUNT = 9
+
+
+class Ledger(RuleBasedStateMachine):
+    """`mine`: lists of pages that somebody holds, each once."""
+
+    def __init__(self):
+        super().__init__()
+        self.pages = Pages(COUNT)
+        self.held: list[list[int]] = []
+        self.content: dict[bytes, int] = {}
+        self.made = 0
+
+    groups = Bundle("groups")
+
+    @rule(target=groups, count=st.integers(1, 4))
+    def take(self, count):
+        if count > self.pages.free:
+            return multiple()
+        before = {page for group in self.held for page in group}
+        taken = self.pages.take(count)
+        assert len(set(taken)) == count
+        assert not set(taken) & before, "a held page was given away"
+        for key in [key for key, page in self.content.items() if page in taken]:
+            del self.content[key]
+        self.held.append(taken)
+        return taken
+
+    @rule(group=groups, place=st.integers(0, 3))
+    def publish(self, group, place):
+        if group not in self.held or place >= len(group) or group[place] in self.content.values():
+            return
+        self.made += 1
+        key = self.made.to_bytes(16, "big")
+        self.pages.publish(group[place], key, self.made)
+        self.content[key] = group[place]
+
+    @rule(target=groups, data=st.data())
+    def share(self, data):
+        if not self.content:
+            return multiple()
+        key = data.draw(st.sampled_from(sorted(self.content)))
+        (page,) = self.pages.find([key, b"unknown", key])
+        assert page == self.content[key]
+        assert self.pages.value(page) == int.from_bytes(key, "big")
+        self.pages.hold([page])
+        self.held.append([page])
+        return self.held[-1]
+
+    @rule(group=consumes(groups))
+    def drop(self, group):
+        for index, own in enumerate(self.held):
+            if own is group:
+                del self.held[index]
+                self.pages.drop(group)
+                return
+
+    @rule()
+    def forget(self):
+        if not self.held:
+            self.pages.forget()
+            self.content.clear()
+            assert self.pages.find([b"anything"]) == []
+
+    @invariant()
+    def adds_up(self):
+        self.pages.invariants(page for group in self.held for page in group)
+        held = {page for group in self.held for page in group}
+        assert self.pages.free == COUNT - len(held)
+        unheld = [page for page in self.content.values() if page not in held]
+        assert self.pages.free_without(unheld) == self.pages.free - len(unheld)
+
+
+TestLedger = Ledger.TestCase
+TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_the_page_let_go_first_is_reused_first_and_prefixes_outlive_what_follows():
+    pages = Pages(4)
+    group = pages.take(3)
+    for index, page in enumerate(group):
+        pages.publish(page, bytes([index]) * 16, None)
+    pages.drop(group)
+    assert pages.free == 4
+    pages.take(1)  # the one that was never known
+    pages.take(1)
+    assert [len(pages.find([bytes([i]) * 16 for i in range(3)]))] == [2]
+    pages.take(1)
+    assert pages.find([bytes([0]) * 16, bytes([1]) * 16]) == group[:1]
+
+
+def test_keys_depend_on_all_tokens_before_on_the_salt_and_on_what_fills_the_pages():
+    secret = bytes(32)
+
+    def keys(tokens, salt="", filled_by="", own_secret=secret):
+        return BlockKeys(own_secret, salt, filled_by, 4).upto(tokens, len(tokens) // 4)
+
+    base = keys(list(range(12)))
+    assert len(set(base)) == 3
+    assert keys([*range(8), 99, 9, 10, 11])[:2] == base[:2]
+    assert keys([99, *range(1, 12)])[1:] != base[1:]
+    assert not set(keys(list(range(12)), salt="a")) & set(base)
+    assert not set(keys(list(range(12)), filled_by="head")) & set(base)
+    assert not set(keys(list(range(12)), own_secret=b"x" * 32)) & set(base)
+    assert set(keys(list(range(4)), salt="a", filled_by="b")).isdisjoint(keys(list(range(4)), salt="ab"))
+
+
+def test_keys_grow_with_the_tokens():
+    made = BlockKeys(bytes(32), "", "", 2)
+    tokens = [1, 2, 3, 4]
+    first = made.upto(tokens, 1)
+    tokens += [5, 6]
+    assert made.upto(tokens, 3)[:1] == first
+    assert made.upto(tokens, 3) == BlockKeys(bytes(32), "", "", 2).upto(tokens, 3)
