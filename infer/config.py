@@ -17,7 +17,7 @@ from omegaconf import MISSING
 REPO_ROOT = Path(__file__).resolve().parent.parent
 
 DTYPES = ("float32", "bfloat16", "float16")
-PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "none")
+PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synthetic", "none")
 SOURCES = ("head", "ngram", "suffix", "draft_model")
 FREE_TEXT = {"free_text": True}  # a field whose value on the command line is taken as typed, whatever it holds
 MAX_TREE_NODES = 64  # the bits of DraftTree.ancestors; the root is one of them
@@ -109,7 +109,7 @@ class Eagle3HeadConfig(HeadConfig):
 class ProposerConfig:
     """What drafts when serving. `auto` takes the exported head if there is one, else n-gram lookup."""
 
-    name: str = MISSING  # auto | head | ngram | suffix | draft_model | combined | none
+    name: str = MISSING  # auto | head | ngram | suffix | draft_model | combined | synthetic | none
     max_draft_tokens: int = 3  # longest run of drafted tokens per step and request: the depth of a chain or tree
     tree_width: int = 1  # 1: a chain; more: a beam as wide as this, the best nodes of which are proposed (EAGLE-2)
     tree_nodes: int | None = None  # drafted nodes of a tree at most; null: as many as fit, up to 63
@@ -120,6 +120,7 @@ class ProposerConfig:
     suffix_nodes: int = 200_000  # its memory of earlier responses, per tenant; the oldest are forgotten
     draft_model: str | None = None  # a smaller target that drafts: a folder or hub id
     draft_model_revision: str | None = None
+    acceptance: list[float] | None = None  # of `synthetic`: the rate at each depth, given that the one before held
     sources: list[str] = field(default_factory=lambda: ["suffix", "head"])  # what `combined` merges, the first wins
 
     def __post_init__(self) -> None:
@@ -138,6 +139,12 @@ class ProposerConfig:
             one_of("proposer.sources", source, SOURCES)
         if len(set(self.sources)) < max(2, len(self.sources)):
             raise ValueError(f"proposer.sources={self.sources}: name at least two, each once")
+        if self.acceptance is not None and not (
+            0 < len(self.acceptance) < MAX_TREE_NODES and all(0 <= rate <= 1 for rate in self.acceptance)
+        ):
+            raise ValueError(f"proposer.acceptance={self.acceptance}: must be rates from 0 to 1, at most 63 of them")
+        if self.name == "synthetic" and self.acceptance is None:
+            raise ValueError("proposer=synthetic: needs proposer.acceptance=[...], the rate at each depth: [0.8,0.7]")
         if self.name == "draft_model" and self.draft_model is None:
             raise ValueError("proposer=draft_model: needs proposer.draft_model=<folder or hub id of a smaller target>")
         at_least("proposer.tree_width", self.tree_width, 1)

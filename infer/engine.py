@@ -36,9 +36,9 @@ from infer.runner import Runner
 from infer.scheduler import Scheduler
 from infer.stopping import FinishReason, StopText, cut
 from infer.threads import ThreadPlan, cpu_threads
+from infer.verification import rule_for, verify
 from kernels.attention import assert_rows_independent
 from kernels.linear import PackedLinear, assert_row_invariant
-from kernels.verify import accept
 from models.heads import load_head
 from models.heads.eagle3 import Eagle3Head
 from models.layers import Linear, pack
@@ -100,6 +100,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._ids, self._arrivals = itertools.count(), itertools.count()
         self._stats, self._clock = EngineStats(), clock
+        self._synthetic_rates = tuple(self.proposer_config.acceptance or ())
         self._head: HeadProposer | None = None
         self._draft_model: DraftModelProposer | None = None
         if draft_model is not None:
@@ -191,6 +192,7 @@ class Engine:
             raise ValueError(f"request_id={request_id}: already in use by an unfinished request")
         seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
         request = Request(request_id, prompt, params, seed, list(prompt), arrival=next(self._arrivals))
+        request.rule = rule_for(request, self._drafting.name_for(request))
         if params.deadline_s is not None:
             request.deadline = self._clock() + params.deadline_s
         if self.config.prefix_cache and params.prompt_logprobs is None:  # these need every row of the prompt
@@ -248,7 +250,8 @@ class Engine:
             name = "ngram" if self._head is None else "head"
         if name == "head" and self._head is None:
             raise ValueError("proposer=head: no head was given; export one by training, or proposer=ngram")
-        self._proposers = dict(build_proposers(self.proposer_config, self._head, self._draft_model))
+        vocabulary = self.target.config.vocab_size
+        self._proposers = dict(build_proposers(self.proposer_config, self._head, self._draft_model, vocabulary))
         self._drafting = Drafting(self._proposers, name, self.context)
 
     def add_proposer(self, proposer: Proposer, limit: Budget) -> None:
@@ -312,23 +315,21 @@ class Engine:
         lengths = tree.length.tolist()
         logits = self._runner.logits(rows.hidden)
         choices = choose_rows(requests, lengths, logits, rows.positions, self._stop_ids(requests), tree)
-        grid = choices.token.new_full(tree.token.shape, -1)
-        inside = torch.arange(grid.shape[1]) < tree.length[:, None]
-        grid[inside.to(grid.device)] = choices.token
-        last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, grid.cpu()).tolist()
-        paths = [list(range(last[b] + 1)) if tree.is_chain else tree.path(b, last[b]) for b in range(len(requests))]
+        verdicts = verify(requests, tree, choices, [request.rule for request in requests], self._synthetic_rates)
         starts = [request.computed for request in requests]
         if not tree.is_chain:
-            places = [[start + node for node in path] for start, path in zip(starts, paths, strict=True)]
+            places = [[start + node for node in own.path] for start, own in zip(starts, verdicts, strict=True)]
             self._pool.move(requests, places, starts)
+        inside = torch.arange(tree.token.shape[1]) < tree.length[:, None]
         depths = tree.depth.masked_fill(~inside, 0).amax(1).tolist()
         first_row = list(itertools.accumulate(lengths, initial=0))
-        chosen, outputs, kept_rows, survivors, counts = grid.tolist(), [], [], [], []
+        drafts = tree.token.tolist()
+        outputs, kept_rows, survivors, counts = [], [], [], []
         for b, request in enumerate(requests):
-            path, accepted = paths[b], len(paths[b]) - 1
+            path, accepted = verdicts[b].path, len(verdicts[b].path) - 1
             path_rows = [first_row[b] + node for node in path]
             request.computed += len(path)
-            tokens = self._emit(request, [chosen[b][node] for node in path])
+            tokens = self._emit(request, [*(drafts[b][node] for node in path[1:]), verdicts[b].bonus])
             emitted, taken = len(tokens), min(accepted, len(tokens))
             for stats in (request.stats, self._stats.speculation):
                 stats.record(drafted=lengths[b] - 1, depth=depths[b], accepted=taken, emitted=emitted)
@@ -554,6 +555,7 @@ class Engine:
             request.stop_reason,
             request.logprobs,
             request.prompt_logprobs,
+            request.rule,
         )
 
 

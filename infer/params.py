@@ -9,6 +9,8 @@ from typing import Literal
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 64
+ACCEPTANCE_RULES = ("exact", "block", "typical")
+AcceptanceRule = Literal["exact", "block", "typical"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class SamplingParams:
     speculate: bool = True  # false: no drafts for this request
     proposer: str | None = None  # null: the engine's
     max_draft_tokens: int | None = None  # at most this deep; null: the engine's
+    acceptance: AcceptanceRule = "exact"  # block and typical give something up (infer/lossy.py)
     cache_salt: str = ""  # requests share cached text (KV pages, earlier responses) only under one salt
     priority: int = 0  # higher runs first
     deadline_s: float | None = None  # ends the request this long after it was added
@@ -83,6 +86,8 @@ class SamplingParams:
         check(
             drafts_ok, "max_draft_tokens", self.max_draft_tokens, "must be at least 1; speculate=false drafts nothing"
         )
+        rules = ", ".join(ACCEPTANCE_RULES)
+        check(self.acceptance in ACCEPTANCE_RULES, "acceptance", self.acceptance, f"must be one of {rules}")
         deadline_ok = self.deadline_s is None or self.deadline_s > 0
         check(deadline_ok, "deadline_s", self.deadline_s, "must be above 0, or absent")
 

@@ -112,6 +112,7 @@ class Request:
     deadline: float | None = None  # on the engine's clock
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     drafting_failed: bool = False
+    rule: str = "exact"  # by which drafts are accepted (infer/verification.py)
     counts: TokenCounts | None = None  # for penalties
     stop_text: StopText | None = None  # for stop strings
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output, if asked for
@@ -153,3 +154,4 @@ class Completion:
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    acceptance: str = "exact"  # the rule by which drafts were accepted: exact, block, typical or synthetic

@@ -6,12 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
+from infer.lossy import DRAFTS, stream
 from infer.request import Request
 from kernels.choose import MASK32, ChoiceParameters
 
 
-def choice_parameters(requests: Sequence[Request], device: torch.device) -> ChoiceParameters | None:
-    """One row per request, or None when all are greedy."""
+def choice_parameters(
+    requests: Sequence[Request], device: torch.device, *, drafting: bool = False
+) -> ChoiceParameters | None:
+    """One row per request, or None when all are greedy.
+
+    A drafter meets the target's own noise, so that they choose alike; for block verification it must not.
+    """
     params = [request.params for request in requests]
     if all(p.temperature == 0 for p in params):
         return None
@@ -21,5 +27,12 @@ def choice_parameters(requests: Sequence[Request], device: torch.device) -> Choi
         top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
         min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
         seed_low=torch.tensor([request.seed & MASK32 for request in requests], device=device),
-        seed_high=torch.tensor([request.seed >> 32 for request in requests], device=device),
+        seed_high=torch.tensor([seed_high(request, drafting) for request in requests], device=device),
     )
+
+
+def seed_high(request: Request, drafting: bool) -> int:
+    own = request.seed >> 32
+    if drafting and request.params.acceptance == "block":
+        return own ^ stream(DRAFTS, request.computed)
+    return own

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,8 @@ class DraftTree:
     ancestors: Tensor  # [B, N] int64
     length: Tensor  # [B] int64
     is_chain: bool = False  # every node's parent is the node before it
+    # The laws over target ids `[K, V]` that a row's drafted tokens were drawn from, where block verification wants them
+    laws: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def chains(cls, roots: Sequence[int], drafts: Sequence[Sequence[int]]) -> DraftTree:
@@ -96,6 +98,7 @@ class DraftTree:
             ancestors=joined("ancestors"),
             length=torch.cat([tree.length for tree in trees])[order],
             is_chain=all(tree.is_chain for tree in trees),
+            laws={rows[t][row]: law for t, tree in enumerate(trees) for row, law in tree.laws.items()},
         )
 
     def path(self, row: int, node: int) -> list[int]:

@@ -11,11 +11,12 @@ from infer.proposers.draft_model import DraftModelProposer
 from infer.proposers.head import HeadProposer
 from infer.proposers.ngram import NgramProposer
 from infer.proposers.suffix import SuffixProposer
+from infer.proposers.synthetic import SyntheticProposer
 from infer.tree import MAX_NODES
 
 
 def build_proposers(
-    config: ProposerConfig, head: HeadProposer | None, draft_model: DraftModelProposer | None
+    config: ProposerConfig, head: HeadProposer | None, draft_model: DraftModelProposer | None, vocab_size: int
 ) -> Mapping[str, tuple[Proposer, Budget]]:
     """Every proposer that this engine can offer, with what it may draft per step."""
     chain = Budget(config.max_draft_tokens, config.max_draft_tokens)
@@ -28,6 +29,8 @@ def build_proposers(
         found["head"] = (head, tree)
     if draft_model is not None:
         found["draft_model"] = (draft_model, chain)
+    if config.acceptance is not None:
+        found["synthetic"] = (SyntheticProposer(vocab_size), Budget(len(config.acceptance), len(config.acceptance)))
     sources = [found[name] for name in config.sources if name in found]
     if len(sources) > 1:
         nodes = min(config.tree_nodes or MAX_NODES - 1, sum(limit.nodes for _, limit in sources))

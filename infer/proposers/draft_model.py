@@ -73,7 +73,7 @@ class DraftModelProposer:
             logits = self._model.logits(hidden)
             device = logits.device
             positions = torch.tensor([len(requests[i].tokens) - 1 + len(drafts[i]) for i in going], device=device)
-            tokens = choose(logits, choice_parameters(batch, device), positions).tolist()
+            tokens = choose(logits, choice_parameters(batch, device, drafting=True), positions).tolist()
             for index, token in zip(going, tokens, strict=True):
                 drafts[index].append(token)
             going = [index for index in going if len(drafts[index]) < depths[index]]

@@ -20,7 +20,7 @@ from infer.proposers.shapes import StaticShape, TreeShape, propose_best
 from infer.request import Phase, Request
 from infer.sampling import choice_parameters
 from infer.tree import DraftTree
-from kernels.choose import ChoiceParameters, choice_keys, choose
+from kernels.choose import ChoiceParameters, choice_keys, choose, law
 from kernels.rows import AttentionRows
 from models.heads.eagle3 import Eagle3Head
 
@@ -65,9 +65,19 @@ class HeadProposer:
         if not active:
             assert roots is not None
             return roots
-        draft = self._chains if self.shape is None else self._trees
-        tree = draft([requests[i] for i in active], [budgets[i] for i in active])
-        return tree if roots is None else DraftTree.stack([tree, roots], [active, idle])
+        # Block verification is for chains.
+        chains = [i for i in active if self.shape is None or requests[i].params.acceptance == "block"]
+        trees = [i for i in active if i not in chains]
+        drafted = [
+            (draft([requests[i] for i in own], [budgets[i] for i in own]), own)
+            for draft, own in ((self._chains, chains), (self._trees, trees))
+            if own
+        ]
+        if roots is not None:
+            drafted.append((roots, idle))
+        if len(drafted) == 1:
+            return drafted[0][0]
+        return DraftTree.stack([tree for tree, _ in drafted], [own for _, own in drafted])
 
     def synced(self, request: Request) -> int:
         pending = self._pending.get(request.request_id)
@@ -82,9 +92,11 @@ class HeadProposer:
         self._pending.pop(request.request_id, None)
 
     def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
-        parameters = choice_parameters(requests, self._draft_ids.device)
+        parameters = choice_parameters(requests, self._draft_ids.device, drafting=True)
         state = self._read_pending(requests)  # [B, H], of the slot before the root
         slots = [len(request.tokens) - 2 for request in requests]
+        laws: dict[int, list[Tensor]] = {}
+        self._keep_laws(laws, requests, range(len(requests)), state, parameters)
         tokens = self._choose(state, slots, parameters)
         drafts = [[token] for token in tokens.tolist()]
         going = list(range(len(requests)))
@@ -97,17 +109,43 @@ class HeadProposer:
             slots = [len(requests[index].tokens) - 2 + drafted for index in going]
             rows = self._rows([requests[index] for index in going], slots, [1] * len(going))
             state = self._head.step(tokens, state, rows.places - 1, self._attention(rows))
+            self._keep_laws(laws, requests, going, state, parameters)
             tokens = self._choose(state, slots, parameters)
             for index, token in zip(going, tokens.tolist(), strict=True):
                 drafts[index].append(token)
-        return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
+        tree = DraftTree.chains([request.tokens[-1] for request in requests], drafts)
+        tree.laws = {index: torch.stack(rows) for index, rows in laws.items()}
+        return tree
+
+    def _keep_laws(
+        self,
+        laws: dict[int, list[Tensor]],
+        requests: Sequence[Request],
+        going: Sequence[int],
+        state: Tensor,
+        parameters: ChoiceParameters | None,
+    ) -> None:
+        """For block verification: the law over target ids that the next token is drawn from."""
+        wanted = [
+            place
+            for place, index in enumerate(going)
+            if requests[index].params.acceptance == "block" and requests[index].params.temperature > 0
+        ]
+        if not wanted:
+            return
+        rows = torch.tensor(wanted, device=state.device)
+        own = law(self._head.logits(state[rows]), parameters and parameters.rows(rows)).softmax(-1)
+        whole = own.new_zeros(len(wanted), self._head.config.layer.vocab_size)
+        whole[:, self._draft_ids] = own
+        for place, row in zip(wanted, whole.cpu(), strict=True):
+            laws.setdefault(going[place], []).append(row)
 
     def _trees(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         """Grows every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own."""
         assert self.shape is not None
         assert self._pool is not None
         device, shape, batch = self._draft_ids.device, self.shape, len(requests)
-        parameters = choice_parameters(requests, device)
+        parameters = choice_parameters(requests, device, drafting=True)
         slots = [len(request.tokens) - 1 for request in requests]  # where the head's own rows begin
         start = torch.tensor(slots, device=device)[:, None]
         state = self._read_pending(requests)[:, None]  # [B, M, H] of the nodes that a level is grown from

@@ -108,6 +108,7 @@ def test_paths_of_a_tree():
         ("logprobs_of", "both", "logprobs_of=both"),
         ("max_draft_tokens", 0, "speculate=false"),
         ("deadline_s", 0.0, "deadline_s=0"),
+        ("acceptance", "mostly", "acceptance=mostly"),
     ],
 )
 def test_bad_values_are_named(field, value, message):
