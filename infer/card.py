@@ -44,6 +44,9 @@ def describe_proposer(name: str, asked: ProposerConfig, head: HeadConfig, model:
             drafts = f"trees {asked.tree_width} wide and {asked.max_draft_tokens} deep"
             drafts += f", {asked.tree_nodes} nodes of them" if asked.tree_nodes else ""
         return f"head {head.name} from {short(folder)}, {drafts}"
+    if name != "ngram":
+        sources = f" of {', '.join(asked.sources)}" if name == "combined" else ""
+        return f"{name.replace('_', ' ')}{sources}, {drafts}"
     lookup = f"n-gram lookup, {drafts}"
     if asked.name == "auto" and head.name != "none":
         return (

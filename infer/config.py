@@ -172,7 +172,7 @@ class ProposerConfig:
 @dataclass
 class EngineConfig:
     page_size: int = 16  # tokens per KV page, a power of two
-    max_tokens_in_cache: int | None = None  # KV pool in tokens; null: max_batch contexts, at most 65536 tokens
+    max_tokens_in_cache: int | None = None  # KV pool in tokens; null: max_batch contexts, at most 65536, or what fits
     max_batch: int = 32  # requests decoded together
     prefill_chunk: int = 256  # prompt tokens of one request per step
     max_rows: int = 512  # rows of one target forward: drafts and prefill chunks together
@@ -192,11 +192,6 @@ class EngineConfig:
                 f"engine.max_rows={self.max_rows}: must hold engine.prefill_chunk={self.prefill_chunk} rows "
                 f"and a row for each of engine.max_batch={self.max_batch} requests"
             )
-
-    def num_pages(self, context: int) -> int:
-        """Pages of the KV pool for a target with this context."""
-        tokens = self.max_tokens_in_cache or max(context, min(self.max_batch * context, 65536))
-        return -(-tokens // self.page_size)
 
 
 @dataclass

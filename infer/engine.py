@@ -25,6 +25,7 @@ from infer.config import EngineConfig, HeadConfig, ModelConfig, ProposerConfig
 from infer.drafting import Drafting
 from infer.kv_cache import KVPool, LayerShape
 from infer.logprobs import token_logprobs
+from infer.memory import free_bytes, plan_memory, weight_bytes
 from infer.pages import BlockKeys
 from infer.proposers import build_proposers
 from infer.proposers.base import Budget, Proposer
@@ -470,10 +471,21 @@ class Engine:
     def _make_pool(self) -> None:
         head_layers = self._head.kv_layers if self._head else ()
         draft_layers = self._draft_model.kv_layers if self._draft_model else ()
+        layers = [*self._target_layers, *head_layers, *draft_layers]
+        if hasattr(self, "_pool"):
+            del self._pool  # the old one goes before the new one is planned
+        self.memory = plan_memory(
+            self.config,
+            self.target.config,
+            layers,
+            self.dtype,
+            weights=self._weight_bytes(),
+            free=free_bytes(self.device),
+        )
         self._pool = KVPool(
-            [*self._target_layers, *head_layers, *draft_layers],
+            layers,
             tree_layers=len(self._target_layers),
-            num_pages=self.config.num_pages(self.context),
+            num_pages=self.memory.pages,
             page_size=self.config.page_size,
             max_requests=self.config.max_batch,
             max_positions=self.context,
@@ -493,6 +505,10 @@ class Engine:
             on_preempt=lambda request: self._drafting.release(request),
             on_resume=lambda request: self._drafting.resume(request),
         )
+
+    def _weight_bytes(self) -> int:
+        modules = [self.target, *(own.module for own in (self._head, self._draft_model) if own is not None)]
+        return weight_bytes(*modules)
 
     def _probe_exactness(self, linears: Sequence[PackedLinear]) -> None:
         """Asserts that rows keep their bits in any company, and under either number of threads."""

@@ -35,7 +35,7 @@ def run(config: ServeConfig) -> None:
         return Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
 
     def show(engine: Engine) -> None:
-        pages, size = config.engine.num_pages(engine.context), config.engine.page_size
+        pages, size = engine.memory.pages, config.engine.page_size
         drafts = describe_proposer(engine.proposer_name, config.proposer, config.head, config.model, config.output_dir)
         print_card(
             "Headway serves",
@@ -44,6 +44,7 @@ def run(config: ServeConfig) -> None:
                 ("speculation", drafts),
                 ("context", f"{engine.context} tokens"),
                 ("KV pool", f"{pages} pages of {size} tokens"),
+                ("memory", str(engine.memory)),
                 ("address", url(listener) + (", API key needed" if api_key else "")),
             ],
         )

@@ -25,6 +25,7 @@ class PackedLinear:
         else:
             self._weight = weight
         self._bias, self._exact = bias, exact
+        self.bytes = weight.numel() * weight.element_size()
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)

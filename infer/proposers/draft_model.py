@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infer.kv_cache import KVPool, LayerShape
 from infer.proposers.base import Budget
@@ -34,6 +34,10 @@ class DraftModelProposer:
         self._pool: KVPool | None = None
         self._first_layer = 0
         self._seen: dict[str, list[int]] = {}  # tokens whose KV is written, in order
+
+    @property
+    def module(self) -> nn.Module:
+        return self._model
 
     def attach(self, pool: KVPool, first_layer: int) -> None:
         self._pool, self._first_layer = pool, first_layer

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from infer.kv_cache import KVPool, LayerShape, PooledAttention
 from infer.proposers.base import Budget
@@ -42,6 +42,10 @@ class HeadProposer:
             )
         self._pool: KVPool | None = None
         self._pending: dict[str, Tensor] = {}  # features of committed positions that the head has not read
+
+    @property
+    def module(self) -> nn.Module:
+        return self._head
 
     def attach(self, pool: KVPool) -> None:
         self._pool = pool

@@ -34,7 +34,7 @@ class Service:
     def attach(self, engine: Engine) -> None:
         assert engine.tokenizer is not None, "the server needs text"
         self.tokenizer: Tokenizer = engine.tokenizer
-        self.context = min(engine.context, engine.config.num_pages(engine.context) * engine.config.page_size)
+        self.context = min(engine.context, engine.memory.pages * engine.config.page_size)
         self.vocab_size = engine.target.config.vocab_size
         self.speculative = engine.proposer_name != "none"
         # No text of more characters than this can fit the context; saves tokenising megabytes in order to refuse them.

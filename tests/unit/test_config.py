@@ -270,10 +270,3 @@ def test_relative_paths_count_from_the_repository(tmp_path: Path, monkeypatch: p
     given = compose("serve", infer_config.ServeConfig, [f"head.path={tmp_path}", f"model.path={tmp_path}"])
     assert given.head.folder(given.output_dir, "demo") == tmp_path
     assert given.model.path_or_hub_id == str(tmp_path)
-
-
-def test_pages_of_the_kv_pool() -> None:
-    assert infer_config.EngineConfig().num_pages(1024) == 32 * 1024 // 16
-    assert infer_config.EngineConfig().num_pages(8192) == 65536 // 16  # bounded
-    assert infer_config.EngineConfig().num_pages(131072) == 131072 // 16  # but one request fits
-    assert infer_config.EngineConfig(max_tokens_in_cache=100).num_pages(1024) == 7
