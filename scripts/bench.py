@@ -21,7 +21,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +227,9 @@ def main(config: BenchConfig) -> None:
 
     if "off" not in config.systems:
         raise ValueError("systems: must hold off, which every ratio is taken against")
-    engine = Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
+    # Every round repeats the prompts: pages that the last round left would spare ours the prefill, and no other's.
+    cold = replace(config.engine, prefix_cache=False)
+    engine = Engine.load(config.model, config.head, cold, config.proposer, output_dir=config.output_dir)
     if "head" in config.systems and engine.proposer_name != "head":
         raise ValueError(
             f"systems: head needs an exported head of {config.model.name}; train it (python train/run.py "
