@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from models.config import read_json
+from models.parallel import Part
+from models.targets.divided import divide
 from models.targets.llama import LlamaTarget, TargetOutput
 from models.targets.mistral import MistralTarget
 from models.targets.qwen2 import Qwen2Target
@@ -54,8 +57,12 @@ def load_target(
     revision: str | None = None,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
+    part: Part | None = None,
 ) -> LlamaTarget:
-    """Loads a target for inference: eval mode, no gradients. Raises ValueError for anything that does not fit."""
+    """Loads a target for inference: eval mode, no gradients. Raises ValueError for anything that does not fit.
+
+    With `part` this rank's share of it: no more of a divided tensor is read.
+    """
     folder = resolve_checkpoint(path_or_hub_id, revision)
     written = read_json(folder / "config.json")
     architecture = str((written.get("architectures") or [written.get("model_type")])[0])
@@ -65,14 +72,19 @@ def load_target(
     config = family.read_config(written)
     with torch.device("meta"):
         target = family(config)
+        if part is not None:
+            divide(target, part)
     target = target.to(dtype).to_empty(device=device)
+    layout = target.checkpoint_layout()
+    tensors = dict(read_tensors(folder, part and part.rows))
     if config.tie_word_embeddings:
-        target.lm_head.weight = target.embed_tokens.weight
-    tensors = dict(read_tensors(folder))
-    if config.tie_word_embeddings:
+        own = part and part.rows("lm_head.weight", config.vocab_size)
+        embedding = target.embed_tokens.weight
+        target.lm_head.weight = embedding if own is None else nn.Parameter(embedding[own[0] : own[1]])
+        layout.pop("lm_head.weight", None)
         tensors.pop("lm_head.weight", None)  # some exporters write the tied copy out
     for name in [name for name in tensors if name.endswith("rotary_emb.inv_freq")]:
         del tensors[name]  # a buffer that old exporters saved; recomputed from the config
-    load_into(target, tensors, target.checkpoint_layout(), source=str(folder))
+    load_into(target, tensors, layout, source=str(folder))
     target.path, target.folder, target.fingerprint = str(path_or_hub_id), folder, fingerprint(folder)
     return target.eval().requires_grad_(False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -67,8 +67,14 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+LAST = -1  # the layer id of what the LM head reads, as HF's `hidden_states[-1]`
+
+
 class LlamaTarget(nn.Module):
-    """The target. Layer id j in `aux_layers` is HF's `hidden_states[j]`: the residual stream entering layer j."""
+    """The target. Layer id j in `aux_layers` is HF's `hidden_states[j]`: the residual stream entering layer j.
+
+    As there, the id num_layers, or LAST, is the stream after the final norm.
+    """
 
     path: str = ""  # as the user gave it: a folder or a hub id
     folder: Path = Path()  # where the checkpoint lies
@@ -97,9 +103,10 @@ class LlamaTarget(nn.Module):
         self, ids: Tensor, positions: Tensor, attention: Attention, *, aux_layers: Sequence[int] = ()
     ) -> TargetOutput:
         """ids and positions `[...]` of one shape; see `logits` for the vocabulary projection."""
+        end = len(self.layers)
         for layer in aux_layers:
-            if not 0 <= layer < len(self.layers):
-                raise ValueError(f"aux_layers: id {layer} is outside 0..{len(self.layers) - 1}")
+            if not LAST <= layer <= end:
+                raise ValueError(f"aux_layers: id {layer} is outside {LAST}..{end}")
         x = self.embed_tokens(ids)
         rotary = self.rotary.rows(positions, x.dtype)
         streams: dict[int, Tensor] = {}
@@ -107,11 +114,18 @@ class LlamaTarget(nn.Module):
             if index in aux_layers:
                 streams[index] = x
             x = layer(x, rotary, attention)
-        return TargetOutput(x, self.norm(x), tuple(streams[layer] for layer in aux_layers))
+        hidden = streams[end] = streams[LAST] = self.norm(x)
+        return TargetOutput(x, hidden, tuple(streams[layer] for layer in aux_layers))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Post-norm hidden `[..., H]` -> `[..., V]`."""
         return self.lm_head(hidden)
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, KV heads and head size of its attention: this rank's, where the target is divided."""
+        attention = cast(DecoderLayer, self.layers[0]).self_attn
+        return attention.num_heads, attention.num_kv_heads, attention.head_dim
 
     @property
     def embedding_weight(self) -> Tensor:

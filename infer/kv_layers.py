@@ -1,0 +1,77 @@
+"""The tensors of the KV pool, layer by layer: slots are written and read by attention, moved and copied.
+
+Slot = page * page_size + offset. Who owns which page is the pool's business (infer/kv_cache.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.attention import PagedAttention, plan_attention
+from kernels.rows import AttentionRows
+
+
+class LayerShape(NamedTuple):
+    kv_heads: int
+    head_dim: int
+
+
+class KVLayers:
+    """Room for `num_pages` pages and the one that belongs to nobody.
+
+    The first `tree_layers` layers are the target's: in these alone an accepted path is moved to the front.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        *,
+        tree_layers: int,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_pages, self.page_size, self.device = num_pages, page_size, device
+        slots = (num_pages + 1) * page_size
+        # Layers of one shape lie in one tensor [layers, 2, kv_heads, slots, D], so that a move is one operation.
+        self._tree_stacks = [
+            torch.zeros(len(list(group)), 2, shape.kv_heads, slots, shape.head_dim, dtype=dtype, device=device)
+            for shape, group in itertools.groupby(shapes[:tree_layers])
+        ]
+        self.caches = [cache for stack in self._tree_stacks for cache in stack] + [
+            torch.zeros(2, shape.kv_heads, slots, shape.head_dim, dtype=dtype, device=device)
+            for shape in shapes[tree_layers:]
+        ]
+
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        """Slots `source` `[M]` to slots `destination` in the target's layers; the two may overlap."""
+        for stack in self._tree_stacks:
+            stack[:, :, :, destination] = stack[:, :, :, source]  # the right side is read whole before it is written
+
+    def copy(self, source: int, destination: int, count: int) -> None:
+        """`count` slots from `source` on to those from `destination` on, in every layer; they do not overlap."""
+        for cache in self.caches:
+            cache[:, :, destination : destination + count] = cache[:, :, source : source + count]
+
+    def attention(
+        self, rows: AttentionRows, num_heads: int, num_kv_heads: int, head_dim: int, *, first_layer: int = 0
+    ) -> PooledAttention:
+        """The attention seam over these rows; `first_layer` is where the model's layers begin."""
+        plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, self.caches[first_layer].dtype)
+        return PooledAttention(self.caches, first_layer, plan)
+
+
+class PooledAttention:
+    """Implements models.attention.Attention over the pool: writes the rows' KV, then reads their request's."""
+
+    def __init__(self, caches: Sequence[Tensor], first_layer: int, plan: PagedAttention) -> None:
+        self._caches, self._first, self._plan = caches, first_layer, plan
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+        return self._plan(q, k, v, self._caches[self._first + layer], q.shape[-1] ** -0.5, window)

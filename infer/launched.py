@@ -1,0 +1,22 @@
+"""Whether torchrun started this process as one of several. Imports nothing heavy: entry points ask first."""
+
+from __future__ import annotations
+
+import os
+
+from infer.config import EngineConfig
+
+
+def launched_rank(engine: EngineConfig) -> int | None:
+    """This process's rank, None if it was started alone. Raises ValueError if others were than `engine` asks for."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1 or "RANK" not in os.environ:
+        return None
+    if count != engine.tensor_parallel:
+        raise ValueError(
+            f"engine.tensor_parallel={engine.tensor_parallel}: started as {count} processes; say "
+            f"engine.tensor_parallel={count}, or start one process"
+        )
+    if int(os.environ.get("LOCAL_WORLD_SIZE", count)) != count:
+        raise ValueError(f"engine.tensor_parallel={count}: ranks on several machines are not supported")
+    return int(os.environ["RANK"])

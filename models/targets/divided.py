@@ -1,0 +1,78 @@
+"""A target of which this rank holds its part alone: the decoder of llama.py with its linear layers divided.
+
+The layers' code stays as it is. What a rank computes of an attention or an MLP is its own heads or inner rows; the two
+projections back to the hidden state gather these before they read them and their answers after, so that the hidden
+state is whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor, nn
+
+from models.layers import GatedMLP, Linear
+from models.parallel import Part, check_heads, even, inner, split
+from models.targets.llama import LlamaTarget, SelfAttention
+
+
+class DividedLinear(Linear):
+    """This rank's output rows of a linear layer, `sizes[rank]` of them.
+
+    With `reads` the input is this rank's part of `reads[rank]` features too. `answers`: this rank's part, or the whole
+    everywhere, or the whole on rank 0 alone.
+    """
+
+    def __init__(
+        self,
+        whole: nn.Linear,
+        part: Part,
+        sizes: Sequence[int],
+        *,
+        reads: Sequence[int] | None = None,
+        answers: Literal["part", "whole", "leader"] = "part",
+    ) -> None:
+        assert sum(sizes) == whole.out_features
+        super().__init__(whole.in_features, sizes[part.rank], bias=whole.bias is not None)
+        self.part, self.sizes, self.answers = part, tuple(sizes), answers
+        self.reads = None if reads is None else tuple(reads)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.reads is not None:
+            input = self.part.gather(input, self.reads)
+        out = super().forward(input)
+        if self.answers == "part":
+            return out
+        return self.part.gather(out, self.sizes, everywhere=self.answers == "whole")
+
+
+def divide(target: LlamaTarget, part: Part) -> None:
+    """Replaces the linear layers by this rank's part of them. Raises ValueError where sizes cannot be divided.
+
+    To be called before weights are loaded, best on the meta device.
+    """
+    check_heads(target.config.num_kv_heads, part.ranks)
+    for module in list(target.modules()):
+        if isinstance(module, SelfAttention):
+            _divide_attention(module, part)
+        elif isinstance(module, GatedMLP):
+            _divide_mlp(module, part)
+    target.lm_head = DividedLinear(target.lm_head, part, split(target.config.vocab_size, part.ranks), answers="leader")
+
+
+def _divide_attention(attention: SelfAttention, part: Part) -> None:
+    qkv, output, ranks = attention.qkv_proj, attention.o_proj, part.ranks
+    attention.num_heads //= ranks
+    attention.num_kv_heads //= ranks
+    attention.qkv_proj = DividedLinear(qkv, part, even(qkv.out_features, ranks))
+    attention.o_proj = DividedLinear(
+        output, part, split(output.out_features, ranks), reads=even(output.in_features, ranks), answers="whole"
+    )
+
+
+def _divide_mlp(mlp: GatedMLP, part: Part) -> None:
+    down, ranks = mlp.down_proj, part.ranks
+    sizes = inner(down.in_features, ranks)
+    mlp.gate_up_proj = DividedLinear(mlp.gate_up_proj, part, [2 * size for size in sizes])
+    mlp.down_proj = DividedLinear(down, part, split(down.out_features, ranks), reads=sizes, answers="whole")

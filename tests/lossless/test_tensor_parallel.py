@@ -1,0 +1,186 @@
+"""A target divided among two processes gives the bits of one: token ids and log-probabilities are equal."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from infer.config import Eagle3HeadConfig, EagleHeadConfig, EngineConfig, ModelConfig, ProposerConfig
+from infer.engine import Engine
+from infer.ranks import RankLost
+from infer.request import SamplingParams
+from models.heads import save_head
+from models.heads.eagle import EagleHead
+from models.heads.eagle_config import EagleConfig
+from tests.unit.test_targets import randomise_biases_and_norms
+
+PAGE, TOKENS = 8, 16
+GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True, logprobs=2)
+SEEDED = SamplingParams(max_tokens=TOKENS, ignore_eos=True, logprobs=2, temperature=0.9, top_k=60, seed=7)
+SEVERAL = SamplingParams(max_tokens=TOKENS, ignore_eos=True, logprobs=0, temperature=1.0, seed=11, n=2)
+SCORED = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+# Short of memory, so that requests are pre-empted and replayed; small pages, so that prompts share them.
+SMALL = {"page_size": PAGE, "max_batch": 4, "max_tokens_in_cache": 104, "prefill_chunk": 24, "max_rows": 80}
+
+
+def make_requests():
+    generator = torch.Generator().manual_seed(4)
+    base = torch.randint(1, 384, (40,), generator=generator).tolist()
+    others = torch.randint(1, 384, (3, 5), generator=generator).tolist()
+    prompts = [base, base[: 2 * PAGE + 1] + others[0], [5, 6, 7] * 8, others[1], base[:30] + others[2]]
+    return prompts, [GREEDY, SEVERAL, GREEDY, SCORED, SEEDED]
+
+
+def load(folder, dtype, ranks, proposer, head=None, **drafting):
+    return Engine.load(
+        ModelConfig(name="tiny", path=str(folder), dtype=dtype, device="cpu"),
+        head,
+        EngineConfig(tensor_parallel=ranks, **SMALL),
+        ProposerConfig(name=proposer, ngram_min=1, **drafting),
+    )
+
+
+def answer(engine):
+    """Everything at once, twice: the second time the prefix cache knows prompts."""
+    answers = [*engine.generate(*make_requests()), *engine.generate(*make_requests())]
+    engine._pool.invariants([])
+    return [(a.token_ids, a.logprobs, a.prompt_logprobs) for a in answers]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_target_folder, dtype):
+    """Plain decoding in this process."""
+    return answer(load(tiny_target_folder, dtype, 1, "none"))
+
+
+@pytest.mark.parametrize("shape", [{}, {"tree_width": 4}], ids=["chain", "tree"])
+def test_two_ranks_answer_like_one(tiny_target_folder, tiny_head_folder, dtype, expected, shape):
+    head = Eagle3HeadConfig(name="eagle3", path=str(tiny_head_folder))
+    engine = load(tiny_target_folder, dtype, 2, "head", head, **shape)
+    try:
+        with counted(engine) as calls:
+            assert answer(engine) == expected
+        assert calls["copy"] == 2, "each time one of the two answers began with the other's pages"
+        assert (calls["move"] > 0) == bool(shape), "accepted paths of trees, and only these, are moved"
+        assert calls["rows of prompts"] < 2 * sum(map(len, make_requests()[0])), "known pages were shared"
+        assert engine.stats.preemptions > 0
+        assert engine.stats.speculation.accepted > 0
+        assert engine.stats.speculation.drafted > engine.stats.speculation.accepted
+    finally:
+        engine.close()
+
+
+def test_a_head_that_borrows_the_lm_head(tiny_target, tiny_target_folder, tmp_path):
+    head = EagleHead(EagleConfig.for_target(tiny_target.config))
+    head.initialise(tiny_target, from_target=True)
+    provenance = {"target_fingerprint": tiny_target.fingerprint}
+    names = {"verifier": tiny_target.path, "verifier_architecture": "LlamaForCausalLM"}
+    save_head(head, tmp_path, **names, speculative_tokens=4, provenance=provenance)
+    config = EagleHeadConfig(name="eagle", path=str(tmp_path))
+    wanted = answer(load(tiny_target_folder, "float32", 1, "head", config))
+    engine = load(tiny_target_folder, "float32", 2, "head", config)
+    try:
+        assert answer(engine) == wanted
+        assert engine.stats.speculation.drafted > 0
+    finally:
+        engine.close()
+
+
+@contextmanager
+def counted(engine):
+    """How often KV was moved and copied, and how many rows of prompts were computed."""
+    calls: Counter[str] = Counter()
+    layers, runner = engine._pool.layers, engine._runner
+
+    def count(name, call):
+        return lambda *arguments: (calls.update([name]), call(*arguments))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("move", "copy"):
+            patch.setattr(layers, name, count(name, getattr(layers, name)))
+        prefill = runner.prefill
+
+        def counting(requests, chunks, aux):
+            calls["rows of prompts"] += sum(chunks)
+            return prefill(requests, chunks, aux)
+
+        patch.setattr(runner, "prefill", counting)
+        yield calls
+
+
+FAMILIES = {
+    "qwen2, tied, uneven": ("Qwen2Config", {"tie_word_embeddings": True, "vocab_size": 397, "intermediate_size": 208}),
+    "qwen3 moe": (
+        "Qwen3MoeConfig",
+        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    ),
+}
+
+
+@pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, ("float32", "bfloat16"), strict=True)])
+def test_other_families(tiny_target_folder, tmp_path, family, dtype):
+    folder = make_family(family, tiny_target_folder, tmp_path)
+    wanted = answer(load(folder, dtype, 1, "none"))
+    engine = load(folder, dtype, 2, "ngram")
+    try:
+        assert answer(engine) == wanted
+        assert engine.stats.speculation.accepted > 0
+    finally:
+        engine.close()
+
+
+def make_family(name, tokenizer, folder):
+    import transformers
+
+    kind, options = FAMILIES[name]
+    sizes = {
+        "vocab_size": 384,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,
+    }
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes | options))
+    model.save_pretrained(folder)
+    randomise_biases_and_norms(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / file, folder)
+    return folder
+
+
+def test_a_killed_rank_is_an_error_that_says_so(tiny_target_folder, started_here):
+    engine = load(tiny_target_folder, "float32", 2, "none")
+    (other,) = started_here()
+    os.kill(other, signal.SIGKILL)
+    with pytest.raises(RankLost, match=r"engine\.tensor_parallel=2: rank 1 has ended \(signal 9\)"):
+        engine.generate([[1, 2, 3]], GREEDY)
+    with pytest.raises(RankLost, match="make a new engine"):
+        engine.generate([[1, 2, 3]], GREEDY)
+    assert started_here() == []
+
+
+def test_no_process_outlives_its_engine(tiny_target_folder, started_here):
+    with pytest.raises(ValueError, match=r"engine\.tensor_parallel=3: .* 2 KV heads .* use one of 1, 2"):
+        load(tiny_target_folder, "float32", 3, "none")
+    assert started_here() == []
+    engine = load(tiny_target_folder, "float32", 2, "none")
+    assert len(started_here()) == 1
+    assert engine.memory.ranks == 2
+    del engine
+    gc.collect()
+    assert started_here() == []

@@ -1,0 +1,186 @@
+"""Which rows of which tensor a rank holds: the parts together are the whole, and no rank reads more than its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import models.weights
+from infer.config import EngineConfig
+from infer.engine import Engine
+from infer.exactness import probe_division
+from infer.memory import weight_bytes
+from infer.shard import Shard
+from kernels.cpu.library import LANES
+from kernels.linear import PackedLinear
+from models.parallel import BLOCK, Part, check_heads, even, inner, sizes_of, split
+from models.targets import load_target
+from models.targets.divided import DividedLinear
+from tests.unit.test_targets import randomise_biases_and_norms
+
+
+def nobody(x, sizes, *, everywhere=True):
+    raise AssertionError("nothing is computed here")
+
+
+@given(total=st.integers(1, 3000), ranks=st.integers(1, 16))
+def test_parts_make_up_the_whole_in_whole_blocks(total, ranks):
+    if total < 2 * ranks:
+        with pytest.raises(ValueError, match=f"tensor_parallel={ranks}"):
+            split(total, ranks)
+        return
+    sizes = split(total, ranks)
+    assert sum(sizes) == total
+    assert min(sizes) >= 2
+    assert total < BLOCK * ranks or not any(size % BLOCK for size in sizes[:-1])
+    assert max(sizes) - min(sizes) < 2 * BLOCK
+
+
+@given(vectors=st.integers(1, 300), ranks=st.integers(1, 16), odd=st.integers(0, LANES - 1))
+def test_an_mlp_is_divided_in_whole_vectors(vectors, ranks, odd):
+    total = vectors * LANES + odd
+    if odd or vectors < ranks:
+        with pytest.raises(ValueError, match=f"tensor_parallel={ranks}: {total} inner rows"):
+            inner(total, ranks)
+        return
+    sizes = inner(total, ranks)
+    assert sum(sizes) == total
+    assert min(sizes) > 0
+    assert all(size % LANES == 0 for size in sizes)
+
+
+@given(kv_heads=st.integers(1, 16), group=st.integers(1, 8), ranks=st.integers(1, 8), dim=st.sampled_from([16, 64]))
+def test_every_rank_gets_kv_heads_with_the_queries_that_read_them(kv_heads, group, ranks, dim):
+    if kv_heads % ranks:
+        with pytest.raises(ValueError, match=rf"tensor_parallel={ranks}: .* {kv_heads} KV heads .* use one of 1"):
+            check_heads(kv_heads, ranks)
+        return
+    check_heads(kv_heads, ranks)
+    head_of_row = torch.arange(kv_heads * group * dim) // dim
+    kv_head_of_row = torch.arange(kv_heads * dim) // dim
+    queries = head_of_row.split(even(len(head_of_row), ranks))
+    keys = kv_head_of_row.split(even(len(kv_head_of_row), ranks))
+    for own_queries, own_keys in zip(queries, keys, strict=True):
+        assert set((own_queries // group).tolist()) == set(own_keys.tolist())
+
+
+@given(
+    kind=st.sampled_from(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]),
+    total=st.integers(8, 64).map(lambda n: n * LANES),
+    ranks=st.integers(1, 8),
+)
+def test_rows_of_the_ranks_follow_one_another(kind, total, ranks):
+    parts = [Part(rank, ranks, nobody).rows(f"model.layers.3.{kind}.weight", total) for rank in range(ranks)]
+    assert [row for first, last in parts for row in range(first, last)] == list(range(total))
+
+
+def test_the_rest_is_whole_on_every_rank():
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.gate.weight", "d2t"):
+        assert sizes_of(name, 64, 2) is None
+
+
+SHAPES = {
+    "llama": {},
+    "biases, uneven": {"vocab_size": 397, "intermediate_size": 208, "attention_bias": True, "mlp_bias": True},
+    "tied": {"vocab_size": 397, "tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_what_the_ranks_hold_together_is_the_target(make_target_folder, name):
+    folder = make_target_folder(num_hidden_layers=2, **SHAPES[name])
+    randomise_biases_and_norms(folder)
+    whole = load_target(str(folder))
+    parts = [load_target(str(folder), part=Part(rank, 2, nobody)) for rank in range(2)]
+    assert all(part.fingerprint == whole.fingerprint for part in parts)
+    assert all(part.heads == (2, 1, 16) for part in parts)
+    for path, module in whole.named_modules():
+        own = [part.get_submodule(path) for part in parts]
+        if not isinstance(own[0], DividedLinear):
+            for key, value in module.named_parameters(recurse=False):
+                assert all(torch.equal(part.get_parameter(f"{path}.{key}"), value) for part in parts)
+            continue
+        # merged tensors: each rank holds its rows of q, k and v, of gate and up
+        merged = {"qkv_proj": [64, 32, 32], "gate_up_proj": [whole.config.intermediate_size] * 2}
+        groups = merged.get(path.rpartition(".")[2], [module.out_features])
+        for key, value in module.named_parameters(recurse=False):
+            pieces = [
+                part.get_parameter(f"{path}.{key}").split([sizes[rank] for sizes in map(own_sizes(path), groups)])
+                for rank, part in enumerate(parts)
+            ]
+            together = torch.cat([piece for group in zip(*pieces, strict=True) for piece in group])
+            assert torch.equal(together, value), path
+
+
+def own_sizes(path):
+    kind = {"qkv_proj": "q_proj", "gate_up_proj": "up_proj"}.get(path.rpartition(".")[2], path.rpartition(".")[2])
+    return lambda total: sizes_of(f"{kind}.weight", total, 2)
+
+
+def test_a_rank_reads_its_own_rows_only(tiny_target_folder, monkeypatch):
+    read = []
+
+    class Recording:
+        def __init__(self, *arguments, **options):
+            self.file = safe_open(*arguments, **options)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def keys(self):
+            return self.file.keys()
+
+        def get_slice(self, name):
+            return self.file.get_slice(name)
+
+        def get_tensor(self, name):
+            read.append(name)
+            return self.file.get_tensor(name)
+
+    monkeypatch.setattr(models.weights, "safe_open", Recording)
+    part = load_target(str(tiny_target_folder), part=Part(1, 2, nobody))
+    assert read
+    assert not [name for name in read if "proj" in name or "lm_head" in name]
+    whole = load_target(str(tiny_target_folder))
+    shared = sum(p.numel() for n, p in whole.named_parameters() if "proj" not in n and "lm_head" not in n) * 4
+    assert weight_bytes(part) - shared == (weight_bytes(whole) - shared) / 2
+
+
+def test_a_tensor_of_another_size_is_refused(make_target_folder):
+    folder = make_target_folder(num_hidden_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = torch.zeros(448, 64)  # its second part would fit: 192 rows of 448 as of 384
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lm_head\.weight \[256, 64\]: expected \[192, 64\]"):
+        load_target(str(folder), part=Part(0, 2, nobody))
+
+
+def test_a_whole_target_is_not_served_by_ranks_that_are_not_there(tiny_target_folder):
+    with pytest.raises(ValueError, match=r"engine\.tensor_parallel=2: .*Engine\.load"):
+        Engine(load_target(str(tiny_target_folder)), config=EngineConfig(tensor_parallel=2))
+    with pytest.raises(ValueError, match=r"engine\.tensor_parallel=0: must be at least 1"):
+        EngineConfig(tensor_parallel=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_that_depend_on_the_number_of_columns_are_found_out(tiny_target_folder, monkeypatch, dtype):
+    shard = Shard(load_target(str(tiny_target_folder), dtype=dtype, part=Part(0, 2, nobody)))
+    shard.ranks = 2
+    probe_division(shard, 1)
+
+    class Fickle(PackedLinear):
+        def __call__(self, x):
+            return super().__call__(x) * (1.01 if self.out_features == 192 else 1)
+
+    monkeypatch.setattr("infer.exactness.PackedLinear", Fickle)  # half of the LM head's 384
+    with pytest.raises(
+        ValueError, match=r"64 inputs .*\[192, 192\]; engine\.tensor_parallel=1, or engine\.exact=false"
+    ):
+        probe_division(shard, 1)

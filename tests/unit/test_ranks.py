@@ -1,0 +1,134 @@
+"""What passes between ranks: three of them in one process, a thread each, over real gloo on loopback."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import FileStore
+
+from infer.config import EngineConfig, ModelConfig
+from infer.launch import rank_device
+from infer.launched import launched_rank
+from infer.ranks import STOP, RankLost, Ranks
+from infer.tensor_parallel import pack_rows, unpack_rows
+from kernels.rows import AttentionRows
+
+COUNT = 3
+CPU = torch.device("cpu")
+
+
+def make(folder: Path) -> list[Ranks]:
+    return [Ranks(rank, COUNT, FileStore(str(folder / "store"), COUNT), CPU) for rank in range(COUNT)]
+
+
+def everyone(ranks, does):
+    with ThreadPoolExecutor(COUNT) as pool:
+        return [done.result() for done in [pool.submit(does, one) for one in ranks]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    made = make(tmp_path_factory.mktemp("ranks"))
+    everyone(made, lambda own: own.connect())
+    return made
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (64, 64, 5), (2, 1, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+@pytest.mark.parametrize("lead", [(1,), (7,), (2, 3)])
+def test_parts_are_put_side_by_side(ranks, sizes, dtype, lead):
+    whole = torch.randint(-99, 99, (*lead, sum(sizes))).to(dtype)
+    parts = whole.split(sizes, dim=-1)
+    for gathered in everyone(ranks, lambda own: own.gather(parts[own.rank], sizes)):
+        assert torch.equal(gathered, whole)
+    first, *others = everyone(ranks, lambda own: own.gather(parts[own.rank], sizes, everywhere=False))
+    assert torch.equal(first, whole)
+    assert all(other.shape == (*lead, 0) for other in others)
+
+
+def test_no_bit_changes_on_the_way(ranks):
+    odd = torch.tensor([[0.0, -0.0, float("inf"), float("nan"), 1e-45, -1e-45]])
+    for gathered in everyone(ranks, lambda own: own.gather(odd, [6] * COUNT)):
+        assert torch.equal(gathered.view(torch.int32), odd.repeat(1, COUNT).view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "tensors"),
+    [
+        ([], []),
+        ([1, -5, 2**40], []),
+        ([], [torch.randn(3, 5).bfloat16()]),
+        ([7], [torch.arange(6).view(2, 3).T, torch.tensor([[1, 2]]).T[0], torch.zeros(0, 4, dtype=torch.int64)]),
+    ],
+)
+def test_a_command_comes_as_it_was_sent(ranks, numbers, tensors):
+    def pass_on(own):
+        return own.receive() if own.rank else own.send(4, numbers, tensors)
+
+    for operation, got_numbers, got_tensors in everyone(ranks, pass_on)[1:]:
+        assert (operation, got_numbers) == (4, numbers)
+        assert all(torch.equal(a, b) for a, b in zip(got_tensors, tensors, strict=True))
+
+
+@pytest.mark.parametrize("words", [None, torch.tensor([1, 3, -1, 1])])
+def test_rows_and_what_comes_after_them(words):
+    table = torch.arange(40).view(2, 20)
+    rows = AttentionRows.blocks(table, [5, 30], [3, 1], page_size=4, words=words, first=1)
+    again, rest = unpack_rows(*(lambda numbers, tensors: ([*numbers, 2, 9], tensors))(*pack_rows(rows)))
+    assert rest == [2, 9]
+    assert torch.equal(again.slots, rows.slots)
+    assert torch.equal(again.table, table[:, :8])  # 31 places
+    assert (again.words is None) == (words is None)
+    assert (again.page_size, again.longest, again.first) == (4, 31, 1)
+
+
+def test_free_memory_is_shared_on_a_cpu(ranks):
+    assert everyone(ranks, lambda own: own.least(900 + own.rank)) == [300] * COUNT
+    assert everyone(ranks, lambda own: own.least(None)) == [None] * COUNT
+
+
+def test_a_rank_that_cannot_load_tells_rank_0(tmp_path):
+    ranks = make(tmp_path)
+
+    ranks[2].connect("weights: rank 2 has none")
+    with pytest.raises(ValueError, match="rank 2 has none"):
+        ranks[0].connect()
+
+
+def test_a_rank_that_goes_is_an_error_and_stays_one(tmp_path):
+    ranks = make(tmp_path)
+    everyone(ranks, lambda own: own.connect())
+    del ranks[2]._data, ranks[2]._control  # its sockets are closed with them
+    with pytest.raises(RankLost, match=r"engine\.tensor_parallel=3: a rank has ended"):
+        ranks[0].gather(torch.zeros(1), [1] * COUNT)
+    with pytest.raises(RankLost, match="make a new engine"):
+        ranks[0].send(4)
+    ranks[0].close()
+
+
+def test_closing_says_stop(tmp_path):
+    ranks = make(tmp_path)
+    everyone(ranks, lambda own: own.connect())
+    answers = everyone(ranks, lambda own: own.receive()[0] if own.rank else own.close())
+    assert answers == [None, STOP, STOP]
+
+
+def test_what_torchrun_started_must_fit(monkeypatch):
+    engine = EngineConfig(tensor_parallel=2)
+    assert launched_rank(engine) is None
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert launched_rank(engine) == 1
+    with pytest.raises(ValueError, match=r"engine\.tensor_parallel=1: started as 2 processes; say engine"):
+        launched_rank(EngineConfig())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(ValueError, match="several machines"):
+        launched_rank(engine)
+
+
+def test_the_cpu_is_every_ranks_device():
+    model = ModelConfig(name="tiny", path="tiny", device="cpu")
+    assert [rank_device(model, rank, 2) for rank in range(2)] == [CPU, CPU]
