@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from infer.config import REPO_ROOT, HeadConfig, ModelConfig, ProposerConfig
+from infer.config import REPO_ROOT, EngineConfig, HeadConfig, ModelConfig, ProposerConfig
 from infer.request import SpeculationStats
 
 Row = tuple[str, str]
@@ -53,6 +53,11 @@ def describe_proposer(name: str, asked: ProposerConfig, head: HeadConfig, model:
             f"{lookup} (no head at {short(folder)}; train one: python train/run.py model={model.name} head={head.name})"
         )
     return lookup
+
+
+def describe_ranks(engine: EngineConfig) -> Sequence[Row]:
+    ranks = engine.tensor_parallel
+    return [("ranks", f"{ranks}, each with a part of the target and of its KV")] if ranks > 1 else []
 
 
 def short(folder: Path) -> str:

@@ -40,7 +40,6 @@ def choose_rows(
     counts: Sequence[int],
     logits: Tensor,
     positions: Tensor,
-    stop_ids: Sequence[Sequence[int]],
     tree: DraftTree | None = None,
 ) -> Choices:
     """logits `[R, V]`, `counts[b]` rows of each request: its nodes in `tree`, or the one row after its tokens."""
@@ -59,9 +58,9 @@ def choose_rows(
                 request.params,
                 count_tokens(request, logits.shape[1], logits.device),
                 request.tokens,
-                len(request.output_ids),
+                request.output_length,
                 paths,
-                stop_ids[b],
+                request.stop_ids,
             )
         first += count
     return Choices(choose(shaped, parameters, positions), logits, shaped, parameters)
@@ -82,5 +81,5 @@ def count_tokens(request: Request, vocab_size: int, device: torch.device) -> Tok
         return None
     if request.counts is None:
         request.counts = TokenCounts(vocab_size, request.prompt_ids, device)
-    request.counts.update(request.output_ids)
+    request.counts.update(request.tokens)
     return request.counts

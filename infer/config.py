@@ -7,6 +7,7 @@ Knows nothing about training; `train/config.py` adds to this.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synt
 SOURCES = ("head", "ngram", "suffix", "draft_model")
 FREE_TEXT = {"free_text": True}  # a field whose value on the command line is taken as typed, whatever it holds
 MAX_TREE_NODES = 64  # the bits of DraftTree.ancestors; the root is one of them
+MEASURED_TREE = "measured"
 
 
 def one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
@@ -69,6 +71,11 @@ class HeadConfig:
     path: str | None = None  # an exported head; null: <output_dir>/heads/<model.name>/<head.name>
     allow_mismatch: bool = False  # load a head that was trained for another target
 
+    @property
+    def max_depth(self) -> int | None:
+        """How many tokens a new head of these settings can draft; None for no bound."""
+        return None
+
     def folder(self, output_dir: str, model_name: str) -> Path:
         """Where the exported head of this model lies; `path` overrides."""
         return resolve_path(self.path) if self.path else resolve_path(output_dir) / "heads" / model_name / self.name
@@ -82,20 +89,37 @@ class NoHeadConfig(HeadConfig):
 
 
 @dataclass
-class Eagle3HeadConfig(HeadConfig):
+class NewHeadConfig(HeadConfig):
     """Hyper-parameters of a new head; an exported head brings its own in its config.json."""
 
+    init_from_target: bool = True  # start from weights of the target, where the head has a place for them
+
+
+@dataclass
+class EagleHeadConfig(NewHeadConfig):
+    bias: bool = False  # of fc; SafeAILab's heads for Llama 2 and Vicuna have one, vLLM reads none
+    own_embedding: bool = True  # the token embedding is stored with the head; false: the target's is used in place
+
+
+@dataclass
+class Eagle3HeadConfig(NewHeadConfig):
     draft_vocab_size: int | None = None  # at most this many draft tokens; null or more than the target has: all of them
-    num_layers: int = 1
+    num_layers: int | None = None  # null: 1; of p-eagle 4, or 1 for a target of fewer than 24
+    hidden_size: int | None = None  # null for these: the target's
+    intermediate_size: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
     norm_before_residual: bool = False  # the residual is the normed fused state
     norm_before_fc: bool = False  # one norm over the concatenated features
     fc_norm: bool = False  # one norm per feature
     norm_output: bool = False  # feed the post-norm state back
+    embed_requires_grad: bool | None = None  # train the token embedding; null: where its width is not the target's
     aux_layers: list[int] | None = None  # HF hidden_states indices; null: (2, L//2, L-3)
-    init_from_target: bool = True  # start from the target's last layer and output embedding
 
     def __post_init__(self) -> None:
-        at_least("head.num_layers", self.num_layers, 1)
+        for key in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+            at_least(f"head.{key}", getattr(self, key), 1)
         at_least("head.draft_vocab_size", self.draft_vocab_size, 1)
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("head.fc_norm=true: excludes head.norm_before_fc=true; set one of them to false")
@@ -106,6 +130,61 @@ class Eagle3HeadConfig(HeadConfig):
 
 
 @dataclass
+class PEagleHeadConfig(Eagle3HeadConfig):
+    embed_requires_grad: bool | None = True
+    num_depths: int = 8  # tokens drafted in one forward
+    mask_token_id: int | None = None  # stands in for tokens not known yet; null: the end of text
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("head.num_depths", self.num_depths, 1)
+
+    @property
+    def max_depth(self) -> int:
+        return self.num_depths
+
+
+@dataclass
+class MedusaHeadConfig(NewHeadConfig):
+    num_heads: int = 4
+    num_layers: int = 1  # residual layers of each head
+    draft_vocab_size: int | None = None  # at most this many draft tokens; null or more than the target has: all of them
+    shared: bool = False  # all heads read one frozen copy of the target's LM head; false: each trains its own
+    bias: bool = True  # of the residual layers
+
+    def __post_init__(self) -> None:
+        for key in ("num_heads", "num_layers", "draft_vocab_size"):
+            at_least(f"head.{key}", getattr(self, key), 1)
+
+    @property
+    def max_depth(self) -> int:
+        return self.num_heads
+
+
+@dataclass
+class MlpHeadConfig(NewHeadConfig):
+    init_from_target: bool = False
+    n_predict: int = 4  # heads
+    inner_dim: int | None = None  # width of the state; null: the target's
+    tie_weights: bool = False  # one embedding, norm and LM head for all heads, one projection after the first
+    scale_input: bool = False  # norm the target's hidden state first
+    top_k_tokens_per_head: list[int] | None = None  # written down for IBM's engine; null: 5, 4, 3, 2, 1, 1, ...
+    n_candidates: int = 5  # likewise
+
+    def __post_init__(self) -> None:
+        for key in ("n_predict", "inner_dim", "n_candidates"):
+            at_least(f"head.{key}", getattr(self, key), 1)
+        for count in self.top_k_tokens_per_head or ():
+            at_least("head.top_k_tokens_per_head", count, 1)
+        if self.init_from_target:
+            raise ValueError("head.init_from_target=true: an MLP speculator has no place for the target's weights")
+
+    @property
+    def max_depth(self) -> int:
+        return self.n_predict
+
+
+@dataclass
 class ProposerConfig:
     """What drafts when serving. `auto` takes the exported head if there is one, else n-gram lookup."""
 
@@ -113,7 +192,7 @@ class ProposerConfig:
     max_draft_tokens: int = 3  # longest run of drafted tokens per step and request: the depth of a chain or tree
     tree_width: int = 1  # 1: a chain; more: a beam as wide as this, the best nodes of which are proposed (EAGLE-2)
     tree_nodes: int | None = None  # drafted nodes of a tree at most; null: as many as fit, up to 63
-    tree: list[Any] | None = None  # a fixed tree as paths of ranks, [[0], [1], [0, 0]]; replaces the beam
+    tree: Any = None  # fixed, as paths of ranks, [[0], [1], [0, 0]]; measured: the best one for the exported head
     ngram_min: int = 2  # shortest and longest suffix looked up
     ngram_max: int = 4
     suffix_depth: int = 24  # longest run of tokens that suffix decoding counts: match and draft together
@@ -155,13 +234,20 @@ class ProposerConfig:
             )
         if self.tree_nodes is not None and not 1 <= self.tree_nodes < MAX_TREE_NODES:
             raise ValueError(f"proposer.tree_nodes={self.tree_nodes}: must be 1 to {MAX_TREE_NODES - 1}, or null")
-        if self.tree is not None:
+        if self.tree == MEASURED_TREE:
+            if self.tree_width > 1:
+                raise ValueError(
+                    "proposer.tree=measured: excludes proposer.tree_width; proposer.tree_nodes is its size"
+                )
+        elif self.tree is not None:
             self._check_tree(self.tree)
         elif self.tree_nodes is not None and self.tree_width == 1:
             raise ValueError(f"proposer.tree_nodes={self.tree_nodes}: a chain has none; set proposer.tree_width")
 
-    def _check_tree(self, tree: list[Any]) -> None:
-        if any(not isinstance(path, list) or any(type(rank) is not int for rank in path) for path in tree):
+    def _check_tree(self, tree: Any) -> None:
+        if not isinstance(tree, list) or any(
+            not isinstance(path, list) or any(type(rank) is not int for rank in path) for path in tree
+        ):
             raise ValueError(f"proposer.tree={tree}: must be a list of paths, each a list of ranks: [[0], [1], [0, 0]]")
         if len(tree) >= MAX_TREE_NODES:
             raise ValueError(f"proposer.tree: {len(tree)} nodes; at most {MAX_TREE_NODES - 1}")
@@ -178,7 +264,8 @@ class EngineConfig:
     max_rows: int = 512  # rows of one target forward: drafts and prefill chunks together
     prefix_cache: bool = True  # requests share the KV of common beginnings (of one tenant: SamplingParams.cache_salt)
     exact: bool = True  # the same bits for a row in any batch (DESIGN section 6)
-    threads: int | None = None  # CPU threads of a step; null: one or torch's own number, as measured at start
+    threads: int | None = None  # CPU threads of a step, ranks together; null: one or torch's own number, as measured
+    tensor_parallel: int = 1  # ranks (GPUs, or processes on a CPU) that each hold a part of the target
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
@@ -186,6 +273,7 @@ class EngineConfig:
         at_least("engine.max_batch", self.max_batch, 1)
         at_least("engine.prefill_chunk", self.prefill_chunk, 1)
         at_least("engine.threads", self.threads, 1)
+        at_least("engine.tensor_parallel", self.tensor_parallel, 1)
         at_least("engine.max_tokens_in_cache", self.max_tokens_in_cache, self.page_size)
         if self.max_rows < max(self.prefill_chunk, self.max_batch):
             raise ValueError(
@@ -277,27 +365,50 @@ class BenchConfig:
     proposer: ProposerConfig = MISSING
     engine: EngineConfig = MISSING
     output_dir: str = "outputs"
+    # scripts/bench_systems.py says what the names mean
     systems: list[str] = field(default_factory=lambda: ["off", "ngram", "head", "hf", "hf_lookup"])
     concurrency: list[int] = field(default_factory=lambda: [1, 4, 16])
     num_prompts: int = 16
     prompt_tokens: int = 64
     max_tokens: int = 128
-    temperature: float = 0.0
+    temperatures: list[float] = field(default_factory=lambda: [0.0])
     seed: int = 0
     rounds: int = 3  # A, B, C, A, B, C, ...
-    save: bool = False  # also write scripts/results/<what>_<hardware>_<date>.json
+    save: str | None = None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json
+
+    def __post_init__(self) -> None:
+        check_head_and_proposer(self.head, self.proposer)
+        for temperature in self.temperatures:
+            check_sampling(temperature, 0, 1.0)
+        for system in self.systems:
+            one_of("systems", system.partition(":")[0], ("off", *SOURCES, "combined", *HEAD_NAMES, "hf", "hf_lookup"))
+        for key in ("systems", "concurrency", "temperatures"):
+            if not getattr(self, key):
+                raise ValueError(f"{key}=[]: name at least one")
+        if self.save is not None and not re.fullmatch(r"[a-z0-9-]+", self.save):
+            raise ValueError(f"save={self.save}: becomes part of a file name; use small letters, digits and '-'")
+        for value in self.concurrency:
+            at_least("concurrency", value, 1)
+        for key in ("num_prompts", "prompt_tokens", "max_tokens", "rounds"):
+            at_least(key, getattr(self, key), 1)
+
+
+@dataclass
+class StepTimeConfig:
+    model: ModelConfig = MISSING
+    head: HeadConfig = MISSING
+    proposer: ProposerConfig = MISSING
+    engine: EngineConfig = MISSING
+    output_dir: str = "outputs"
+    num_prompts: int = 4
+    prompt_tokens: int = 64
+    max_tokens: int = 128
+    temperature: float = 0.0
 
     def __post_init__(self) -> None:
         check_head_and_proposer(self.head, self.proposer)
         check_sampling(self.temperature, 0, 1.0)
-        for system in self.systems:
-            one_of("systems", system, ("off", "ngram", "head", "hf", "hf_lookup"))
-        for key in ("systems", "concurrency"):
-            if not getattr(self, key):
-                raise ValueError(f"{key}=[]: name at least one")
-        for value in self.concurrency:
-            at_least("concurrency", value, 1)
-        for key in ("num_prompts", "prompt_tokens", "max_tokens", "rounds"):
+        for key in ("num_prompts", "prompt_tokens", "max_tokens"):
             at_least(key, getattr(self, key), 1)
 
 
@@ -311,12 +422,25 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
 # group -> option -> schema. A group's YAML file `x.yaml` begins with `defaults: [base_x]`.
 SCHEMAS: dict[str, dict[str, type]] = {
     "model": {"model": ModelConfig},
-    "head": {"eagle3": Eagle3HeadConfig, "none": NoHeadConfig},
+    "head": {
+        "eagle": EagleHeadConfig,
+        "eagle3": Eagle3HeadConfig,
+        "medusa": MedusaHeadConfig,
+        "mlp": MlpHeadConfig,
+        "p-eagle": PEagleHeadConfig,
+        "none": NoHeadConfig,
+    },
     "proposer": {"proposer": ProposerConfig},
     "engine": {"engine": EngineConfig},
     "server": {"server": ServerConfig},
 }
-COMMANDS: dict[str, type] = {"serve": ServeConfig, "generate": GenerateConfig, "bench": BenchConfig}
+HEAD_NAMES = tuple(name for name in SCHEMAS["head"] if name != "none")
+COMMANDS: dict[str, type] = {
+    "serve": ServeConfig,
+    "generate": GenerateConfig,
+    "bench": BenchConfig,
+    "step_time": StepTimeConfig,
+}
 
 
 def register(schemas: dict[str, dict[str, Any]], commands: dict[str, type]) -> None:

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from infer.proposers.base import NOTHING, Budget, NoProposer, Proposer
+from infer.proposers.combined import CombinedProposer
 from infer.request import Request
 from infer.tree import DraftTree
 
 log = logging.getLogger(__name__)
+
+
+def keepers(proposer: Proposer) -> Sequence[Proposer]:
+    """Who keeps state of requests: a combination leaves it to its sources, which may have names of their own too."""
+    return proposer.sources if isinstance(proposer, CombinedProposer) else (proposer,)
 
 
 class Drafting:
@@ -22,6 +28,7 @@ class Drafting:
         everyone = {"none": (NoProposer(), NOTHING), **proposers}
         self._proposers: dict[str, Proposer] = {name: proposer for name, (proposer, _) in everyone.items()}
         self._limits = {name: limit for name, (_, limit) in everyone.items()}
+        self._keepers = dict.fromkeys(own for proposer in self._proposers.values() for own in keepers(proposer))
         self._context, self.default = context, default
         if default not in self._proposers:
             raise ValueError(f"proposer={default}: this engine has {', '.join(self.names)}")
@@ -85,7 +92,7 @@ class Drafting:
         self._of(request).resume(request)
 
     def release(self, request: Request) -> None:
-        for proposer in self._proposers.values():
+        for proposer in self._keepers:
             proposer.release(request)
 
     def _of(self, request: Request) -> Proposer:

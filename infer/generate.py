@@ -11,11 +11,16 @@ import secrets
 
 from infer.cli import entry_point
 from infer.config import GenerateConfig, resolve_path
+from infer.launched import launched_rank
 
 CORPUS_MODEL = "demo"  # the one target whose training data is here, so that prompts can be cut from what it never saw
 
 
 def run(config: GenerateConfig) -> None:
+    if launched_rank(config.engine):
+        from infer.launch import follow_launched
+
+        return follow_launched(config.model, config.engine)
     texts = given_prompts(config)
     # Only now what takes seconds to import: a mistake above is answered at once.
     from infer.engine import Engine

@@ -1,62 +1,36 @@
 """The paged KV pool: one set of page ids for every layer, the head's layers included; who owns which page.
 
-Slot = page * page_size + offset. Page 0 belongs to nobody: what is read there is masked away.
+Slot = page * page_size + offset. Page 0 belongs to nobody: what is read there is masked away. The tensors themselves
+(infer/kv_layers.py) are told slots.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from infer.kv_layers import KVLayers
 from infer.pages import Pages
 from infer.request import Request
 from infer.tree import MAX_NODES
-from kernels.attention import PagedAttention, plan_attention
 from kernels.rows import AttentionRows
-
-
-class LayerShape(NamedTuple):
-    kv_heads: int
-    head_dim: int
 
 
 class KVPool:
     """Pages and block tables. A request holds pages for a prefix of its positions, in order.
 
-    The first `tree_layers` layers are the target's: they hold a draft tree node by node until its accepted path is
-    moved to the front. A proposer's layers, after them, are its own to keep in order.
+    The target's layers hold a draft tree node by node until its accepted path is moved to the front. A proposer's
+    layers, after them, are its own to keep in order.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[LayerShape],
-        *,
-        tree_layers: int,
-        num_pages: int,
-        page_size: int,
-        max_requests: int,
-        max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.page_size, self.num_pages, self.device = page_size, num_pages, device
-        slots = (num_pages + 1) * page_size
-        # Layers of one shape lie in one tensor [layers, 2, kv_heads, slots, D], so that a move is one operation.
-        self._tree_stacks = [
-            torch.zeros(len(list(group)), 2, shape.kv_heads, slots, shape.head_dim, dtype=dtype, device=device)
-            for shape, group in itertools.groupby(layers[:tree_layers])
-        ]
-        self.caches = [cache for stack in self._tree_stacks for cache in stack] + [
-            torch.zeros(2, shape.kv_heads, slots, shape.head_dim, dtype=dtype, device=device)
-            for shape in layers[tree_layers:]
-        ]
-        self.pages = Pages(num_pages)
-        width = -(-(max_positions + MAX_NODES) // page_size)  # a tree has more places than positions
-        self._table = torch.zeros(max_requests, width, dtype=torch.int64, device=device)
+    def __init__(self, layers: KVLayers, *, max_requests: int, max_positions: int) -> None:
+        self.page_size, self.num_pages, self.device = layers.page_size, layers.num_pages, layers.device
+        self.layers = layers
+        self.pages = Pages(self.num_pages)
+        width = -(-(max_positions + MAX_NODES) // self.page_size)  # a tree has more places than positions
+        self._table = torch.zeros(max_requests, width, dtype=torch.int64, device=self.device)
 
     @property
     def free_pages(self) -> int:
@@ -125,9 +99,7 @@ class KVPool:
         self.pages.hold(parent.pages[:shared])
         (own,) = self.pages.take(1)
         self._append(child, [*parent.pages[:shared], own])
-        source, destination = parent.pages[shared] * self.page_size, own * self.page_size
-        for cache in self.caches:
-            cache[:, :, destination : destination + rest + 1] = cache[:, :, source : source + rest + 1]
+        self.layers.copy(parent.pages[shared] * self.page_size, own * self.page_size, rest + 1)
         child.computed, child.published = len(child.prompt_ids) - 1, shared * self.page_size
 
     def _append(self, request: Request, pages: Sequence[int]) -> None:
@@ -146,11 +118,9 @@ class KVPool:
             for index, source in enumerate(own)
             if source != start + index
         ]
-        if not pairs:
-            return
-        source, destination = torch.tensor(pairs, device=self.device).T
-        for stack in self._tree_stacks:
-            stack[:, :, :, destination] = stack[:, :, :, source]  # the right side is read whole before it is written
+        if pairs:
+            source, destination = torch.tensor(pairs, device=self.device).T
+            self.layers.move(source, destination)
 
     def _slot(self, request: Request, place: int) -> int:
         return request.pages[place // self.page_size] * self.page_size + place % self.page_size
@@ -187,20 +157,3 @@ class KVPool:
         return AttentionRows(
             table, request, committed, offsets.repeat(count), words.flatten(), self.page_size, longest, first
         )
-
-    def attention(
-        self, rows: AttentionRows, num_heads: int, num_kv_heads: int, head_dim: int, *, first_layer: int = 0
-    ) -> PooledAttention:
-        """The attention seam over these rows; `first_layer` is where the model's layers begin in the pool."""
-        plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, self.caches[first_layer].dtype)
-        return PooledAttention(self.caches, first_layer, plan)
-
-
-class PooledAttention:
-    """Implements models.attention.Attention over the pool: writes the rows' KV, then reads their request's."""
-
-    def __init__(self, caches: Sequence[Tensor], first_layer: int, plan: PagedAttention) -> None:
-        self._caches, self._first, self._plan = caches, first_layer, plan
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
-        return self._plan(q, k, v, self._caches[self._first + layer], q.shape[-1] ** -0.5, window)

@@ -6,7 +6,7 @@ counted for the rows below it and for no other, and rows of a tree get what plai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -23,13 +23,13 @@ class TokenCounts:
         self.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self.prompt[torch.tensor(list(prompt), device=device)] = True
         self.output = torch.zeros(vocab_size, device=device)
-        self._counted = 0
+        self._counted = len(prompt)
 
-    def update(self, output: Sequence[int]) -> None:
-        """`output` extends that of the last call."""
-        new = torch.tensor(list(output[self._counted :]), dtype=torch.int64, device=self.output.device)
+    def update(self, tokens: Sequence[int]) -> None:
+        """`tokens`, prompt and output, extends that of the last call."""
+        new = torch.tensor(list(tokens[self._counted :]), dtype=torch.int64, device=self.output.device)
         self.output.index_add_(0, new, torch.ones(len(new), device=self.output.device))
-        self._counted = len(output)
+        self._counted = len(tokens)
 
 
 def shape_logits(
@@ -39,7 +39,7 @@ def shape_logits(
     tokens: Sequence[int],
     output_length: int,
     paths: Sequence[Sequence[int]],
-    stop_ids: Sequence[int],
+    stop_ids: Collection[int],
 ) -> Tensor:
     """logits `[n, V]` of one request's rows -> the shaped ones, fp32.
 

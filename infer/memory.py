@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infer.config import EngineConfig
-from infer.kv_cache import LayerShape
+from infer.kv_layers import LayerShape
 from models.config import TargetConfig
 from models.layers import Linear
 
@@ -21,16 +21,18 @@ SPARE = 0.1  # of what is free, left to everything that is not planned here
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """In bytes. `pages`: of the KV pool, `page_size` tokens each."""
+    """In bytes, of this process: rank 0 of `ranks`. `pages`: of the KV pool, `page_size` tokens each."""
 
     weights: int
     kv: int
     workspace: int
     pages: int
+    ranks: int = 1
 
     def __str__(self) -> str:
         parts = (("weights", self.weights), ("KV", self.kv), ("workspace", self.workspace))
-        return ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in parts)
+        text = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in parts)
+        return text if self.ranks == 1 else f"{text} (rank 0 of {self.ranks})"
 
 
 def plan_memory(
@@ -61,7 +63,7 @@ def plan_memory(
                 + (f"{fitting * config.page_size} tokens would fit" if fitting > 0 else "use a smaller model or dtype")
             )
         pages = min(pages, fitting)
-    return MemoryPlan(weights, (pages + 1) * per_page, workspace, pages)
+    return MemoryPlan(weights, (pages + 1) * per_page, workspace, pages, config.tensor_parallel)
 
 
 def workspace_bytes(rows: int, target: TargetConfig, dtype: torch.dtype) -> int:

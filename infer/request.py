@@ -84,9 +84,9 @@ class Phase(Enum):
     FINISHED = "finished"
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """One request inside the engine.
+    """One request inside the engine, equal to itself alone.
 
     `computed` counts the positions whose KV is committed. In decode it is `len(tokens) - 1`: the last token is the
     root of the next draft tree, and its KV is written by the verify.
@@ -97,6 +97,7 @@ class Request:
     params: SamplingParams
     seed: int
     tokens: list[int]  # prompt and output
+    stop_ids: frozenset[int] = frozenset()  # end the request: its own and, unless it ignores them, the target's
     computed: int = 0
     phase: Phase = Phase.WAITING
     slot: int = -1  # row of the block table while running
@@ -125,8 +126,12 @@ class Request:
         return self.tokens[len(self.prompt_ids) :]
 
     @property
+    def output_length(self) -> int:
+        return len(self.tokens) - len(self.prompt_ids)
+
+    @property
     def remaining(self) -> int:
-        return self.params.max_tokens - (len(self.tokens) - len(self.prompt_ids))
+        return self.params.max_tokens - self.output_length
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Runs the target over the rows of a step: paged KV in, logits and features out."""
+"""Runs the target over the rows of a step: requests and trees in, logits and features out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from infer.kv_cache import KVPool
 from infer.request import Request
+from infer.shard import Shard
 from infer.tree import DraftTree
-from models.targets.llama import LlamaTarget, TargetOutput
 
 
 class Rows(NamedTuple):
@@ -21,10 +21,10 @@ class Rows(NamedTuple):
 
 
 class Runner:
-    """The target with its part of the pool: layers 0 .. num_layers - 1."""
+    """Addresses rows in the pool and hands them to the shard."""
 
-    def __init__(self, target: LlamaTarget, pool: KVPool) -> None:
-        self._target, self._pool = target, pool
+    def __init__(self, shard: Shard, pool: KVPool) -> None:
+        self._shard, self._pool = shard, pool
 
     def prefill(self, requests: Sequence[Request], chunks: Sequence[int], aux: Sequence[int]) -> Rows:
         """The next `chunks[b]` positions of each request's tokens; `aux` are the hidden states wanted as features."""
@@ -40,11 +40,10 @@ class Runner:
         """All nodes of every tree; node j of a request goes to place `computed + j`, at position `computed + depth`."""
         starts = [request.computed for request in requests]
         counts = tree.length.tolist()
-        inside = torch.arange(tree.token.shape[1], device=tree.token.device) < tree.length[:, None]
-        return self._forward(requests, starts, counts, tree.token[inside].to(self._pool.device), tree, aux)
+        return self._forward(requests, starts, counts, tree.token[tree.inside].to(self._pool.device), tree, aux)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._target.logits(hidden)
+        return self._shard.logits(hidden)
 
     def _forward(
         self,
@@ -55,14 +54,11 @@ class Runner:
         tree: DraftTree | None,
         aux: Sequence[int],
     ) -> Rows:
-        config, device = self._target.config, self._pool.device
-        words, depth = None, None
+        device, words, depth = self._pool.device, None, None
         if tree is not None and not tree.is_chain:
-            inside = torch.arange(tree.token.shape[1]) < tree.length[:, None]
-            words, depth = tree.ancestors[inside].to(device), tree.depth[inside].to(device)
+            words, depth = tree.ancestors[tree.inside].to(device), tree.depth[tree.inside].to(device)
         rows = self._pool.rows(requests, starts, counts, words)
         positions = rows.places if depth is None else rows.committed + depth
-        attention = self._pool.attention(rows, config.num_heads, config.num_kv_heads, config.head_dim)
-        out: TargetOutput = self._target(ids, positions, attention, aux_layers=aux)
+        out = self._shard.forward(ids, positions, rows, aux)
         features = torch.cat(out.aux, dim=-1) if out.aux else out.hidden[:, :0]
         return Rows(out.hidden, features, positions)

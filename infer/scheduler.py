@@ -120,7 +120,8 @@ class Scheduler:
         request.last_features = None
         request.block_ends.clear()
         parent, request.parent = request.parent, None
-        if parent is not None and parent.phase is Phase.DECODE:
+        # A parent whose proposer failed has lost its keys: its pages are not filled in that one's layers.
+        if parent is not None and parent.phase is Phase.DECODE and parent.keys is not None:
             self._pool.fork(parent, request)
         else:
             self._pool.adopt(request, known)

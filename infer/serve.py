@@ -12,9 +12,14 @@ import logging
 
 from infer.cli import entry_point
 from infer.config import ServeConfig
+from infer.launched import launched_rank
 
 
 def run(config: ServeConfig) -> None:
+    if launched_rank(config.engine):
+        from infer.launch import follow_launched
+
+        return follow_launched(config.model, config.engine)
     from infer.server.address import bind, check_exposure, read_api_key, url
 
     api_key = read_api_key()
@@ -23,7 +28,7 @@ def run(config: ServeConfig) -> None:
     print(f"{url(listener)}: loading {config.model.name}", flush=True)
 
     # Only now what takes seconds to import: a mistake above is answered at once.
-    from infer.card import describe_proposer, print_card
+    from infer.card import describe_proposer, describe_ranks, print_card
     from infer.engine import Engine
     from infer.server.lifecycle import serve
     from infer.server.service import Service
@@ -44,6 +49,7 @@ def run(config: ServeConfig) -> None:
                 ("speculation", drafts),
                 ("context", f"{engine.context} tokens"),
                 ("KV pool", f"{pages} pages of {size} tokens"),
+                *describe_ranks(engine.config),
                 ("memory", str(engine.memory)),
                 ("address", url(listener) + (", API key needed" if api_key else "")),
             ],

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 from tqdm import tqdm
 
-from infer.card import acceptance, describe_proposer, print_card
+from infer.card import acceptance, describe_proposer, describe_ranks, print_card
 from infer.compare import Comparison, Prompts, compare, timed
 from infer.config import GenerateConfig
 from infer.display import Display, use_color
@@ -42,6 +42,7 @@ def show_texts(config: GenerateConfig, engine: Engine, groups: Sequence[Prompts]
         [
             ("speculation", speculation(config, engine)),
             ("sampling", describe_sampling(params)),
+            *describe_ranks(config.engine),
             ("tokens", f"{tokens} in {seconds:.2f} s"),
             ("tokens/s", f"{tokens / seconds:.1f}"),
             *(acceptance(stats) if engine.proposer_name != "none" else ()),
@@ -80,6 +81,7 @@ def show_comparison(config: GenerateConfig, engine: Engine, groups: Sequence[Pro
         [
             ("speculation", speculation(config, engine)),
             ("sampling", describe_sampling(params)),
+            *describe_ranks(config.engine),
             ("prompts", f"{prompts}, {config.batch} at a time, {measured.tokens} tokens each way"),
             ("tokens/s off", f"{measured.off_tokens_per_s:.1f}"),
             ("tokens/s on", f"{measured.on_tokens_per_s:.1f}"),

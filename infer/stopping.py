@@ -7,7 +7,7 @@ from typing import Literal
 
 from models.tokenizer import DetokenizeStream
 
-FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+FinishReason = Literal["stop", "length", "abort", "deadline"]
 
 
 class StopStrings:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from infer.config import EngineConfig
+from infer.shard import Shard
 from kernels.linear import PackedLinear
 
 REPEATS = 5
@@ -57,3 +59,11 @@ class ThreadPlan:
 
     def count(self, rows: int) -> int:
         return self.many if rows >= MANY_ROWS else self.few
+
+
+def plan_threads(config: EngineConfig, shard: Shard) -> ThreadPlan:
+    """As configured, else as measured. Ranks compute at the same time: each has its share of the threads."""
+    if config.tensor_parallel == 1 and config.threads is None and shard.device.type == "cpu":
+        return ThreadPlan.measure(shard.linears, shard.dtype)
+    own = max(1, (config.threads or torch.get_num_threads()) // config.tensor_parallel)
+    return ThreadPlan(own, own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -100,6 +101,16 @@ class DraftTree:
             is_chain=all(tree.is_chain for tree in trees),
             laws={rows[t][row]: law for t, tree in enumerate(trees) for row, law in tree.laws.items()},
         )
+
+    @cached_property
+    def inside(self) -> Tensor:
+        """bool `[B, N]`: which entries are nodes."""
+        return torch.arange(self.token.shape[1], device=self.token.device) < self.length[:, None]
+
+    def is_chain_of(self, row: int) -> bool:
+        """Whether this request's own tree is a chain."""
+        parents = self.parent[row, : int(self.length[row])].tolist()
+        return self.is_chain or parents == list(range(-1, len(parents) - 1))
 
     def path(self, row: int, node: int) -> list[int]:
         """Nodes from the root to `node` in one request, both included."""

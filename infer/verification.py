@@ -32,21 +32,19 @@ def verify(
     """One verdict per request. `rates`: of synthetic acceptance."""
     lengths = tree.length.tolist()
     grid = choices.token.new_full(tree.token.shape, -1)
-    inside = torch.arange(grid.shape[1]) < tree.length[:, None]
-    grid[inside.to(grid.device)] = choices.token
+    grid[tree.inside.to(grid.device)] = choices.token
     grid = grid.cpu()
     last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, grid).tolist()
     chosen, verdicts, first = grid.tolist(), [], 0
     for b, (request, rule) in enumerate(zip(requests, rules, strict=True)):
         count, root = lengths[b], request.computed
-        tokens, parents = tree.token[b, :count].tolist(), tree.parent[b, :count].tolist()
-        is_chain = parents == list(range(-1, count - 1))
         if rule == "synthetic":
             verdicts.append(lossy.synthetic(rates, count - 1, chosen[b], request.seed, root))
-        elif rule == "exact" or (rule == "block" and not is_chain):
+        elif rule == "exact" or (rule == "block" and not tree.is_chain_of(b)):
             path = list(range(last[b] + 1)) if tree.is_chain else tree.path(b, last[b])
             verdicts.append(Verdict(path, chosen[b][last[b]]))
         else:
+            tokens, parents = tree.token[b, :count].tolist(), tree.parent[b, :count].tolist()
             rows = torch.arange(first, first + count, device=choices.shaped.device)
             probabilities = law(choices.shaped[rows], choices.parameters and choices.parameters.rows(rows)).softmax(-1)
             if rule == "block":

@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.cpu.library import KINDS, library
-
-LANES = 16
+from kernels.cpu.library import KINDS, LANES, library
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

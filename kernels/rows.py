@@ -48,7 +48,7 @@ class AttentionRows:
         longest = max(start + count for start, count in blocks)
         return cls(table, request, start, offset, words, page_size, longest, first)
 
-    @property
+    @cached_property
     def places(self) -> Tensor:
         return self.committed + self.offset
 

@@ -23,6 +23,11 @@ class Attention(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor: ...
 
 
+def no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+    """What a head without attention is given."""
+    raise AssertionError("this head attends to nothing")
+
+
 def repeat_kv(x: Tensor, groups: int) -> Tensor:
     """`[B, nkv, T, D]` -> `[B, nkv * groups, T, D]`, each KV head repeated for its query heads."""
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
@@ -48,18 +53,25 @@ class TrainingTimeTestAttention:
 
     At step k, slot i stands for "k tokens drafted after position i". It sees the step-0 entries of positions <= i,
     made from target features, and its own entry of every later step: a causal block and one diagonal per step.
-    This equals the engine's cached chain decoding. Call `begin_step(k)` before the head's k-th step, k = 0, 1, ...
-    Later steps may run on the last `rows` slots alone: slots before the first response are never drafted from.
+    This equals the engine's cached chain decoding, and a parallel head's rows of one slot. Call `begin_step(k)` before
+    the head's k-th step, k = 0, 1, ... Later steps may run on some of the slots alone, each on a part of those before.
     """
 
     def __init__(self) -> None:
         self._step = -1
+        self._slots: Tensor | None = None
         self._keys: dict[int, list[Tensor]] = {}
         self._values: dict[int, list[Tensor]] = {}
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, slots: Tensor | None = None) -> None:
+        """`slots` `[M]`, ascending: those that this step runs on, for the steps after 0; None for all of them."""
         assert step == self._step + 1, "training-time-test steps run in order"
         self._step = step
+        if self._slots is not None and slots is not None and len(slots) < len(self._slots):
+            kept = torch.searchsorted(self._slots, slots)
+            for entries in (*self._keys.values(), *self._values.values()):
+                entries[1:] = [entry[:, :, kept] for entry in entries[1:]]
+        self._slots = slots
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
         assert window is None, "heads see everything"
@@ -71,8 +83,9 @@ class TrainingTimeTestAttention:
         if self._step == 0:
             out = F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
             return out.transpose(1, 2).flatten(2)
-        rows, T, scale = q.shape[2], keys[0].shape[2], q.shape[3] ** -0.5
-        causal = torch.ones(rows, T, dtype=torch.bool, device=q.device).tril(T - rows)
+        T, scale = keys[0].shape[2], q.shape[3] ** -0.5
+        columns = torch.arange(T, device=q.device)
+        causal = columns <= (columns if self._slots is None else self._slots)[:, None]
         scores = (q @ keys[0].transpose(2, 3) * scale).masked_fill(~causal, float("-inf"))  # [B, h, rows, T]
         own = torch.stack([(q * key).sum(-1) * scale for key in keys[1:]], dim=-1)  # [B, h, rows, k]
         weights = torch.cat([scores, own], dim=-1).float().softmax(-1).to(q.dtype)

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
 
 
 @dataclass(frozen=True)
@@ -29,16 +34,17 @@ class RopeConfig:
         rope_type = section.pop("rope_type", section.pop("type", "default"))
         section.pop("type", None)
         theta = float(section.pop("rope_theta", config.get("rope_theta", 10000.0)))
-        if rope_type not in ROPE_TYPES:
-            raise ValueError(f"rope_type={rope_type!r}: not supported; one of {', '.join(ROPE_TYPES)}")
+        if rope_type not in tuple(ROPE_NEEDS):  # a tuple, because a value of JSON may be one that cannot be hashed
+            raise ValueError(f"rope_type={rope_type!r}: not supported; one of {', '.join(ROPE_NEEDS)}")
         if float(section.pop("partial_rotary_factor", None) or 1.0) != 1.0:
             raise ValueError("partial_rotary_factor: a rotary embedding over part of the head is not supported")
         numbers = {key: value for key, value in section.items() if value is not None}
         for key, value in numbers.items():
             if not isinstance(value, (int, float)):
                 raise ValueError(f"rope_scaling.{key}={value!r}: expected a number")
-        if rope_type in ("linear", "llama3", "yarn") and "factor" not in numbers:
-            raise ValueError(f"rope_scaling.factor: missing, rope_type={rope_type!r} needs it")
+        for key in ROPE_NEEDS[rope_type]:
+            if key not in numbers:
+                raise ValueError(f"rope_scaling.{key}: missing, rope_type={rope_type!r} needs it")
         return cls(theta, rope_type, tuple(sorted((key, float(value)) for key, value in numbers.items())))
 
     def to_json(self) -> dict[str, Any]:
@@ -140,7 +146,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads one JSON object. Raises ValueError naming the file when it is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object")

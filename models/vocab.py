@@ -42,6 +42,6 @@ def target_ids(d2t: Tensor) -> Tensor:
     return d2t + torch.arange(d2t.numel(), device=d2t.device)
 
 
-def coverage(ids: Tensor, t2d: Tensor) -> float:
-    """Share of the tokens `ids` that the draft vocabulary can express."""
-    return t2d[ids.to(t2d.device)].double().mean().item() if ids.numel() else float("nan")
+def coverage(ids: Tensor, draft_vocabulary: Tensor) -> float:
+    """Share of the tokens `ids` that are among the target ids `draft_vocabulary` `[Vd]`."""
+    return torch.isin(ids, draft_vocabulary.to(ids.device)).double().mean().item() if ids.numel() else float("nan")

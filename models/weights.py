@@ -6,14 +6,18 @@ A parameter may be the concatenation of several checkpoint tensors (merged QKV);
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from models.config import read_json
+
+# Of a tensor's name and number of rows: first and last + 1 of those wanted, None for all
+Rows = Callable[[str, int], tuple[int, int] | None]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -22,7 +26,10 @@ def shard_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
-        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{folder / INDEX}: weight_map is missing; download the checkpoint again")
+        names = sorted(set(map(str, weight_map.values())))
         for name in names:
             if Path(name).name != name or not (folder / name).is_file():
                 raise ValueError(f"{folder}: {INDEX} names {name!r}, which is not there; download the checkpoint again")
@@ -30,14 +37,37 @@ def shard_files(folder: Path) -> list[Path]:
     raise ValueError(f"{folder}: no weights; looked for {SINGLE} and {INDEX} (pickled .bin files are never read)")
 
 
-def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def read_tensors(folder: Path, rows: Rows | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint folder, or those of its rows that `rows` names; no others are read.
+
+    Raises ValueError for a broken file and for a name that two shards hold.
+    """
+    holder: dict[str, Path] = {}
     for file in shard_files(folder):
-        try:
-            with safe_open(str(file), framework="pt") as shard:
-                for name in shard.keys():  # noqa: SIM118 - safe_open is no mapping
-                    yield name, shard.get_tensor(name)
-        except OSError as error:
-            raise ValueError(f"{file}: cannot be read ({error})") from error
+        for name, tensor in read_file(file, rows=rows):
+            if name in holder:
+                raise ValueError(f"{folder}: {name} is doubled, in {holder[name].name} and in {file.name}")
+            holder[name] = file
+            yield name, tensor
+
+
+def read_file(file: Path, *, only: str | None = None, rows: Rows | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one safetensors file, or the one named. Raises ValueError when the file is truncated or none."""
+    try:
+        with safe_open(str(file), framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 - safe_open is no mapping
+                if only in (None, name):
+                    yield name, _read(shard, name, rows)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file}: cannot be read ({error}); copy or download it again") from error
+
+
+def _read(shard: Any, name: str, rows: Rows | None) -> Tensor:
+    if rows is None:
+        return shard.get_tensor(name)
+    piece = shard.get_slice(name)
+    own = rows(name, next(iter(piece.get_shape()), 0))
+    return shard.get_tensor(name) if own is None else piece[own[0] : own[1]]
 
 
 def load_into(

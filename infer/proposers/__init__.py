@@ -10,9 +10,11 @@ from infer.proposers.combined import CombinedProposer
 from infer.proposers.draft_model import DraftModelProposer
 from infer.proposers.head import HeadProposer
 from infer.proposers.ngram import NgramProposer
+from infer.proposers.parallel_head import ParallelHeadProposer
 from infer.proposers.suffix import SuffixProposer
 from infer.proposers.synthetic import SyntheticProposer
 from infer.tree import MAX_NODES
+from models.heads.base import Head
 
 
 def build_proposers(
@@ -37,3 +39,9 @@ def build_proposers(
         depth = max(limit.depth for _, limit in sources)
         found["combined"] = (CombinedProposer([proposer for proposer, _ in sources]), Budget(nodes, depth))
     return found
+
+
+def head_proposer(head: Head, first_layer: int, config: ProposerConfig) -> HeadProposer:
+    """What drafts with this head. Raises ValueError if `config` asks for more than the head can draft."""
+    kind = ParallelHeadProposer if head.parallel else HeadProposer
+    return kind(head, first_layer, config)

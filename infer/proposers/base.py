@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from infer.kv_cache import LayerShape
+from infer.kv_layers import LayerShape
 from infer.request import Request
 from infer.tree import DraftTree
 
@@ -30,7 +30,8 @@ class Proposer(Protocol):
 
     `commit` after every target forward that added committed positions, with the target's features of exactly those
     rows; `propose` before a verify, when `request.tokens` ends with the root and features of all positions before the
-    root have been committed; `release` once, when the request finishes, is aborted or pre-empted.
+    root have been committed (again, request by request, if it raised for several at once); `release` once, when the
+    request finishes, is aborted or pre-empted.
     """
 
     name: str

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from infer.kv_cache import KVPool, LayerShape
+from infer.kv_cache import KVPool
+from infer.kv_layers import LayerShape
 from infer.proposers.base import Budget
 from infer.request import Phase, Request
 from infer.sampling import choice_parameters
@@ -34,6 +35,7 @@ class DraftModelProposer:
         self._pool: KVPool | None = None
         self._first_layer = 0
         self._seen: dict[str, list[int]] = {}  # tokens whose KV is written, in order
+        self._agreed: dict[str, int] = {}  # how many of these are known to be the request's own
 
     @property
     def module(self) -> nn.Module:
@@ -64,9 +66,11 @@ class DraftModelProposer:
 
     def resume(self, request: Request) -> None:
         self._seen[request.request_id] = request.tokens[: request.computed]
+        self._agreed[request.request_id] = request.computed
 
     def release(self, request: Request) -> None:
         self._seen.pop(request.request_id, None)
+        self._agreed.pop(request.request_id, None)
 
     def _draft(
         self, requests: Sequence[Request], depths: Sequence[int], going: list[int], drafts: list[list[int]]
@@ -93,10 +97,12 @@ class DraftModelProposer:
         for request, end in zip(requests, ends, strict=True):
             seen = self._seen.get(request.request_id, [])
             # The last token is always run again: its hidden state is wanted.
-            start = min(common_prefix(seen, request.tokens), end - 1)
+            start = min(common_prefix(seen, request.tokens, self._agreed.get(request.request_id, 0)), end - 1)
             starts.append(start)
             new.append(request.tokens[start:end])
-        return self._forward(requests, starts, new)
+        hidden = self._forward(requests, starts, new)
+        self._agreed.update((request.request_id, end) for request, end in zip(requests, ends, strict=True))
+        return hidden
 
     def _forward(self, requests: Sequence[Request], starts: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
         assert self._pool is not None
@@ -104,7 +110,7 @@ class DraftModelProposer:
         counts = [len(tokens) for tokens in new]
         rows = self._pool.rows(requests, starts, counts)
         sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
-        attention = self._pool.attention(rows, *sizes, first_layer=self._first_layer)
+        attention = self._pool.layers.attention(rows, *sizes, first_layer=self._first_layer)
         ids = torch.tensor([token for tokens in new for token in tokens], device=rows.request.device)
         hidden = self._model(ids, rows.places, attention).hidden
         for request, start, tokens in zip(requests, starts, new, strict=True):
@@ -113,10 +119,9 @@ class DraftModelProposer:
         return hidden[torch.tensor(counts, device=hidden.device).cumsum(0) - 1]
 
 
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    length = 0
-    for a, b in zip(first, second, strict=False):
-        if a != b:
-            break
+def common_prefix(first: Sequence[int], second: Sequence[int], agreed: int) -> int:
+    """Length of what two sequences begin with alike, which is at least `agreed`."""
+    length = agreed
+    while length < min(len(first), len(second)) and first[length] == second[length]:
         length += 1
     return length

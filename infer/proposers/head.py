@@ -1,10 +1,10 @@
-"""Drafts a chain or a tree with an EAGLE-3 head.
+"""Drafts a chain or a tree with a recurrent head: each further token from the state and the token before it.
 
-The head's KV is a layer of the engine's pool. What it makes of slot i (token t[i+1], feature f[i]) lies at place i + 1,
-so that a page depends on the tokens up to its own end alone and can be shared by texts that go on differently. After a
-verify the head runs over the accepted positions with the target's features, which overwrites what it wrote from its own
-states; the last of these rows gives the first drafted tokens, and every further level costs one forward of the nodes
-that are grown.
+The head's KV, if it keeps any, is a layer of the engine's pool. What it makes of slot i (token t[i+1], feature f[i])
+lies at place i + 1, so that a page depends on the tokens up to its own end alone and can be shared by texts that go on
+differently. After a verify the head runs over the accepted positions with the target's features, which overwrites what
+it wrote from its own states; the last of these rows gives the first drafted tokens, and every further level costs one
+forward of the nodes that are grown.
 """
 
 from __future__ import annotations
@@ -14,38 +14,56 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from infer.kv_cache import KVPool, LayerShape, PooledAttention
+from infer.config import ProposerConfig
+from infer.kv_cache import KVPool
+from infer.kv_layers import LayerShape
 from infer.proposers.base import Budget
-from infer.proposers.shapes import StaticShape, TreeShape, propose_best
+from infer.proposers.shapes import Children, Run, StaticShape, TreeShape, grow, propose_best, tree_shape
 from infer.request import Phase, Request
 from infer.sampling import choice_parameters
 from infer.tree import DraftTree
 from kernels.choose import ChoiceParameters, choice_keys, choose, law
 from kernels.rows import AttentionRows
-from models.heads.eagle3 import Eagle3Head
+from models.attention import Attention, no_attention
+from models.heads.base import Head
 
 
 class HeadProposer:
-    """`head` is packed for serving; `pool` holds its layers from `first_layer` on. `shape` None drafts chains."""
+    """`head` is packed for serving; the pool holds its layers from `first_layer` on. `shape` None drafts chains."""
 
     name = "head"
 
-    def __init__(self, head: Eagle3Head, first_layer: int, shape: TreeShape | None = None) -> None:
-        layer = head.config.layer
+    def __init__(self, head: Head, first_layer: int, config: ProposerConfig) -> None:
         self.aux_layers = head.config.aux_layers
-        self.kv_layers = (LayerShape(layer.num_kv_heads, layer.head_dim),) * layer.num_layers
-        self.shape, self._head, self._first_layer = shape, head, first_layer
-        self._draft_ids = head.draft_to_target(torch.arange(head.config.draft_vocab_size, device=head.d2t.device))
-        if isinstance(shape, StaticShape) and shape.widest > head.config.draft_vocab_size:
-            raise ValueError(
-                f"proposer.tree: rank {shape.widest - 1}: the head drafts from {head.config.draft_vocab_size} tokens"
-            )
+        own = head.attention
+        self.kv_layers = () if own is None else (LayerShape(own.num_kv_heads, own.head_dim),) * own.layers
+        self._head, self._first_layer = head, first_layer
+        self._draft_ids = head.target_ids
+        self.shape: TreeShape | None = None
+        with torch.no_grad():
+            self._mask_slot = head.mask_slot()
+        self.set_drafts(config)
         self._pool: KVPool | None = None
         self._pending: dict[str, Tensor] = {}  # features of committed positions that the head has not read
+        # Of these requests it has, in this step; the features stay until the commit, should the draft be retried.
+        self._read: set[str] = set()
 
     @property
     def module(self) -> nn.Module:
         return self._head
+
+    def set_drafts(self, config: ProposerConfig) -> None:
+        """Chains or trees, and how far. Raises ValueError for what this head cannot draft."""
+        shape, most = tree_shape(config), self._head.config.max_depth
+        depth = config.max_draft_tokens if shape is None else shape.depth
+        if most is not None and depth > most:
+            key = "proposer.tree" if config.tree is not None else f"proposer.max_draft_tokens={depth}"
+            raise ValueError(f"{key}: this {self._head.name} head drafts {most} tokens at most, not {depth}")
+        if isinstance(shape, StaticShape) and shape.widest > len(self._draft_ids):
+            raise ValueError(
+                f"proposer.tree: rank {shape.widest - 1}: the head drafts from {len(self._draft_ids)} tokens"
+            )
+        self.shape = shape
 
     def attach(self, pool: KVPool) -> None:
         self._pool = pool
@@ -55,12 +73,17 @@ class HeadProposer:
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         for request, rows in zip(requests, features.split(list(counts)), strict=True):
-            earlier = self._pending.get(request.request_id)
+            earlier = self._unread(request)
+            if not self.kv_layers:  # what lies before the last position is of no use to it
+                rows, earlier = rows[-1:].clone(), None
             self._pending[request.request_id] = rows if earlier is None else torch.cat([earlier, rows])
+            self._read.discard(request.request_id)
         # A long prompt is read chunk by chunk, so that no more than a chunk of features is ever kept.
         prefilling = [request for request in requests if request.phase is Phase.PREFILL]
-        if prefilling:
+        if prefilling and self.kv_layers:
             self._read_pending(prefilling)
+            for request in prefilling:
+                self.release(request)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         active = [index for index, budget in enumerate(budgets) if budget.nodes > 0]
@@ -84,7 +107,7 @@ class HeadProposer:
         return DraftTree.stack([tree for tree, _ in drafted], [own for _, own in drafted])
 
     def synced(self, request: Request) -> int:
-        pending = self._pending.get(request.request_id)
+        pending = self._unread(request)
         # Slots before the first pending one are filled; they reach one place further than they count.
         return request.computed if pending is None else min(request.computed, request.computed - len(pending) + 1)
 
@@ -94,139 +117,165 @@ class HeadProposer:
 
     def release(self, request: Request) -> None:
         self._pending.pop(request.request_id, None)
+        self._read.discard(request.request_id)
+
+    def _unread(self, request: Request) -> Tensor | None:
+        return None if request.request_id in self._read else self._pending.get(request.request_id)
+
+    # ---- drafting -----------------------------------------------------------------------------------------------
 
     def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         parameters = choice_parameters(requests, self._draft_ids.device, drafting=True)
-        state = self._read_pending(requests)  # [B, H], of the slot before the root
-        slots = [len(request.tokens) - 2 for request in requests]
+        state = self._read_pending(requests)  # [B, S], of the slot before the root
         laws: dict[int, list[Tensor]] = {}
-        self._keep_laws(laws, requests, range(len(requests)), state, parameters)
-        tokens = self._choose(state, slots, parameters)
-        drafts = [[token] for token in tokens.tolist()]
-        going = list(range(len(requests)))
-        for drafted in range(1, max(budget.depth for budget in budgets)):
-            still = [place for place, index in enumerate(going) if budgets[index].depth > drafted]
+        drafts: list[list[int]] = [[] for _ in requests]
+        going, depth = list(range(len(requests))), 0
+        while True:
+            batch = [requests[index] for index in going]
+            logits = self._head.logits(state, depth)
+            # slot i drafts what the target chooses at row i + 1
+            positions = torch.tensor([len(request.tokens) - 1 + depth for request in batch], device=state.device)
+            for place, row in self._laws(batch, logits, parameters).items():
+                laws.setdefault(going[place], []).append(row)
+            tokens = self._choose(logits, positions, parameters)
+            for index, token in zip(going, tokens.tolist(), strict=True):
+                drafts[index].append(token)
+            depth += 1
+            still = [place for place, index in enumerate(going) if budgets[index].depth > depth]
+            if not still:
+                break
             if len(still) < len(going):
                 keep = torch.tensor(still, device=state.device)
                 going = [going[place] for place in still]
                 state, tokens, parameters = state[keep], tokens[keep], parameters and parameters.rows(keep)
-            slots = [len(requests[index].tokens) - 2 + drafted for index in going]
-            rows = self._rows([requests[index] for index in going], slots, [1] * len(going))
-            state = self._head.step(tokens, state, rows.places - 1, self._attention(rows))
-            self._keep_laws(laws, requests, going, state, parameters)
-            tokens = self._choose(state, slots, parameters)
-            for index, token in zip(going, tokens.tolist(), strict=True):
-                drafts[index].append(token)
+            state = self._step_chains([requests[index] for index in going], tokens, state, depth)
         tree = DraftTree.chains([request.tokens[-1] for request in requests], drafts)
         tree.laws = {index: torch.stack(rows) for index, rows in laws.items()}
         return tree
 
-    def _keep_laws(
-        self,
-        laws: dict[int, list[Tensor]],
-        requests: Sequence[Request],
-        going: Sequence[int],
-        state: Tensor,
-        parameters: ChoiceParameters | None,
-    ) -> None:
-        """For block verification: the law over target ids that the next token is drawn from."""
-        wanted = [
-            place
-            for place, index in enumerate(going)
-            if requests[index].params.acceptance == "block" and requests[index].params.temperature > 0
-        ]
-        if not wanted:
-            return
-        rows = torch.tensor(wanted, device=state.device)
-        own = law(self._head.logits(state[rows]), parameters and parameters.rows(rows)).softmax(-1)
-        whole = own.new_zeros(len(wanted), self._head.config.layer.vocab_size)
-        whole[:, self._draft_ids] = own
-        for place, row in zip(wanted, whole.cpu(), strict=True):
-            laws.setdefault(going[place], []).append(row)
+    def _step_chains(self, requests: Sequence[Request], tokens: Tensor, state: Tensor, depth: int) -> Tensor:
+        """The state of `depth` `[B, S]`, from the token and the state of the depth before."""
+        slots = [len(request.tokens) - 2 + depth for request in requests]
+        if not self.kv_layers:
+            positions = torch.tensor(slots, device=tokens.device)
+            return self._head.step(tokens, state, positions, no_attention, depth)
+        rows = self._rows(requests, slots, [1] * len(slots))
+        return self._head.step(tokens, state, rows.places - 1, self._attention(rows), depth)
 
     def _trees(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         """Grows every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own."""
         assert self.shape is not None
-        assert self._pool is not None
-        device, shape, batch = self._draft_ids.device, self.shape, len(requests)
+        deepest = max(budget.depth for budget in budgets)
+        roots = [request.tokens[-1] for request in requests]
+        ids = torch.tensor(roots, device=self._draft_ids.device)
+        grown = grow(self.shape, deepest, ids, *self._growing(requests, budgets))
+        return propose_best(roots, *grown, budgets)
+
+    def _growing(self, requests: list[Request], budgets: list[Budget]) -> tuple[Children, Run]:
+        """How `grow` asks this head: every level runs its nodes, each in the sight of its own ancestors."""
+        device, batch = self._draft_ids.device, len(requests)
         parameters = choice_parameters(requests, device, drafting=True)
         slots = [len(request.tokens) - 1 for request in requests]  # where the head's own rows begin
         start = torch.tensor(slots, device=device)[:, None]
-        state = self._read_pending(requests)[:, None]  # [B, M, H] of the nodes that a level is grown from
-        worth = torch.zeros(batch, 1, device=device)  # [B, M] cumulative log-probability of these
-        above = torch.full((batch, 1), -1, device=device)  # [B, M] their candidate indices
+        state = self._read_pending(requests)[:, None]  # [B, M, S] of the nodes that a level is grown from
         words = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, M] their rows in the head's KV
-        grown: list[tuple[Tensor, Tensor, Tensor]] = []  # token, parent, score [B, M * R] of each level
-        candidates = run = level = 0
-        deepest = max(budget.depth for budget in budgets)
-        while level < deepest and (fan_out := shape.fan_out(level + 1)):
-            level += 1
+        run_before = 0
+
+        def children(level: int, fan_out: int) -> tuple[Tensor, Tensor]:
             width = state.shape[1]
             owner = torch.arange(batch, device=device).repeat_interleave(width)
             positions = (start + level - 1).expand(-1, width).flatten()  # slot i drafts the choice at row i + 1
-            keys = choice_keys(
-                self._head.logits(state.flatten(0, 1)),
-                parameters and parameters.rows(owner),
-                positions,
-                self._draft_ids,
-            )
-            best = keys.float().log_softmax(-1).topk(min(fan_out, keys.shape[1]))
-            R = best.indices.shape[1]
-            tokens = self._draft_ids[best.indices].view(batch, width * R)
-            cumulative = (worth.flatten()[:, None] + best.values).view(batch, width * R)
-            scores = shape.score(level, cumulative)
-            grown.append((tokens, above.repeat_interleave(R, dim=1), scores))
-            if level == deepest or not shape.fan_out(level + 1):
-                break
-            picked = shape.run_next(level, scores)  # [B, M']
-            offsets = run + torch.arange(picked.shape[1], device=device)
-            parent = picked // R
-            words = words.gather(1, parent) | (torch.ones((), dtype=torch.int64, device=device) << offsets)
-            rows = self._pool.level(requests, [slot + 1 for slot in slots], offsets, words, first=1)
-            state = state.gather(1, parent[..., None].expand(-1, -1, state.shape[-1]))
-            position = (start + level - 1).expand_as(picked).flatten()
-            state = self._head.step(
-                tokens.gather(1, picked).flatten(), state.flatten(0, 1), position, self._attention(rows)
-            )
-            state = state.view(*picked.shape, -1)
-            worth, above = cumulative.gather(1, picked), candidates + picked
-            run, candidates = run + picked.shape[1], candidates + tokens.shape[1]
-        levels = [torch.full((token.shape[1],), depth) for depth, (token, _, _) in enumerate(grown, start=1)]
-        token, parent, score = (torch.cat(parts, dim=1) for parts in zip(*grown, strict=True))
-        return propose_best(
-            [request.tokens[-1] for request in requests], token, parent, torch.cat(levels).to(device), score, budgets
-        )
+            logits = self._head.logits(state.flatten(0, 1), level - 1)
+            tokens, values = self._best(logits, positions, parameters and parameters.rows(owner), fan_out)
+            return tokens.unflatten(0, (batch, width)), values.unflatten(0, (batch, width))
+
+        def run(level: int, parent: Tensor, token: Tensor) -> None:
+            nonlocal state, words, run_before
+            above = state.gather(1, parent[..., None].expand(-1, -1, state.shape[-1])).flatten(0, 1)
+            positions = (start + level - 1).expand_as(parent).flatten()
+            attention: Attention = no_attention
+            if self.kv_layers:
+                assert self._pool is not None
+                offsets = run_before + torch.arange(parent.shape[1], device=device)
+                words = words.gather(1, parent) | (torch.ones((), dtype=torch.int64, device=device) << offsets)
+                run_before += parent.shape[1]
+                attention = self._attention(
+                    self._pool.level(requests, [slot + 1 for slot in slots], offsets, words, first=1)
+                )
+            state = self._head.step(token.flatten(), above, positions, attention, level).unflatten(0, parent.shape)
+
+        return children, run
+
+    # ---- what both forms of drafting are made of ----------------------------------------------------------------
+
+    def _choose(self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None) -> Tensor:
+        """The head's own choice `[R]` (target ids), under the noise that the target will meet at the same row."""
+        return self._draft_ids[choose(logits, parameters, positions, self._draft_ids)]
+
+    def _best(
+        self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Of each row the `count` best target ids under the same noise, `[R, count]`, and their log-probabilities."""
+        keys = choice_keys(logits, parameters, positions, self._draft_ids)
+        best = keys.float().log_softmax(-1).topk(min(count, keys.shape[1]))
+        return self._draft_ids[best.indices], best.values
+
+    def _laws(
+        self, requests: Sequence[Request], logits: Tensor, parameters: ChoiceParameters | None
+    ) -> dict[int, Tensor]:
+        """For block verification: by row, the law `[V]` over target ids that its token is drawn from."""
+        wanted = [
+            row
+            for row, request in enumerate(requests)
+            if request.params.acceptance == "block" and request.params.temperature > 0
+        ]
+        if not wanted:
+            return {}
+        rows = torch.tensor(wanted, device=logits.device)
+        own = law(logits[rows], parameters and parameters.rows(rows)).softmax(-1)
+        whole = own.new_zeros(len(wanted), self._head.config.vocab_size)
+        whole[:, self._draft_ids] = own
+        return dict(zip(wanted, whole.cpu(), strict=True))
 
     def _rows(self, requests: Sequence[Request], slots: Sequence[int], counts: Sequence[int]) -> AttentionRows:
         """Addresses `counts[b]` slots of each request from `slots[b]` on."""
         assert self._pool is not None
         return self._pool.rows(requests, [slot + 1 for slot in slots], counts, first=1)
 
-    def _attention(self, rows: AttentionRows) -> PooledAttention:
+    def _attention(self, rows: AttentionRows) -> Attention:
+        own = self._head.attention
         assert self._pool is not None
-        layer = self._head.config.layer
-        sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        return self._pool.attention(rows, *sizes, first_layer=self._first_layer)
+        assert own is not None
+        sizes = (own.num_heads, own.num_kv_heads, own.head_dim)
+        return self._pool.layers.attention(rows, *sizes, first_layer=self._first_layer)
 
-    def _choose(self, state: Tensor, slots: list[int], parameters: ChoiceParameters | None) -> Tensor:
-        """The head's own choice `[B]` (target ids), under the noise that the target will meet at the same row."""
-        positions = torch.tensor(slots, device=state.device) + 1  # slot i drafts what the target chooses at row i + 1
-        return self._draft_ids[choose(self._head.logits(state), parameters, positions, self._draft_ids)]
+    def _read_pending(self, requests: Sequence[Request], masks: Sequence[int] | None = None) -> Tensor:
+        """Runs the head over all pending positions of each request; the state of each one's last slot `[B, S]`.
 
-    def _read_pending(self, requests: Sequence[Request]) -> Tensor:
-        """Runs the head over all pending positions of each request; the state of each one's last slot `[B, H]`."""
+        `masks[b]`: as many rows of a parallel head's mask slot follow; then the states of all rows `[R, S]`. A second
+        time, in a step that is retried, it writes the same again.
+        """
         features = [self._pending[request.request_id] for request in requests]
         counts = [len(rows) for rows in features]
         starts = [request.computed - count for request, count in zip(requests, counts, strict=True)]
         shifted = [
-            token
+            request.tokens[start + 1 : start + count + 1]
             for request, start, count in zip(requests, starts, counts, strict=True)
-            for token in request.tokens[start + 1 : start + count + 1]
         ]
-        aux = torch.cat(features).chunk(len(self.aux_layers), dim=-1)
-        rows = self._rows(requests, starts, counts)
-        tokens = torch.tensor(shifted, device=aux[0].device)
-        state = self._head.step(tokens, self._head.fuse(aux), rows.places - 1, self._attention(rows))
-        for request in requests:  # only now: had it failed, another try would still find them
-            del self._pending[request.request_id]
-        return state[torch.tensor(counts, device=state.device).cumsum(0) - 1]
+        device = self._draft_ids.device
+        state = self._head.fuse(torch.cat(features).chunk(len(self.aux_layers), dim=-1))
+        if masks is not None:
+            assert self._mask_slot is not None
+            mask_id, mask_state = self._mask_slot
+            shifted = [tokens + [mask_id] * count for tokens, count in zip(shifted, masks, strict=True)]
+            pieces = zip(state.split(counts), masks, strict=True)
+            state = torch.cat([part for own, count in pieces for part in (own, mask_state.expand(count, -1))])
+            counts = [len(tokens) for tokens in shifted]
+        tokens = torch.tensor([token for own in shifted for token in own], device=device)
+        if self.kv_layers:
+            rows = self._rows(requests, starts, counts)
+            state = self._head.step(tokens, state, rows.places - 1, self._attention(rows), 0)
+        else:
+            state = self._head.step(tokens, state, torch.tensor(starts, device=device), no_attention, 0)
+        self._read.update(request.request_id for request in requests)
+        return state if masks is not None else state[torch.tensor(counts, device=device).cumsum(0) - 1]

@@ -6,14 +6,14 @@ known by its candidate index, counted over levels in the order in which they wer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from infer.config import ProposerConfig
+from infer.config import MEASURED_TREE, ProposerConfig
 from infer.proposers.base import Budget
 from infer.tree import DraftTree
 
@@ -118,9 +118,48 @@ class StaticShape:
 
 def tree_shape(config: ProposerConfig) -> TreeShape | None:
     """How a head grows its drafts; None for chains."""
+    if config.tree == MEASURED_TREE:
+        raise ValueError(f"proposer.tree={MEASURED_TREE}: is read from a head's folder; Engine.load does that")
     if config.tree is not None:
         return StaticShape(config.tree)
     return DynamicShape(config.tree_width, config.max_draft_tokens) if config.tree_width > 1 else None
+
+
+Children = Callable[[int, int], tuple[Tensor, Tensor]]
+Run = Callable[[int, Tensor, Tensor], None]
+
+
+def grow(
+    shape: TreeShape, deepest: int, roots: Tensor, children: Children, run: Run
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Grows the trees of B requests at once; `propose_best` takes what this answers: token, parent, level, score.
+
+    roots `[B]`. `children(level, R)`: tokens and log-probabilities `[B, M, R]` of the best children of each of the M
+    nodes that were run last, the root at first; M = 1 where all nodes of a level have the same. `run(level, parent,
+    token)` `[B, M']`: these nodes are grown from next; `parent` is each one's place among the M.
+    """
+    batch, device = len(roots), roots.device
+    worth = torch.zeros(batch, 1, device=device)  # [B, M] cumulative log-probability of the nodes run last
+    above = torch.full((batch, 1), -1, device=device)  # [B, M] their candidate indices
+    grown: list[tuple[Tensor, Tensor, Tensor]] = []  # token, parent, score [B, M * R] of each level
+    candidates = level = 0
+    while level < deepest and (fan_out := shape.fan_out(level + 1)):
+        level += 1
+        token, value = children(level, fan_out)
+        M, R = worth.shape[1], token.shape[2]
+        token = token.expand(batch, M, R).flatten(1)
+        cumulative = (worth[..., None] + value).flatten(1)
+        scores = shape.score(level, cumulative)
+        grown.append((token, above.repeat_interleave(R, dim=1), scores))
+        if level == deepest or not shape.fan_out(level + 1):
+            break
+        picked = shape.run_next(level, scores)  # [B, M']
+        run(level, picked // R, token.gather(1, picked))
+        worth, above = cumulative.gather(1, picked), candidates + picked
+        candidates += token.shape[1]
+    levels = [torch.full((token.shape[1],), depth) for depth, (token, _, _) in enumerate(grown, start=1)]
+    token, parent, score = (torch.cat(parts, dim=1) for parts in zip(*grown, strict=True))
+    return token, parent, torch.cat(levels).to(device), score
 
 
 def propose_best(

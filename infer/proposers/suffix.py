@@ -108,12 +108,15 @@ class Text:
 
 
 class Earlier:
-    """Responses of one tenant, the oldest forgotten when they need more than `max_nodes`."""
+    """Responses of one tenant, the oldest forgotten when trie or text need more than `max_nodes`.
+
+    The text has its own bound: answers that repeat one another add to it and not to the trie.
+    """
 
     def __init__(self, max_depth: int, max_nodes: int) -> None:
         self.trie, self._max_nodes = CountedTrie(max_depth), max_nodes
         self._responses: OrderedDict[int, tuple[int, ...]] = OrderedDict()
-        self._added = 0
+        self._added = self._tokens = 0
 
     def add(self, tokens: Sequence[int]) -> None:
         ends: list[Node] = []
@@ -121,8 +124,10 @@ class Earlier:
             ends = self.trie.extend(ends, token)
         self._responses[self._added] = tuple(tokens)
         self._added += 1
-        while self.trie.size > self._max_nodes:
+        self._tokens += len(tokens)
+        while max(self.trie.size, self._tokens) > self._max_nodes:
             _, oldest = self._responses.popitem(last=False)
+            self._tokens -= len(oldest)
             self.trie.remove(oldest)
 
 
@@ -154,7 +159,8 @@ class SuffixProposer(WithoutLayers):
 
     def release(self, request: Request) -> None:
         self._texts.pop(request.request_id, None)
-        if request.finish_reason in ("stop", "length"):
+        # A tenant whom this never drafted for need not be remembered: reading a response costs milliseconds.
+        if request.finish_reason in ("stop", "length") and request.params.cache_salt in self._tenants:
             self._earlier(request).add(request.output_ids)
 
     def _draft(self, request: Request, budget: Budget) -> list[int]:

@@ -7,10 +7,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import KINDS, library, openmp
+from kernels.cpu.library import KINDS, LANES, library, openmp
 from kernels.rows import AttentionRows
 
-LANES = 16
 HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)  # the cases compiled into attention.c
 PARALLEL_WORK = 2**18  # multiply-adds below which waking a second thread costs more than it saves
 

@@ -23,6 +23,7 @@ import torch
 SOURCES = ("vec.h", "attention.c", "rows.c")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
 HERE = Path(__file__).parent
+LANES = 16  # floats that vec.h works on at once; sizes that are no multiple of it go the torch way
 SWITCH = "HEADWAY_CPU_KERNELS"
 BUILD_TIMEOUT_S = 120
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.choose import ChoiceParameters, choose, gumbel_noise, restrict
+from tests.laws import Z, chi_square_excess, sampling_law
 
 
 def parameters(rows, temperature=1.0, top_k=0, top_p=1.0, seeds=None, min_p=0.0):
@@ -22,43 +23,32 @@ def parameters(rows, temperature=1.0, top_k=0, top_p=1.0, seeds=None, min_p=0.0)
     )
 
 
-def law(logits, top_k, top_p):
-    """p' by the textbook: sort, cut, renormalise."""
-    p = logits.double().softmax(-1)
-    ordered, index = p.sort(descending=True)
-    keep = torch.ones_like(p, dtype=torch.bool)
-    if top_k:
-        keep[index[top_k:]] = False
-    if top_p < 1:
-        kept = ordered * keep[index]
-        before = (kept / kept.sum()).cumsum(0) - kept / kept.sum()
-        keep[index[before >= top_p]] = False
-    p = p * keep
-    return p / p.sum()
-
-
 def test_ties_go_to_the_lowest_id():
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
     assert choose(logits, None, torch.zeros(2)).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 3, 1.0), (1.5, 0, 0.6), (1.0, 5, 0.8)]
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.7, 0, 1.0, 0.0),
+        (1.0, 3, 1.0, 0.0),
+        (1.5, 0, 0.6, 0.0),
+        (1.0, 5, 0.8, 0.0),
+        (1.5, 6, 0.9, 0.1),
+    ],
 )
-def test_sampled_choices_follow_the_processed_distribution(temperature, top_k, top_p):
+def test_sampled_choices_follow_the_processed_distribution(temperature, top_k, top_p, min_p):
     rows, logits = 40_000, torch.tensor([2.0, 1.5, 0.3, 0.0, -1.0, -1.2, 0.9, -3.0])
-    expected = law(logits / temperature, top_k, top_p)
+    expected = sampling_law(logits, temperature, top_k, top_p, min_p)
     for positions, seeds in (
         (torch.full((rows,), 17), torch.arange(rows) * 7919 + 2**40),  # many seeds at one position
         (torch.arange(rows), torch.full((rows,), 12345)),  # one seed along a text
     ):
-        chosen = choose(logits.expand(rows, -1), parameters(rows, temperature, top_k, top_p, seeds), positions)
-        counts = torch.bincount(chosen, minlength=len(logits)).double()
-        support = expected > 0
-        assert counts[~support].sum() == 0
-        statistic = ((counts - rows * expected)[support] ** 2 / (rows * expected[support])).sum()
-        freedom = int(support.sum()) - 1
-        assert statistic < freedom + 5 * math.sqrt(2 * freedom) + 5  # chi-square, far in its tail
+        asked = parameters(rows, temperature, top_k, top_p, seeds, min_p)
+        counts = torch.bincount(choose(logits.expand(rows, -1), asked, positions), minlength=len(logits))
+        assert chi_square_excess(counts, expected) < Z
 
 
 def test_consecutive_positions_are_independent():

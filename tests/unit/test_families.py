@@ -11,10 +11,17 @@ from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
 from models.attention import CausalAttention
-from models.heads.eagle3 import Eagle3Config, Eagle3Head
+from models.heads.eagle3 import Eagle3Head
+from models.heads.eagle3_config import Eagle3Config
 from models.targets import ARCHITECTURES, load_target
 from models.vocab import build_draft_vocab
-from tests.unit.test_targets import randomise_biases_and_norms
+from tests.unit.reference import (
+    TOLERANCE,
+    assert_equals_reference,
+    randomise_biases_and_norms,
+    reference_outputs,
+    relative_error,
+)
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -65,23 +72,8 @@ def make_family_folder(tmp_path_factory):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_hidden_states_equal_transformers(make_family_folder, name):
-    from transformers import AutoModelForCausalLM
-
-    folder = make_family_folder(name)
     ids = torch.randint(0, 384, (2, 90), generator=torch.Generator().manual_seed(3))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    target = load_target(str(folder))
-    with torch.no_grad():
-        expected = model(ids, output_hidden_states=True)
-        out = target(ids, torch.arange(90).expand(2, -1), CausalAttention(), aux_layers=(0, 3, 1))
-        logits = target.logits(out.hidden)
-
-    def error(actual, wanted):
-        return ((actual - wanted).norm() / wanted.norm()).item()
-
-    assert error(logits, expected.logits) < 1e-5
-    for layer, feature in zip((0, 3, 1), out.aux, strict=True):
-        assert error(feature, expected.hidden_states[layer]) < 1e-5
+    assert_equals_reference(make_family_folder(name), ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -138,17 +130,14 @@ LONG = {
 
 @pytest.mark.parametrize("scaling", LONG)
 def test_rotary_scaling_at_long_positions(make_target_folder, scaling):
-    from transformers import AutoModelForCausalLM
-
     folder = make_target_folder(rope_parameters=LONG[scaling], max_position_embeddings=32768)
     positions = torch.tensor([[0, 1, 2000, 9000, 16000, 30000, 32766, 32767]])
     ids = torch.arange(8)[None] + 3
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    expected = reference_outputs(folder, ids, position_ids=positions)
     target = load_target(str(folder))
     with torch.no_grad():
-        expected = model(ids, position_ids=positions).logits
-        actual = target.logits(target(ids, positions, CausalAttention()).hidden)
-    assert ((actual - expected).norm() / expected.norm()).item() < 1e-5
+        logits = target.logits(target(ids, positions, CausalAttention()).hidden)
+    assert relative_error(logits, expected.logits) < TOLERANCE
 
 
 def edit(folder, tmp_path, **changes):

@@ -19,8 +19,8 @@ PROMPT, OUTPUT = [1, 2, 3, 2], [4, 5, 4]
 def shaped(params, paths, logits=None):
     logits = torch.linspace(-2, 2, V).repeat(len(paths), 1) if logits is None else logits
     counts = TokenCounts(V, PROMPT, torch.device("cpu"))
-    counts.update(OUTPUT[:1])
-    counts.update(OUTPUT)
+    counts.update(PROMPT + OUTPUT[:1])
+    counts.update(PROMPT + OUTPUT)
     return shape_logits(logits, params, counts, PROMPT + OUTPUT, len(OUTPUT), paths, [0, 9])
 
 

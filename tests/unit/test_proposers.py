@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from infer.drafting import Drafting
 from infer.proposers.base import Budget, NoProposer, WithoutLayers
-from infer.proposers.combined import merge
+from infer.proposers.combined import CombinedProposer, merge
 from infer.proposers.ngram import NgramProposer
 from infer.proposers.suffix import CountedTrie, Earlier, SuffixProposer, Text, count_nodes, follow
 from infer.request import Request, SamplingParams
@@ -101,6 +101,15 @@ def test_earlier_responses_are_bounded():
     assert len(earlier._responses) >= 2
 
 
+def test_answers_that_repeat_one_another_are_bounded_too():
+    earlier = Earlier(max_depth=6, max_nodes=300)
+    for _ in range(100):
+        earlier.add([1, 2, 3, 4])
+    assert earlier.trie.size == 4 + 3 + 2 + 1
+    assert len(earlier._responses) == 300 // 4
+    assert earlier.trie.root.children[1].count == 300 // 4
+
+
 def request(tokens, prompt=1, **params):
     made = Request(
         "r" + "-".join(map(str, tokens)), tokens[:prompt], SamplingParams(max_tokens=50, **params), 0, tokens
@@ -122,13 +131,38 @@ def test_suffix_drafts_from_earlier_responses_of_the_same_tenant_only():
     assert drafts == {"a": [5, 6, 7], "b": []}
 
 
+def test_nothing_is_learnt_before_it_first_drafts_for_a_tenant():
+    proposer = SuffixProposer()
+    for salt in ("", "a"):
+        done = request([1, 2, 3, 4, 5], cache_salt=salt)
+        done.finish_reason = "length"
+        proposer.release(done)
+    assert not proposer._tenants
+    proposer.propose([request([9, 2, 3], cache_salt="a")], [Budget(4, 4)])
+    assert list(proposer._tenants) == ["a"]
+
+
 def test_an_aborted_answer_is_not_learnt():
     proposer = SuffixProposer()
     first = request([1, 2, 3, 4, 5])
+    proposer.propose([first], [Budget(4, 4)])
     first.finish_reason = "abort"
     proposer.release(first)
     tree = proposer.propose([request([9, 2, 3])], [Budget(4, 4)])
     assert tree.length.tolist() == [1]
+
+
+def test_an_answer_is_learnt_once_though_two_proposers_draw_on_it():
+    suffix, ngram = SuffixProposer(), NgramProposer(1, 2)
+    everyone = {"suffix": suffix, "ngram": ngram, "combined": CombinedProposer([suffix, ngram])}
+    drafting = Drafting({name: (own, Budget(3, 3)) for name, own in everyone.items()}, "combined", context=100)
+    first = request([1, 2, 3, 2])
+    drafting.propose([first], [Budget(3, 3)])
+    first.finish_reason = "stop"
+    drafting.release(first)
+    assert counts(suffix._earlier(first).trie) == {(2,): 2, (3,): 1, (2, 3): 1, (3, 2): 1, (2, 3, 2): 1}
+    assert not suffix._texts
+    assert not ngram._indexes
 
 
 def paths(tree, row):

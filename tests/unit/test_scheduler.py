@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.kv_cache import KVPool, LayerShape
+from infer.kv_cache import KVPool
+from infer.kv_layers import KVLayers, LayerShape
 from infer.proposers.base import Budget
 from infer.request import Phase, Request, SamplingParams
 from infer.scheduler import Scheduler
@@ -15,16 +18,15 @@ CONTEXT = 64
 
 
 def make(num_pages, max_batch, max_rows, chunk, drafts):
-    pool = KVPool(
+    layers = KVLayers(
         [LayerShape(1, 1)],
         tree_layers=1,
         num_pages=num_pages,
         page_size=4,
-        max_requests=max_batch,
-        max_positions=CONTEXT,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
+    pool = KVPool(layers, max_requests=max_batch, max_positions=CONTEXT)
     preempted = []
     scheduler = Scheduler(
         pool,
@@ -37,6 +39,35 @@ def make(num_pages, max_batch, max_rows, chunk, drafts):
         on_resume=lambda request: None,
     )
     return pool, scheduler, preempted
+
+
+def take_step(pool, scheduler, max_batch, max_rows, generator):
+    """One step with random acceptance, and what must hold of every step; the requests that ended."""
+    first = scheduler.running[:1]
+    decoding = [request for request in scheduler.running if request.phase is Phase.DECODE]
+    step = scheduler.schedule()
+    assert scheduler.running[: len(first)] == first, "the first in order had to go for another"
+    pool.invariants(scheduler.running)
+    assert sum(1 + b.nodes for b in step.budgets) + sum(step.chunks) <= max_rows
+    assert len(scheduler.running) <= max_batch
+    assert step.decodes or step.prefills or not scheduler.running, "a step must bring something forward"
+    assert all(request in step.decodes or request.phase is Phase.WAITING for request in decoding), "one was left out"
+    for request, budget in zip(step.decodes, step.budgets, strict=True):
+        assert request.computed == len(request.tokens) - 1
+        assert len(request.pages) * 4 >= len(request.tokens) + budget.nodes
+        accepted = int(torch.randint(0, budget.nodes + 1, (), generator=generator))
+        request.computed += 1 + accepted
+        request.tokens += [2] * min(1 + accepted, request.remaining)
+    for request, count in zip(step.prefills, step.chunks, strict=True):
+        assert len(request.pages) * 4 >= request.computed + count
+        request.computed += count
+        if request.computed == len(request.tokens):
+            request.phase = Phase.DECODE
+            request.tokens.append(2)
+    ended = [request for request in [*step.decodes, *step.prefills] if request.remaining <= 0]
+    for request in ended:
+        scheduler.remove(request)
+    return ended
 
 
 @settings(max_examples=120, deadline=None)
@@ -69,30 +100,79 @@ def test_every_request_ends_and_every_page_returns(
             for index in aborts & set(range(len(requests))):
                 if requests[index].phase is not Phase.FINISHED:
                     scheduler.remove(requests[index])
-        step = scheduler.schedule()
-        pool.invariants(scheduler.running)
-        assert sum(1 + b.nodes for b in step.budgets) + sum(step.chunks) <= max_rows
-        assert len(scheduler.running) <= max_batch
-        assert step.decodes or step.prefills or not scheduler.running, "a step must bring something forward"
-        for request, budget in zip(step.decodes, step.budgets, strict=True):
-            assert request.computed == len(request.tokens) - 1
-            assert len(request.pages) * 4 >= len(request.tokens) + budget.nodes
-            accepted = int(torch.randint(0, budget.nodes + 1, (), generator=generator))
-            request.computed += 1 + accepted
-            request.tokens += [2] * min(1 + accepted, request.remaining)
-        for request, count in zip(step.prefills, step.chunks, strict=True):
-            assert len(request.pages) * 4 >= request.computed + count
-            request.computed += count
-            if request.computed == len(request.tokens):
-                request.phase = Phase.DECODE
-                request.tokens.append(2)
-        for request in [*step.decodes, *step.prefills]:
-            if request.remaining <= 0:
-                scheduler.remove(request)
-                finished.append(request.request_id)
+        finished += [request.request_id for request in take_step(pool, scheduler, max_batch, max_rows, generator)]
     assert not scheduler.running
     assert not scheduler.waiting
     pool.invariants([])
     assert pool.free_pages == num_pages
     assert len(preempted) == scheduler.preemptions
     assert set(finished) >= {str(i) for i in range(len(sizes))} - {str(i) for i in aborts}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=8),
+    present=st.integers(1, 9),
+    num_pages=st.integers(16, 40),
+    max_batch=st.integers(1, 5),
+    chunk=st.integers(1, 9),
+    extra_rows=st.integers(0, 20),
+    drafts=st.integers(0, 6),
+    seed=st.integers(0, 2**16),
+)
+def test_nobody_waits_longer_than_those_before_it_take(
+    sizes, present, num_pages, max_batch, chunk, extra_rows, drafts, seed
+):
+    """Constant load: as many requests at any time, a new one for each that ends, of sizes in turn.
+
+    The first in order gets a row or a chunk in every step and is never pre-empted for another. So it ends within the
+    steps that it would take alone, and whoever came with `present - 1` others before it within as many times that.
+    """
+    max_rows = max(chunk, max_batch) + extra_rows
+    pool, scheduler, _ = make(num_pages, max_batch, max_rows, chunk, drafts)
+    generator = torch.Generator().manual_seed(seed)
+    endless, numbers = itertools.cycle(sizes), itertools.count()
+    came: dict[str, int] = {}
+
+    def arrive(turn):
+        number, (prompt, length) = next(numbers), next(endless)
+        params = SamplingParams(max_tokens=length)
+        request = Request(str(number), [1] * prompt, params, 0, [1] * prompt, arrival=number)
+        came[request.request_id] = turn
+        scheduler.add(request)
+
+    # A prompt with all of its answer may have to be computed again, a chunk or, beside full drafts, a row at a time.
+    longest = max(prompt + 2 * length for prompt, length in sizes)
+    begun: list[str] = []
+    for turn in range(120):
+        while len(scheduler.waiting) + len(scheduler.running) < present:
+            arrive(turn)
+        ended = take_step(pool, scheduler, max_batch, max_rows, generator)
+        new = {request.request_id for request in (*scheduler.running, *ended)}.difference(begun)
+        begun += sorted(new, key=int)
+        for request in ended:
+            assert turn - came.pop(request.request_id) < present * longest
+        assert all(turn - since <= present * longest for since in came.values())
+    assert begun == [str(number) for number in range(len(begun))], "someone was overtaken"
+
+
+def test_drafts_share_the_rows_alike_and_leave_room_for_prompts():
+    pool, scheduler, _ = make(num_pages=100, max_batch=5, max_rows=20, chunk=9, drafts=8)
+    generator = torch.Generator().manual_seed(0)
+
+    def arrive(count, prompt):
+        for number in range(count):
+            scheduler.add(
+                Request(
+                    f"{prompt}/{number}", [1] * prompt, SamplingParams(max_tokens=24), 0, [1] * prompt, arrival=prompt
+                )
+            )
+
+    arrive(4, 1)
+    take_step(pool, scheduler, 5, 20, generator)
+    step = scheduler.schedule()
+    assert [budget.nodes for budget in step.budgets] == [4, 4, 4, 4]
+    arrive(1, 40)
+    step = scheduler.schedule()
+    assert [budget.nodes for budget in step.budgets] == [2, 2, 2, 2]
+    assert step.chunks == [8]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.attention import CausalAttention
 from models.config import TargetConfig
 from models.targets import load_target
+from tests.unit.reference import assert_equals_reference, randomise_biases_and_norms
 
 VARIANTS = {
     "default": {},
@@ -42,44 +42,11 @@ VARIANTS = {
 }
 
 
-def hf_outputs(folder, ids):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return model(ids, output_hidden_states=True)
-
-
-def randomise_biases_and_norms(folder):
-    """transformers starts biases at zero and norms at one, which would hide a mistake in either."""
-    tensors = load_file(folder / "model.safetensors")
-    generator = torch.Generator().manual_seed(1)
-    for value in tensors.values():
-        if value.ndim == 1:
-            value += 0.3 * torch.randn(value.shape, generator=generator)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_and_hidden_states_equal_transformers(make_target_folder, variant):
     folder = make_target_folder(num_hidden_layers=4, **VARIANTS[variant])
     randomise_biases_and_norms(folder)
-    ids = torch.randint(0, 384, (2, 200), generator=torch.Generator().manual_seed(3))
-    expected = hf_outputs(folder, ids)
-    target = load_target(str(folder))
-    with torch.no_grad():
-        out = target(ids, torch.arange(200).expand(2, -1), CausalAttention(), aux_layers=(0, 3, 1))
-        logits = target.logits(out.hidden)
-        normed = target.norm(out.last_hidden)
-
-    def error(actual, wanted):
-        return ((actual - wanted).norm() / wanted.norm()).item()
-
-    assert error(logits, expected.logits) < 1e-5
-    for layer, feature in zip((0, 3, 1), out.aux, strict=True):
-        assert error(feature, expected.hidden_states[layer]) < 1e-5
-    assert error(out.hidden, expected.hidden_states[-1]) < 1e-5
-    assert error(normed, out.hidden) == 0
+    assert_equals_reference(folder, torch.randint(0, 384, (2, 200), generator=torch.Generator().manual_seed(3)))
 
 
 def test_sharded_checkpoints_read_the_same(make_target_folder, tmp_path):

@@ -1,0 +1,81 @@
+"""From the configs of an entry point to what an engine is made of: target, tokenizer, head, draft model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from infer.config import HeadConfig, ModelConfig, ProposerConfig
+from infer.proposers.measured_tree import resolve_tree
+from infer.ranks import Ranks
+from models.heads import load_head
+from models.heads.base import Head
+from models.targets import load_target
+from models.targets.llama import LlamaTarget
+from models.tokenizer import Tokenizer
+
+
+class Parts(NamedTuple):
+    target: LlamaTarget
+    tokenizer: Tokenizer
+    head: Head | None
+    draft_model: LlamaTarget | None
+    proposer: ProposerConfig  # as it was given, a measured tree written out
+
+
+def load_parts(
+    model: ModelConfig,
+    head: HeadConfig | None,
+    proposer: ProposerConfig,
+    *,
+    output_dir: str,
+    ranks: Ranks | None = None,
+) -> Parts:
+    """Raises ValueError for a device that is not there and for checkpoints that do not fit each other.
+
+    With `proposer=auto` a head that was never exported is no error: something else drafts. With `ranks` the target is
+    rank 0's part of it.
+    """
+    device, dtype = ranks.device if ranks else resolve_device(model.device), getattr(torch, model.dtype)
+    part = ranks.part if ranks else None
+    target = load_target(model.path_or_hub_id, revision=model.revision, dtype=dtype, device=device, part=part)
+    tokenizer = Tokenizer.load(target.folder)
+    loaded = None
+    wanted = proposer.name == "head" or (proposer.name == "combined" and "head" in proposer.sources)
+    if head is not None and head.name != "none" and (wanted or proposer.name == "auto"):
+        folder = head.folder(output_dir, model.name)
+        if wanted or head.path or (folder / "config.json").is_file():
+            loaded = load_head(
+                folder,
+                name=head.name,
+                dtype=dtype,
+                device=device,
+                target=target,
+                allow_mismatch=head.allow_mismatch,
+            )
+            proposer = resolve_tree(proposer, folder)
+    smaller = None
+    if proposer.draft_model is not None:
+        drafter = ModelConfig(name="draft", path=proposer.draft_model, revision=proposer.draft_model_revision)
+        smaller = load_target(drafter.path_or_hub_id, revision=drafter.revision, dtype=dtype, device=device)
+        check_same_tokenizer(tokenizer, Tokenizer.load(smaller.folder), proposer.draft_model)
+    return Parts(target, tokenizer, loaded, smaller, proposer)
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"model.device={name}: this machine has no usable GPU; model.device=cpu runs without")
+    return torch.device(name)
+
+
+def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, path: str) -> None:
+    """Raises ValueError if the two would read a token id differently."""
+    mine, theirs = target.backend.get_vocab(), draft.backend.get_vocab()
+    if mine != theirs:
+        word, index = min(mine.items() ^ theirs.items())
+        raise ValueError(
+            f"proposer.draft_model={path}: must share the target's tokenizer; they differ at id {index}, {word!r}"
+        )

@@ -1,0 +1,72 @@
+"""Drafts with a head that answers every depth in one forward: Medusa from the target's state alone, P-EAGLE with a mask
+slot per further depth, in rows that follow the committed ones.
+
+What is drafted at a depth does not depend on what was drafted before it, so the nodes of a tree's level all have the
+same children. Reading committed positions, pages and choices are those of every head (infer/proposers/head.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from infer.proposers.base import Budget
+from infer.proposers.head import HeadProposer
+from infer.proposers.shapes import Children, Run
+from infer.request import Request
+from infer.sampling import choice_parameters
+from infer.tree import DraftTree
+
+
+class ParallelHeadProposer(HeadProposer):
+    def places(self, budget: Budget) -> int:
+        return max(budget.nodes, budget.depth - 1)
+
+    def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
+        logits = self._all_logits(requests, budgets).flatten(0, 1)  # [B * D, Vd]
+        device, deepest = logits.device, len(logits) // len(requests)
+        owner = torch.arange(len(requests), device=device).repeat_interleave(deepest)
+        parameters = choice_parameters(requests, device, drafting=True)
+        parameters = parameters and parameters.rows(owner)
+        roots = torch.tensor([len(request.tokens) - 1 for request in requests], device=device)
+        positions = (roots[:, None] + torch.arange(deepest, device=device)).flatten()
+        tokens = self._choose(logits, positions, parameters).view(len(requests), deepest).tolist()
+        drafts = [own[: budget.depth] for own, budget in zip(tokens, budgets, strict=True)]
+        tree = DraftTree.chains([request.tokens[-1] for request in requests], drafts)
+        laws = self._laws([requests[index] for index in owner.tolist()], logits, parameters)
+        for index, budget in enumerate(budgets):
+            if index * deepest in laws:
+                rows = range(index * deepest, index * deepest + budget.depth)
+                tree.laws[index] = torch.stack([laws[row] for row in rows])
+        return tree
+
+    def _growing(self, requests: list[Request], budgets: list[Budget]) -> tuple[Children, Run]:
+        logits = self._all_logits(requests, budgets)
+        parameters = choice_parameters(requests, logits.device, drafting=True)
+        roots = torch.tensor([len(request.tokens) - 1 for request in requests], device=logits.device)
+
+        def children(level: int, fan_out: int) -> tuple[Tensor, Tensor]:
+            tokens, values = self._best(logits[:, level - 1], roots + level - 1, parameters, fan_out)
+            return tokens[:, None], values[:, None]
+
+        def run(level: int, parent: Tensor, token: Tensor) -> None:
+            pass  # the next level does not depend on it
+
+        return children, run
+
+    def _all_logits(self, requests: list[Request], budgets: list[Budget]) -> Tensor:
+        """`[B, D, Vd]` of every depth up to the deepest budget; past a request's own budget they mean nothing."""
+        depths = [budget.depth for budget in budgets]
+        deepest = max(depths)
+        if self._mask_slot is None:
+            state = self._read_pending(requests)
+            return torch.stack([self._head.logits(state, depth) for depth in range(deepest)], dim=1)
+        counts = [len(self._pending[request.request_id]) for request in requests]
+        states = self._read_pending(requests, [depth - 1 for depth in depths])
+        slot = torch.tensor([count + depth - 1 for count, depth in zip(counts, depths, strict=True)]).cumsum(0)
+        own = torch.tensor(depths)
+        # the rows of depths 0, 1, ... are each request's last; a request's own deepest one stands in beyond it
+        index = (slot - own)[:, None] + torch.arange(deepest).clamp(max=(own - 1)[:, None])
+        # rows of one weight for all depths, so one call answers them all
+        logits = self._head.logits(states[index.flatten().to(states.device)], 0)
+        return logits.unflatten(0, (len(requests), deepest))

@@ -1,0 +1,48 @@
+"""The law that a sampled token must follow, by the textbook, and how far counts may stray from a law."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+Z = 4.5  # the bound on a chi-square statistic, in its standard deviations: one false alarm in some 100,000 tests
+
+
+def sampling_law(
+    logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
+    """p' `[V]` in float64: temperature, min-p, top-k, then top-p of what is left, by sorting and cutting."""
+    p = (logits.double() / temperature).softmax(-1)
+    ordered, index = p.sort(descending=True)
+    keep = torch.ones_like(p, dtype=torch.bool)
+    keep[index[ordered < min_p * ordered[0]]] = False
+    if top_k:
+        keep[index[top_k:]] = False
+    if top_p < 1:
+        kept = ordered * keep[index]
+        before = (kept / kept.sum()).cumsum(0) - kept / kept.sum()
+        keep[index[before >= top_p]] = False
+    p = p * keep
+    return p / p.sum()
+
+
+def chi_square_excess(counts: Tensor, law: Tensor) -> float:
+    """(statistic - degrees of freedom) / its standard deviation, cells with too little in them merged.
+
+    Infinite if something was counted that the law rules out.
+    """
+    if counts[law == 0].any():
+        return math.inf
+    expected = law.double() * counts.sum()
+    order = expected.argsort()
+    counts, expected = counts.double()[order], expected[order]
+    cell = (expected.cumsum(0) / 10).floor().clamp(max=max(0.0, float(expected.sum()) // 10 - 1)).long()
+    size = int(cell.max()) + 1
+    observed = torch.zeros(size, dtype=torch.double).index_add_(0, cell, counts)
+    wanted = torch.zeros(size, dtype=torch.double).index_add_(0, cell, expected)
+    keep = wanted > 0
+    statistic = float(((observed - wanted)[keep] ** 2 / wanted[keep]).sum())
+    freedom = int(keep.sum()) - 1
+    return (statistic - freedom) / math.sqrt(2 * max(freedom, 1))
