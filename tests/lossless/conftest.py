@@ -1,28 +1,65 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
-from models.heads import load_head
+from models.heads import load_head, save_head
 from models.targets import load_target
+from tests.heads import make_head, memorise
+from tests.lossless.plain import GREEDY, SAMPLED, MakePlain, Plain, ids
+from tests.lossless.random_requests import VOCAB_SIZE
+from train.data import Sequences
 
 
 @pytest.fixture(scope="session")
-def make_engine(tiny_target_folder, tiny_head_folder, make_target_folder):
+def trained_head_folder(tiny_target, tiny_target_folder, tmp_path_factory, prompts):
+    """`trained_head_folder(name)`: an exported head that knows some greedy answers by heart."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            engine = Engine(load_target(str(tiny_target_folder)), proposer="none")
+            answers = engine.generate([prompt for prompt in prompts if len(prompt) < 100], GREEDY)
+            rows = [(a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * 40) for a in answers]
+            head = make_head(tiny_target, name, seed=3)
+            memorise(head, engine.target, Sequences.of(rows), 5)
+            made[name] = tmp_path_factory.mktemp("head")
+            facts = {"verifier": tiny_target.path, "verifier_architecture": "LlamaForCausalLM", "speculative_tokens": 4}
+            save_head(head, made[name], provenance={"target_fingerprint": tiny_target.fingerprint}, **facts)
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_engine(tiny_target_folder, tiny_head_folder, trained_head_folder, make_target_folder):
     """`make_engine(dtype, proposer, **engine config)`; the tiny target stops at no token, so lengths are its own.
 
     `draft_model`: "same" drafts with the target itself, which is always right in greedy choice, "other" with another.
+    `head`: one of ONE_OF_EACH; by default a random EAGLE-3 head that starts from the target's weights.
     """
 
-    def make(dtype=torch.float32, proposer="head", drafts=4, shape=None, draft_model=None, tokenizer=None, **config):
+    def make(
+        dtype=torch.float32,
+        proposer="head",
+        drafts=4,
+        shape=None,
+        draft_model=None,
+        tokenizer=None,
+        head=None,
+        **config,
+    ):
         target = load_target(str(tiny_target_folder), dtype=dtype)
         smaller = None
         if draft_model is not None:
             folder = tiny_target_folder if draft_model == "same" else make_target_folder(seed=11, num_hidden_layers=1)
             smaller = load_target(str(folder), dtype=dtype)
-        head = load_head(tiny_head_folder, dtype=dtype, target=target)
+        folder = tiny_head_folder if head is None else trained_head_folder(head)
+        head = load_head(folder, dtype=dtype, target=target)
         drafting = ProposerConfig(name="auto", max_draft_tokens=drafts, ngram_min=1, ngram_max=3, **(shape or {}))
         return Engine(
             target,
@@ -43,3 +80,75 @@ def prompts():
     generator = torch.Generator().manual_seed(0)
     cut = [torch.randint(1, 384, (n,), generator=generator).tolist() for n in (1, 2, 15, 16, 17, 70, 255, 256, 300)]
     return [*cut, [5, 6, 7] * 12, [9] * 40]
+
+
+@pytest.fixture(scope="session")
+def expected(make_engine, prompts):
+    """Token ids by plain decoding, one request at a time: by dtype and parameters, in the order of the prompts."""
+    answers = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = make_engine(dtype, "none")
+        for params in (GREEDY, SAMPLED):
+            answers[dtype, params] = [ids(engine.generate([prompt], params))[0] for prompt in prompts]
+    return answers
+
+
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 96,
+}
+
+
+@pytest.fixture(scope="session")
+def make_small_engine(make_target_folder, tiny_tokenizer):
+    """`make_small_engine(dtype, proposer, shape, **engine config)`: every proposer there is, a target of three layers.
+
+    For thousands of requests. `head`: a random one of these VARIANTS; `draft_model` as in `make_engine`.
+    """
+    folder = make_target_folder(seed=4, num_hidden_layers=3, **SMALL)
+    other = make_target_folder(seed=11, num_hidden_layers=1, **SMALL)
+
+    def make(
+        dtype=torch.float32,
+        proposer="none",
+        shape=None,
+        head="eagle3, whole vocabulary",
+        draft_model="same",
+        clock=time.monotonic,
+        **config,
+    ) -> Engine:
+        target = load_target(str(folder), dtype=dtype)
+        # the defaults collide on so few layers
+        aux_layers = {"aux_layers": (0, 1, 2)} if head.startswith(("eagle3", "p-eagle")) else {}
+        sources = ["suffix", "head", "draft_model"]
+        drafting = {"max_draft_tokens": 4, "ngram_min": 1, "suffix_nodes": 2000, "acceptance": [0.7, 0.4]}
+        return Engine(
+            target,
+            tokenizer=tiny_tokenizer,
+            head=make_head(load_target(str(folder)), head, **aux_layers),
+            draft_model=load_target(str(folder if draft_model == "same" else other), dtype=dtype),
+            proposer=proposer,
+            config=EngineConfig(**config),
+            proposer_config=ProposerConfig(name="auto", sources=sources, **drafting | (shape or {})),
+            clock=clock,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_plain(make_engine, make_small_engine) -> MakePlain:
+    """`make_plain(dtype, small=False)`: the oracle for `make_engine`'s target, or for the small one."""
+    made: dict[tuple[torch.dtype, bool], Plain] = {}
+
+    def make(dtype=torch.float32, *, small=False) -> Plain:
+        if (dtype, small) not in made:
+            factory = make_small_engine if small else make_engine
+            made[dtype, small] = Plain(factory(dtype, proposer="none", max_batch=1, prefix_cache=False))
+        return made[dtype, small]
+
+    return make

@@ -10,23 +10,7 @@ import torch
 from infer import lossy
 from infer.request import SamplingParams
 from kernels.choose import MASK32, gumbel_noise
-
-Z = 4.5  # the bound on a chi-square statistic, in its standard deviations: one false alarm in some 100,000 tests
-
-
-def chi_square_excess(counts: torch.Tensor, law: torch.Tensor) -> float:
-    """(statistic - degrees of freedom) / its standard deviation, cells with too little in them merged."""
-    expected = law.double() * counts.sum()
-    order = expected.argsort()
-    counts, expected = counts.double()[order], expected[order]
-    cell = (expected.cumsum(0) / 10).floor().clamp(max=max(0.0, float(expected.sum()) // 10 - 1)).long()
-    size = int(cell.max()) + 1
-    observed = torch.zeros(size, dtype=torch.double).index_add_(0, cell, counts)
-    wanted = torch.zeros(size, dtype=torch.double).index_add_(0, cell, expected)
-    keep = wanted > 0
-    statistic = float(((observed - wanted)[keep] ** 2 / wanted[keep]).sum())
-    freedom = int(keep.sum()) - 1
-    return (statistic - freedom) / math.sqrt(2 * max(freedom, 1))
+from tests.laws import Z, chi_square_excess
 
 
 def drawn_chain(draft, root_token, seed, root, length):

@@ -1,4 +1,4 @@
-"""Every parameter of a request, alone and in pairs, in one batch with all the others, under every proposer.
+"""Every parameter of a request, alone and in pairs, under every proposer and whatever else happens to a request.
 
 The oracle is plain decoding, one request at a time. Token ids, finish reasons and log-probabilities must be equal, bit
 for bit.
@@ -7,12 +7,15 @@ for bit.
 from __future__ import annotations
 
 import itertools
+import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from infer.request import SamplingParams
-from models.tokenizer import Tokenizer
+from tests.lossless.pairwise import pairwise
+from tests.lossless.plain import Answer, answer_all
 
 TOKENS = 18
 CHOICES = {
@@ -22,16 +25,16 @@ CHOICES = {
 PARAMETERS = {
     "top_k": {"top_k": 20},
     "top_p": {"top_p": 0.8},
-    "min_p": {"min_p": 0.05},
+    "min_p": {"min_p": 0.25},
     "presence": {"presence_penalty": 1.5},
     "frequency": {"frequency_penalty": 0.8},
     "repetition": {"repetition_penalty": 1.4},
     "bias": {"logit_bias": {7: 4.0, 9: -3.0}},
-    "bad words": {"bad_words": (*((token,) for token in range(150, 384)), (9, 9), (5, 6))},
-    "allowed": {"allowed_token_ids": tuple(range(3, 120))},
-    "min tokens": {"min_tokens": 9, "stop_token_ids": tuple(range(40, 90))},
-    "stop ids": {"stop_token_ids": tuple(range(100, 112))},
-    "stop strings": {"stop": ("e", "th", "\n")},
+    "bad words": {"bad_words": (*((token,) for token in range(60, 96)), (9, 9), (5, 6))},
+    "allowed": {"allowed_token_ids": tuple(range(3, 60))},
+    "min tokens": {"min_tokens": 9, "stop_token_ids": tuple(range(20, 50))},
+    "stop ids": {"stop_token_ids": tuple(range(70, 74))},
+    "stop strings": {"stop": ("e", "AB", "z")},
     "logprobs": {"logprobs": 3},
     "processed logprobs": {"logprobs": 2, "logprobs_of": "processed"},
     "prompt logprobs": {"prompt_logprobs": 1},
@@ -42,16 +45,12 @@ PARAMETERS = {
 }
 ENGINES = {
     "ngram": {"proposer": "ngram"},
-    "suffix": {"proposer": "suffix", "drafts": 6},
+    "suffix": {"proposer": "suffix", "shape": {"max_draft_tokens": 6}},
     "head chain": {"proposer": "head"},
     "head tree": {"proposer": "head", "shape": {"tree_width": 4, "tree_nodes": 14}},
-    "draft model": {"proposer": "draft_model", "draft_model": "same"},
+    "draft model": {"proposer": "draft_model"},
     "other draft model": {"proposer": "draft_model", "draft_model": "other"},
-    "combined": {
-        "proposer": "combined",
-        "shape": {"sources": ["suffix", "head", "draft_model"]},
-        "draft_model": "same",
-    },
+    "combined": {"proposer": "combined"},
 }
 
 
@@ -70,51 +69,31 @@ def cases(prompts) -> list[tuple[str, list[int], SamplingParams]]:
     picked = []
     for index, names in enumerate(combinations):
         choice = list(CHOICES)[index % 2]
-        prompt = [prompts[i] for i in (2, 5, 9, 10)][index % 4]
-        picked.append((f"{'+'.join(names)} {choice}", prompt, combine(*names, choice=choice)))
+        prompt = prompts[(2, 5, 9, 10)[index % 4]]
+        picked.append((f"{'+'.join(names)} {choice}", [token % 96 for token in prompt], combine(*names, choice=choice)))
     return picked
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_target_folder) -> Tokenizer:
-    return Tokenizer.load(tiny_target_folder)
-
-
-def answer(completion):
-    return (
-        completion.token_ids,
-        completion.finish_reason,
-        completion.stop_reason,
-        completion.text,
-        completion.logprobs,
-        completion.prompt_logprobs,
-    )
-
-
-@pytest.fixture(scope="module")
-def expected(make_engine, cases, tokenizer):
+def expected(make_small_engine, cases):
     answers = {}
     for dtype in (torch.float32, torch.bfloat16):
-        engine = make_engine(dtype, "none", tokenizer=tokenizer, max_batch=1)
-        answers[dtype] = [answer(engine.generate([prompt], params)[0]) for _, prompt, params in cases]
+        engine = make_small_engine(dtype, "none", max_batch=1, prefix_cache=False)
+        answers[dtype] = [engine.generate([prompt], params)[0] for _, prompt, params in cases]
     return answers
 
 
-def check(engine, cases, expected):
-    completions = engine.generate([prompt for _, prompt, _ in cases], [params for _, _, params in cases])
-    for (name, _, params), completion, wanted in zip(cases, completions, expected, strict=True):
-        assert answer(completion) == wanted, f"{name}: {params}"
-    engine._pool.invariants([])
-    return completions
-
-
 @pytest.mark.parametrize("name", ENGINES)
-def test_in_one_batch_under_every_proposer(make_engine, cases, expected, tokenizer, name):
-    engine = make_engine(tokenizer=tokenizer, max_batch=24, **ENGINES[name])
-    completions = check(engine, cases, expected[torch.float32])
+def test_in_one_batch_under_every_proposer(make_small_engine, cases, expected, name):
+    engine = make_small_engine(max_batch=24, **ENGINES[name])
+    completions = engine.generate([prompt for _, prompt, _ in cases], [params for _, _, params in cases])
+    for case, completion, wanted in zip(cases, completions, expected[torch.float32], strict=True):
+        assert Answer.of(completion) == Answer.of(wanted), case
+        assert completion.text == wanted.text, case
     drafted = sum(completion.stats.drafted for completion in completions)
     accepted = sum(completion.stats.accepted for completion in completions)
     assert 0 < accepted < drafted
+    engine._pool.invariants([])
     for (_, _, params), completion in zip(cases, completions, strict=True):
         if not params.speculate:
             assert completion.stats.drafted == 0
@@ -122,37 +101,78 @@ def test_in_one_batch_under_every_proposer(make_engine, cases, expected, tokeniz
             assert len(completion.stats.drafted_by_position) <= 1
 
 
-@pytest.mark.parametrize("name", ["head tree", "combined"])
-def test_in_bf16(make_engine, cases, expected, tokenizer, name):
-    check(make_engine(torch.bfloat16, tokenizer=tokenizer, **ENGINES[name]), cases, expected[torch.bfloat16])
+MIXED = ("ngram", "suffix", "head", "draft_model", "combined", "none")
+MORE_ENGINES = {
+    **ENGINES,
+    "fixed tree": {"proposer": "head", "shape": {"tree": [[0], [1], [2], [0, 0], [1, 0], [0, 1], [0, 0, 0]]}},
+    "mixed": ENGINES["combined"],  # and each request names one of MIXED
+}
+SEED = 0
+FACTORS = {
+    "dtype": (torch.float32, torch.bfloat16),
+    "drafts": tuple(MORE_ENGINES),
+    "prefix": ("not shared", "cold", "warm"),
+    "prefill_chunk": (256, 7),
+    "pages": ("ample", "tight"),
+    "max_batch": (1, 3, 16),
+    "arrival": ("at once", "scattered"),
+}
+COMBINATIONS = pairwise(FACTORS, SEED)
+CASES_EACH = 14
 
 
-@pytest.mark.parametrize("name", ["suffix", "head tree", "combined"])
-def test_under_pre_emption_and_small_chunks(make_engine, cases, expected, tokenizer, name):
-    engine = make_engine(
-        tokenizer=tokenizer,
-        max_batch=16,
-        max_tokens_in_cache=384,
+@pytest.mark.parametrize("turn", range(len(COMBINATIONS)))
+def test_whatever_happens_to_it(make_small_engine, cases, expected, turn):
+    """Every two values of two factors, each under some of the cases, of which each has its turn at least once."""
+    factors = COMBINATIONS[turn]
+    chance = random.Random(turn)
+    order = random.Random(SEED).sample(range(len(cases)), len(cases))
+    dealt = [order[(turn * CASES_EACH + index) % len(order)] for index in range(CASES_EACH)]
+    chance.shuffle(dealt)
+    requests = [cases[index][1:] for index in dealt]
+    if factors["drafts"] == "mixed":
+        requests = [(prompt, replace(own, proposer=chance.choice(MIXED))) for prompt, own in requests]
+    engine = make_small_engine(
+        factors["dtype"],
+        max_batch=factors["max_batch"],
         page_size=4,
-        prefill_chunk=7,
-        max_rows=90,
-        **ENGINES[name],
+        max_tokens_in_cache=112 if factors["pages"] == "tight" else 4096,
+        prefill_chunk=factors["prefill_chunk"],
+        max_rows=300,
+        prefix_cache=factors["prefix"] != "not shared",
+        **MORE_ENGINES[factors["drafts"]],
     )
-    check(engine, cases, expected[torch.float32])
-    assert engine.stats.preemptions > 0
+    if factors["prefix"] == "warm":
+        engine.generate([prompt for prompt, _ in requests], SamplingParams(max_tokens=2, ignore_eos=True))
+    scattered = factors["arrival"] == "scattered"
+    arrivals = sorted(chance.randrange(40) for _ in requests) if scattered else ()
+    answers = answer_all(engine, requests, arrivals)
+    for index, answer in zip(dealt, answers, strict=True):
+        assert answer == Answer.of(expected[factors["dtype"]][index]), f"turn {turn}: {factors}: {cases[index]}"
+    if factors["pages"] == "tight" and factors["max_batch"] == 16 and not scattered:
+        assert engine.stats.preemptions > 0
+    engine._pool.invariants([])
 
 
-def test_the_cases_do_something(make_engine, cases, expected, tokenizer):
+def test_the_combinations_cover_what_they_should():
+    met = {pair for own in COMBINATIONS for pair in itertools.combinations(own.items(), 2)}
+    for first, second in itertools.combinations(FACTORS, 2):
+        for pair in itertools.product(FACTORS[first], FACTORS[second]):
+            assert ((first, pair[0]), (second, pair[1])) in met
+    assert len(COMBINATIONS) * CASES_EACH > len(PARAMETERS) * (len(PARAMETERS) + 3) / 2  # every case has a turn
+
+
+def test_the_cases_do_something(make_small_engine, cases, expected):
     """Otherwise equality would prove nothing: each parameter changes an answer, each way to stop occurs."""
-    engine = make_engine(proposer="none", tokenizer=tokenizer)
+    engine = make_small_engine(proposer="none")
     for name in ("top_k", "top_p", "min_p", "presence", "frequency", "repetition", "bias", "allowed", "bad words"):
         changed = []
-        for (case, prompt, _), (token_ids, *_) in zip(cases, expected[torch.float32], strict=True):
+        for (case, prompt, _), wanted in zip(cases, expected[torch.float32], strict=True):
             if case.rsplit(" ", 1)[0] == name:
                 plain = combine(choice=case.rsplit(" ", 1)[1])
-                changed.append(engine.generate([prompt], plain)[0].token_ids != token_ids)
+                changed.append(engine.generate([prompt], plain)[0].token_ids != wanted.token_ids)
         assert any(changed), name
-    reasons = {(reason, type(stop)) for _, reason, stop, *_ in expected[torch.float32]}
+    reasons = {(wanted.finish_reason, type(wanted.stop_reason)) for wanted in expected[torch.float32]}
     assert {("stop", int), ("stop", str), ("length", type(None))} <= reasons
 
 

@@ -14,6 +14,8 @@ ENGINES = {
     "ngram": {"proposer": "ngram"},
     "head chain": {"proposer": "head"},
     "head tree": {"proposer": "head", "shape": {"tree_width": 4}},
+    "mlp head chain": {"proposer": "head", "head": "mlp"},
+    "p-eagle head chain": {"proposer": "head", "head": "p-eagle, one layer"},
     "draft model": {"proposer": "draft_model", "draft_model": "same"},
     "combined": {
         "proposer": "combined",

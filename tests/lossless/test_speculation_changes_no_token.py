@@ -7,28 +7,12 @@ import torch
 
 from infer.config import EngineConfig
 from infer.engine import Engine
-from infer.proposers.base import Budget, WithoutLayers
+from infer.proposers.base import Budget
 from infer.request import SamplingParams
-from infer.tree import DraftTree
 from models.targets import load_target
-
-GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, top_k=60, top_p=0.95, seed=7)
-
-
-@pytest.fixture(scope="session")
-def expected(make_engine, prompts):
-    """Plain decoding, one request at a time."""
-    answers = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        engine = make_engine(dtype, "none")
-        for params in (GREEDY, SAMPLED):
-            answers[dtype, params] = [engine.generate([prompt], params)[0].token_ids for prompt in prompts]
-    return answers
-
-
-def ids(completions):
-    return [completion.token_ids for completion in completions]
+from tests.heads import ONE_OF_EACH
+from tests.lossless.oracles import WrongThenRight
+from tests.lossless.plain import GREEDY, SAMPLED, ids
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,6 +32,22 @@ def test_on_and_off_in_any_batch(make_engine, prompts, expected, dtype, proposer
         if proposer == "head" or (proposer == "ngram" and params is GREEDY):
             assert drafted > 0
             assert accepted < drafted, "nothing was rejected, so nothing was tested"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head", ONE_OF_EACH)
+def test_every_head(make_engine, prompts, expected, dtype, head):
+    """Chunks, pages and memory are such that all that a head keeps is read late, moved and made again."""
+    engine = make_engine(dtype, head=head, max_batch=8, prefill_chunk=50, max_rows=90, max_tokens_in_cache=512)
+    for params in (GREEDY, SAMPLED):
+        completions = engine.generate(prompts, params)
+        assert ids(completions) == expected[dtype, params]
+        stats = [completion.stats for completion in completions]
+        assert 0 < sum(own.accepted for own in stats) < sum(own.drafted for own in stats)
+        if params is GREEDY:
+            assert sum(own.emitted for own in stats) / sum(own.steps for own in stats) > 1.3
+    assert engine.stats.preemptions > 0
+    engine._pool.invariants([])
 
 
 @pytest.mark.parametrize("drafts", [1, 2, 7, 20])
@@ -106,34 +106,12 @@ def test_seeds_tell_requests_apart_and_are_returned(make_engine, prompts):
     assert engine.generate([prompts[5]], seeded)[0].token_ids == first.token_ids
 
 
-class WrongThenRight(WithoutLayers):
-    """Proposes what the target will say up to a place and rubbish after it, so that every run length occurs."""
-
-    name = "oracle"
-
-    def __init__(self, answers):
-        self.answers, self.turn = answers, 0
-
-    def places(self, budget):
-        return budget.depth
-
-    def propose(self, requests, budgets):
-        drafts = []
-        for request, (budget, _) in zip(requests, budgets, strict=True):
-            self.turn += 1
-            answer = self.answers[tuple(request.prompt_ids)]
-            right = answer[len(request.output_ids) :][:budget]
-            cut = self.turn % (budget + 1)
-            drafts.append(right[:cut] + [(token + 1) % 384 for token in right[cut:]])
-        return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 def test_every_length_of_accepted_run(make_engine, prompts, expected, dtype, params):
     answers = {tuple(p): a for p, a in zip(prompts, expected[dtype, params], strict=True)}
     engine = make_engine(dtype, "ngram", drafts=9, max_batch=5)
-    engine.add_proposer(WrongThenRight(answers), Budget(9, 9))
+    engine.add_proposer(WrongThenRight(lambda request: answers[tuple(request.prompt_ids)]), Budget(9, 9))
     completions = engine.generate(prompts, params)
     assert ids(completions) == expected[dtype, params]
     stats = engine.stats.speculation
@@ -147,7 +125,7 @@ def test_what_follows_a_stop_is_cut_and_not_counted(make_engine, prompts, expect
     end = answer.index(stop)
     params = SamplingParams(max_tokens=40, ignore_eos=True, stop_token_ids=(stop,))
     engine = make_engine(drafts=9)
-    proposer = WrongThenRight({tuple(prompts[5]): answer + [1] * 9})
+    proposer = WrongThenRight(lambda request: answer + [1] * 9)
     proposer.turn = 9  # begin with a fully right draft
     engine.add_proposer(proposer, Budget(9, 9))
     (completion,) = engine.generate([prompts[5]], params)

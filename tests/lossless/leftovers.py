@@ -1,0 +1,35 @@
+"""What an engine may still hold of requests once they have ended: nothing."""
+
+from __future__ import annotations
+
+import os
+
+from infer.engine import Engine
+
+PREFIX = "request "  # of the names that a test gives its requests: so they are found wherever they are kept
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def kept(engine: Engine) -> set[str]:
+    """Requests of which a proposer keeps something."""
+    states = (value for keeper in engine._drafting._keepers for value in vars(keeper).values())
+    keys = (key for state in states if isinstance(state, (dict, set)) for key in state)
+    return {key for key in keys if isinstance(key, str) and key.startswith(PREFIX)}
+
+
+def assert_nothing_left(engine: Engine) -> None:
+    """No page, slot or state of a proposer; nor, once pages that are only known are forgotten, any key or features."""
+    assert not engine.has_work
+    scheduler, pages = engine._scheduler, engine._pool.pages
+    assert not scheduler.running
+    assert not scheduler.waiting
+    assert sorted(scheduler._free_slots) == list(range(engine.config.max_batch))
+    engine._pool.invariants([])
+    assert pages.free == pages.count
+    assert not kept(engine)
+    pages.forget()
+    assert len(pages._free) == pages.count
+    assert not any((pages._key_of, pages._page_of, pages._value_of))

@@ -1,0 +1,79 @@
+"""Proposers that know what the target will say, and mix it with rubbish, so that every kind of draft occurs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from infer.proposers.base import WithoutLayers
+from infer.request import Request
+from infer.tree import DraftTree
+
+AnswerOf = Callable[[Request], list[int]]  # the whole answer to a request, by plain decoding
+
+
+class WrongThenRight(WithoutLayers):
+    """Proposes what the target will say up to a place and rubbish after it, so that every run length occurs."""
+
+    name = "oracle"
+
+    def __init__(self, answer_of: AnswerOf) -> None:
+        self.answer_of, self.turn = answer_of, 0
+
+    def places(self, budget):
+        return budget.depth
+
+    def propose(self, requests, budgets):
+        drafts = []
+        for request, (budget, _) in zip(requests, budgets, strict=True):
+            self.turn += 1
+            right = self.answer_of(request)[len(request.output_ids) :][:budget]
+            cut = self.turn % (budget + 1)
+            drafts.append(right[:cut] + [(token + 1) % 50 for token in right[cut:]])
+        return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
+
+
+class Thicket(WithoutLayers):
+    """Random trees in which the right path lies among wrong nodes at random places, right to a random depth."""
+
+    name = "thicket"
+
+    def __init__(self, answer_of: AnswerOf, seed: int, vocab_size: int = 384) -> None:
+        self.answer_of, self.vocab_size = answer_of, vocab_size
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def random(self, low, high):
+        return int(torch.randint(low, high, (), generator=self.generator))
+
+    def places(self, budget):
+        return budget.nodes
+
+    def propose(self, requests, budgets):
+        return DraftTree.stack(
+            [self.tree(r, b) for r, b in zip(requests, budgets, strict=True)], [[i] for i in range(len(requests))]
+        )
+
+    def tree(self, request, budget):
+        answer = self.answer_of(request)[len(request.output_ids) :]
+        right = self.random(0, min(budget.depth, len(answer)) + 1)
+        size = self.random(right, budget.nodes + 1)
+        # Steps of the right path come at random times among wrong nodes; a wrong one hangs anywhere.
+        turns = torch.randperm(size, generator=self.generator)[:right].sort().values.tolist() if right else []
+        token, parent, depth, on_path = [request.tokens[-1]], [-1], [0], [0]
+        for turn in range(size):
+            if turn in turns:
+                above, value = on_path[-1], answer[len(on_path) - 1]
+            else:
+                shallow = [node for node in range(len(token)) if depth[node] < budget.depth]
+                if not shallow:
+                    continue
+                above, value = shallow[self.random(0, len(shallow))], self.random(0, self.vocab_size)
+            if any(p == above and t == value for p, t in zip(parent, token, strict=True)):
+                continue
+            if turn in turns:
+                on_path.append(len(token))
+            token.append(value)
+            parent.append(above)
+            depth.append(depth[above] + 1)
+        return DraftTree.from_parents(torch.tensor([token]), torch.tensor([parent]), torch.tensor([len(token)]))

@@ -1,0 +1,102 @@
+"""What a request is answered, gathered from the steps of an engine; and what plain decoding answers to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from infer.engine import Engine
+from infer.logprobs import TokenLogprob
+from infer.request import Completion, SamplingParams, StepOutput
+
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, top_k=60, top_p=0.95, seed=7)
+
+
+def ids(completions: Iterable[Completion]) -> list[list[int]]:
+    return [completion.token_ids for completion in completions]
+
+
+@dataclass
+class Answer:
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, completion: Completion) -> Answer:
+        return cls(**{own.name: getattr(completion, own.name) for own in fields(cls)})
+
+    def take(self, output: StepOutput) -> None:
+        assert self.finish_reason is None, f"{output.request_id}: an output after its last one"
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+
+    def begins(self, whole: Answer) -> bool:
+        """Whether this is what `whole` was at some time, up to how it ended."""
+        return (
+            self.token_ids == whole.token_ids[: len(self.token_ids)]
+            and self.logprobs == whole.logprobs[: len(self.logprobs)]
+            and self.prompt_logprobs in ([], whole.prompt_logprobs)
+        )
+
+
+def answer_all(
+    engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams]], arrivals: Iterable[int] = ()
+) -> list[Answer]:
+    """Each request's answer. The i-th is added after `arrivals[i]` steps (they ascend), by default all at once."""
+    answers = [Answer() for _ in requests]
+    due = dict.fromkeys(range(len(requests)), 0) | dict(enumerate(arrivals))
+    steps = added = 0
+    while added < len(requests) or engine.has_work:
+        while added < len(requests) and due[added] <= steps:
+            prompt, params = requests[added]
+            engine.add(prompt, params, request_id=str(added))
+            added += 1
+        for output in engine.step():
+            answers[int(output.request_id)].take(output)
+        steps += 1
+    return answers
+
+
+class Plain:
+    """Answers by plain decoding, one request at a time, each made once. `engine` drafts nothing and shares nothing."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert engine.proposer_name == "none"
+        assert engine.config.max_batch == 1
+        assert not engine.config.prefix_cache
+        self._engine = engine
+        self._known: dict[tuple[tuple[int, ...], SamplingParams], Answer] = {}
+
+    def __call__(self, prompt: Sequence[int], params: SamplingParams) -> Answer:
+        key = tuple(prompt), plainly(params)
+        if key not in self._known:
+            self._known[key] = self.anew(prompt, params)
+        return self._known[key]
+
+    def anew(self, prompt: Sequence[int], params: SamplingParams) -> Answer:
+        """The same without remembering it."""
+        (answer,) = answer_all(self._engine, [(prompt, plainly(params))])
+        return answer
+
+
+def plainly(params: SamplingParams) -> SamplingParams:
+    """Without what only decides how a request is served, and not what it is answered."""
+    return replace(
+        params,
+        speculate=False,
+        proposer=None,
+        max_draft_tokens=None,
+        acceptance="exact",
+        cache_salt="",
+        priority=0,
+        deadline_s=None,
+    )
+
+
+MakePlain = Callable[..., Plain]

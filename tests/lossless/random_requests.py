@@ -1,0 +1,70 @@
+"""Random requests: every field of SamplingParams, prompts that begin alike, lengths up to the context's end."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from infer.request import SamplingParams
+
+VOCAB_SIZE = 96  # of the small target (conftest.py): END, then the bytes from "!" on
+PROPOSERS = ("ngram", "suffix", "head", "draft_model", "combined", "synthetic", "none")
+BEGINNINGS = ([], [5, 6, 7] * 4, list(range(40, 75)), list(range(40, 58)) + [3] * 8)
+SAMPLED = {"temperature": (0.3, 0.8, 1.0, 2.0), "seed": (0, 7, 2**40 + 1, 2**63 - 1, None)}
+FIELDS = {
+    "top_k": (1, 5, 40),
+    "top_p": (0.5, 0.95),
+    "min_p": (0.05, 0.3),
+    "presence_penalty": (1.0, -0.5),
+    "frequency_penalty": (0.7, -0.3),
+    "repetition_penalty": (1.3, 0.9),
+    "logit_bias": ({7: 5.0, 9: -5.0}, {11: 2.0}),
+    "bad_words": (((7,), (5, 6)), tuple((token,) for token in range(50, 96))),
+    "allowed_token_ids": (tuple(range(3, 60)), (8, 9)),
+    "n": (2, 3),
+    "stop": (("e",), ("AB", "\n", "z")),
+    "stop_token_ids": (tuple(range(30, 50)), (2,)),
+    "ignore_eos": (True,),
+    "logprobs": (0, 3),
+    "prompt_logprobs": (0, 2),
+    "logprobs_of": ("processed",),
+    "speculate": (False,),
+    "proposer": PROPOSERS,
+    "max_draft_tokens": (1, 2),
+    "acceptance": ("block", "typical"),
+    "cache_salt": ("a", "b"),
+    "priority": (-1, 3),
+    "deadline_s": (0.01, 0.5),
+}
+SHARE = 0.12  # of the requests that ask for any one field
+
+
+def random_params(chance: random.Random) -> SamplingParams:
+    asked: dict = {"max_tokens": chance.choice([1, 2, 5, 9, 20, 200])}
+    if chance.random() < 0.6:
+        asked |= {name: chance.choice(values) for name, values in SAMPLED.items()}
+    for name, values in FIELDS.items():
+        if chance.random() < SHARE:
+            asked[name] = chance.choice(values)
+    if chance.random() < SHARE:
+        asked["min_tokens"] = chance.randrange(1, min(asked["max_tokens"], 12) + 1)
+    return SamplingParams(**asked)
+
+
+def random_prompt(chance: random.Random, context: int) -> list[int]:
+    if chance.random() < 0.03:
+        return [chance.randrange(1, VOCAB_SIZE)] * (context - chance.choice([1, 2, 5]))
+    return chance.choice(BEGINNINGS) + [chance.randrange(1, VOCAB_SIZE) for _ in range(chance.randrange(1, 12))]
+
+
+def singles(params: SamplingParams, seed: int) -> list[SamplingParams]:
+    """One per answer that `n` asks for; the i-th has seed + i. `seed`: for a request that brings none."""
+    first = seed if params.seed is None else params.seed
+    return [replace(params, n=1, seed=(first + index) % 2**63) for index in range(params.n)]
+
+
+def is_exact(params: SamplingParams) -> bool:
+    """Whether the answer must be that of plain decoding."""
+    if params.speculate and params.proposer == "synthetic":
+        return False
+    return params.acceptance == "exact" or params.temperature == 0

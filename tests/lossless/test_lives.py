@@ -1,0 +1,271 @@
+"""Random lives of requests in the whole engine against plain decoding: they come, stop, are aborted, run out of time or
+memory, and what drafts for them fails. After every step everything adds up, and at the end nothing is left of them.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from infer.proposers.base import Budget
+from infer.request import Phase
+from tests.lossless import faults
+from tests.lossless.leftovers import PREFIX, assert_nothing_left, kept, open_files
+from tests.lossless.oracles import Thicket
+from tests.lossless.plain import Answer
+from tests.lossless.random_requests import VOCAB_SIZE, is_exact, random_params, random_prompt, singles
+
+DRAFTS = {
+    "none": {},
+    "ngram": {"proposer": "ngram"},
+    "suffix": {"proposer": "suffix"},
+    "head chain": {"proposer": "head"},
+    "head tree": {"proposer": "head", "shape": {"tree_width": 3, "tree_nodes": 10}},
+    "eagle tree": {"proposer": "head", "head": "eagle", "shape": {"tree_width": 2}},
+    "medusa tree": {"proposer": "head", "head": "medusa", "shape": {"tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}},
+    "mlp chain": {"proposer": "head", "head": "mlp"},
+    "p-eagle chain": {"proposer": "head", "head": "p-eagle, one layer"},
+    "draft model": {"proposer": "draft_model"},
+    "combined": {"proposer": "combined"},
+    "thicket": {},
+}
+DISTURBANCES = ("abort", "abort", *faults.MOMENTS, "time", "take pages", "give pages back")
+NUMBERS = st.integers(0, 2**16)  # each stands for something drawn by it: evenly, which hypothesis' own draws are not
+CROWD = 10  # requests at a time; beyond it they would only wait longer
+DIFFERENT = 150  # requests; so few that plain decoding need not answer each anew
+
+
+class Lives(RuleBasedStateMachine):
+    """`seen` counts what came about over all runs."""
+
+    def __init__(self, make_engine, make_plain, seen: Counter) -> None:
+        super().__init__()
+        self.make_engine, self.make_plain, self.seen = make_engine, make_plain, seen
+        self.files, self.stack = open_files(), ExitStack()
+
+    @initialize(number=NUMBERS)
+    def start(self, number):
+        chance = random.Random(number)
+        chunk, max_batch = chance.choice([5, 40]), chance.choice([1, 3, 5, 8])
+        drafts, dtype = chance.choice(sorted(DRAFTS)), chance.choice([torch.float32, torch.bfloat16])
+        self.now = 0.0
+        self.max_rows = max(chunk, max_batch) + chance.choice([0, 3, 60])
+        self.engine = self.make_engine(
+            dtype,
+            page_size=chance.choice([1, 4, 16]),
+            max_tokens_in_cache=chance.choice([96, 128, 300]),
+            max_batch=max_batch,
+            prefill_chunk=chunk,
+            max_rows=self.max_rows,
+            prefix_cache=chance.random() < 0.7,
+            clock=lambda: self.now,
+            **DRAFTS[drafts],
+        )
+        self.plain = self.make_plain(dtype, small=True)
+        self.whole: dict[str, Answer] = {}  # by plain decoding
+        self.exact: dict[str, bool] = {}
+        self.answers: dict[str, Answer] = {}  # so far
+        self.alive: set[str] = set()
+        self.deadlines: dict[str, float] = {}
+        self.records: list[weakref.ref] = []
+        self.hogged: list[int] = []
+        self.doomed: dict[str, str] = {}
+        if drafts == "thicket":
+            thicket = Thicket(lambda request: self.whole[request.request_id].token_ids, seed=0, vocab_size=VOCAB_SIZE)
+            self.engine.add_proposer(thicket, Budget(12, 5))
+        faults.install(self.engine, lambda request: self.doomed.get(request.request_id))
+        self.told = self.stack.enter_context(faults.said())
+        self.listen()
+
+    def listen(self) -> None:
+        """To how many rows a step computes, and who begins with pages of others."""
+        self.rows = 0
+        runner, pool = self.engine._runner, self.engine._pool
+        verify, prefill, adopt, fork = runner.verify, runner.prefill, pool.adopt, pool.fork
+
+        def counted_verify(requests, tree, *rest):
+            self.rows += int(tree.length.sum())
+            return verify(requests, tree, *rest)
+
+        def counted_prefill(requests, chunks, *rest):
+            self.rows += sum(chunks)
+            return prefill(requests, chunks, *rest)
+
+        def counted_adopt(request, pages):
+            self.seen["adopted pages"] += len(pages)
+            adopt(request, pages)
+
+        def counted_fork(parent, child):
+            self.seen["forked"] += 1
+            fork(parent, child)
+
+        runner.verify, runner.prefill, pool.adopt, pool.fork = (
+            counted_verify,
+            counted_prefill,
+            counted_adopt,
+            counted_fork,
+        )
+
+    @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=4))
+    def add(self, numbers):
+        for number in numbers:
+            if len(self.alive) < CROWD:
+                self.add_answers(number % DIFFERENT)
+        self.step(1)
+
+    def add_answers(self, number: int) -> None:
+        chance = random.Random(number)
+        prompt, asked = random_prompt(chance, self.engine.context), random_params(chance)
+        if number % 5 == 0:
+            asked = replace(asked, deadline_s=0.01)
+        names = []
+        for params in singles(asked, seed=number):
+            name = f"{PREFIX}{len(self.whole)}"
+            # Known before it is added: a proposer may ask.
+            self.whole[name], self.exact[name] = self.plain(prompt, params), is_exact(params)
+            self.engine.add(prompt, params, request_id=name, parent=names[0] if names else None)
+            self.records.append(weakref.ref(self.engine.request(name)))
+            if params.deadline_s is not None:
+                self.deadlines[name] = self.now + params.deadline_s
+            self.answers[name] = Answer()
+            self.alive.add(name)
+            names.append(name)
+
+    @rule(count=st.integers(1, 3))
+    def step(self, count):
+        for _ in range(count):
+            self.rows = 0
+            for output in self.engine.step():
+                self.take(output)
+            assert self.rows <= self.max_rows
+            assert not any(self.deadlines.get(name, self.now) < self.now for name in self.alive), "too late"
+            self.adds_up()
+
+    @rule(number=NUMBERS)
+    def disturb(self, number):
+        """One rule for all, which brings a request of its own: hypothesis leaves rules out of runs at random."""
+        self.add([number])
+        chance, pages = random.Random(number), self.engine._pool.pages
+        what = chance.choice(DISTURBANCES)
+        if what == "time":
+            self.now += chance.choice([0.02, 1.0])
+        elif what == "take pages":
+            self.hogged += pages.take(min(chance.randrange(40), pages.free))
+        elif what == "give pages back":
+            pages.drop(self.hogged)
+            self.hogged = []
+        elif self.alive:
+            running, waiting = self.engine._scheduler.running, self.engine._scheduler.waiting
+            name = chance.choice(running if running and chance.random() < 0.8 else [*running, *waiting]).request_id
+            if what == "abort":
+                self.engine.abort(name)
+                self.engine.abort(name)  # it may just have ended, so that is no error
+                self.alive.discard(name)
+                self.seen["abort"] += 1
+            else:
+                self.doomed.setdefault(name, what)
+
+    def take(self, output):
+        name = output.request_id
+        assert name in self.alive, "an output after the end"
+        answer, whole = self.answers[name], self.whole[name]
+        answer.take(output)
+        assert len(output.accepted) == len(output.token_ids)
+        if self.exact[name]:
+            assert answer.begins(whole)
+            if output.finish_reason in ("stop", "length"):
+                assert answer == whole
+        if output.finish_reason == "deadline":
+            assert self.deadlines[name] < self.now
+        if output.finish_reason is not None:
+            self.seen[output.finish_reason] += 1
+            self.alive.discard(name)
+
+    @invariant()
+    def adds_up(self):
+        engine, scheduler, pool = self.engine, self.engine._scheduler, self.engine._pool
+        running, waiting = scheduler.running, scheduler.waiting
+        pool.pages.invariants(page for held in (*(request.pages for request in running), self.hogged) for page in held)
+        if not self.hogged:
+            pool.invariants(running)
+        assert sorted([*scheduler._free_slots, *(request.slot for request in running)]) == list(
+            range(engine.config.max_batch)
+        )
+        assert Counter(request.request_id for request in (*running, *waiting)) == Counter(self.alive)
+        assert set(engine._requests) == self.alive
+        for request in running:
+            assert request.published <= request.computed <= len(request.pages) * engine.config.page_size
+            assert request.computed == len(request.tokens) - 1 or request.phase is Phase.PREFILL
+        assert not any(request.pages for request in waiting)
+        assert kept(engine) <= self.alive
+        assert len(self.told) == len(set(self.told)), "a failure is said once"
+        if not any("commit" in moment for moment in self.doomed.values()):
+            assert set(self.told) <= set(self.doomed), "someone else's drafts were lost"
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        with self.stack:
+            self.end()
+        assert open_files() == self.files
+
+    def end(self):
+        engine = self.engine
+        engine._pool.pages.drop(self.hogged)
+        self.hogged = []
+        # Whoever is first in order gets something in every step, and has no more to get than its context holds.
+        for _ in range(len(self.alive) * engine.context):
+            if not engine.has_work:
+                break
+            self.step(1)
+        self.seen["known pages"] += len(engine._pool.pages._key_of)
+        assert_nothing_left(engine)
+        assert not any(record() for record in self.records), "a request outlives its end"
+        self.seen["pre-empted"] += engine.stats.preemptions
+        self.seen["failed"] += len(self.told)
+        self.seen["accepted"] += engine.stats.speculation.accepted
+
+
+@pytest.mark.slow
+def test_lives(make_small_engine, make_plain, request):
+    runs = request.config.getoption("--soak") // 24
+    seen: Counter = Counter()
+    run_state_machine_as_test(
+        partial(Lives, make_small_engine, make_plain, seen),
+        settings=settings(
+            max_examples=runs,
+            stateful_step_count=50,
+            derandomize=True,  # or what must have happened in so few runs would not always have
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    happened = (
+        "stop",
+        "length",
+        "deadline",
+        "abort",
+        "pre-empted",
+        "failed",
+        "accepted",
+        "adopted pages",
+        "forked",
+        "known pages",
+    )
+    assert all(seen[what] > 0 for what in happened), seen

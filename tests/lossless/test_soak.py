@@ -1,0 +1,166 @@
+"""Thousands of short random requests through one engine: nothing fails, nothing leaks, nothing grows.
+
+`pytest tests/lossless/test_soak.py --soak 10000 -s` is the whole soak, and shows its numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+import resource
+import time
+from collections import Counter
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from infer.engine import Engine
+from infer.params import SamplingParams
+from infer.proposers.suffix import Earlier, Node
+from infer.request import Request
+from models.layers import Linear
+from tests.lossless import faults
+from tests.lossless.leftovers import PREFIX, assert_nothing_left, kept, open_files
+from tests.lossless.plain import Answer
+from tests.lossless.random_requests import is_exact, random_params, random_prompt, singles
+
+SEED = 1
+PRESENT = 30  # requests at any time, at most
+GROWTH_MIB = 16  # beyond the first quarter; measured: see LOG.md
+
+
+class Soak:
+    """Keeps some requests in the engine, each with what it was answered so far."""
+
+    def __init__(self, engine: Engine, chance: random.Random, now: list[float]) -> None:
+        self.engine, self.chance, self.now = engine, chance, now
+        self.present: dict[str, tuple[list[int], SamplingParams, Answer]] = {}
+        self.ended: list[tuple[list[int], SamplingParams, Answer]] = []  # since someone looked last
+        self.added = self.steps = self.tokens = 0
+        self.reasons: Counter[str] = Counter()
+        self.asked: set[str] = set()  # fields that some request gave another value than the default
+        self.moments: dict[str, str] = {}  # at which a request's proposer fails
+        faults.install(engine, lambda request: self.moments.get(request.request_id))
+
+    def add(self) -> None:
+        chance = self.chance
+        prompt, params = random_prompt(chance, self.engine.context), random_params(chance)
+        self.asked |= {own.name for own in fields(params) if getattr(params, own.name) != own.default}
+        parent = None
+        for single in [params] if params.n == 1 else singles(params, seed=self.added):
+            name = f"{PREFIX}{self.added}"
+            self.added += 1
+            self.engine.add(prompt, single, request_id=name, parent=parent)
+            # The seed that it was given, if it brought none.
+            (seeded,) = singles(single, seed=self.engine.request(name).seed)
+            self.present[name] = prompt, seeded, Answer()
+            parent = parent or name
+            if chance.random() < 0.03:
+                self.moments[name] = chance.choice(faults.MOMENTS)
+
+    def step(self) -> None:
+        if self.present and self.chance.random() < 0.04:
+            self.engine.abort(victim := self.chance.choice(list(self.present)))
+            self.end(victim, "abort")
+        self.now[0] += self.chance.choice([0.0, 0.001, 0.004])
+        for output in self.engine.step():
+            self.present[output.request_id][2].take(output)
+            self.tokens += len(output.token_ids)
+            if output.finish_reason is not None:
+                self.end(output.request_id, output.finish_reason)
+        self.steps += 1
+
+    def end(self, name: str, reason: str) -> None:
+        self.reasons[reason] += 1
+        self.moments.pop(name, None)
+        self.ended.append(self.present.pop(name))
+
+    def serve(self, until: int, plain) -> None:
+        """Until that many were added and all have ended. Every tenth answer is compared with plain decoding's."""
+        while self.added < until or self.present:
+            while self.added < until and len(self.present) < PRESENT and self.chance.random() < 0.7:
+                self.add()
+            self.step()
+            if self.steps % 50 == 0:
+                self.engine._pool.invariants(self.engine._scheduler.running)
+                assert kept(self.engine) <= set(self.present)
+            for prompt, params, answer in self.ended:
+                if self.chance.random() < 0.1 and is_exact(params):
+                    whole = plain.anew(prompt, params)
+                    assert answer.begins(whole), (prompt, params)
+                    assert answer == whole or answer.finish_reason not in ("stop", "length"), (prompt, params)
+            self.ended.clear()
+
+
+def held() -> tuple[float, Counter[str]]:
+    """Resident MiB; and how many there are of the engine's own objects and of tensors, by class."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is not held, though the allocator may keep it
+    kinds = [type(thing) for thing in gc.get_objects()]
+    ours = [kind for kind in kinds if str(kind.__module__).startswith("infer.") or kind is torch.Tensor]
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20, Counter(kind.__name__ for kind in ours if kind is not Node)
+
+
+@torch.inference_mode()
+def meet_every_number_of_rows(engine: Engine) -> None:
+    """oneDNN compiles a kernel for each, once, and keeps it: up to a tenth of a MiB apiece, which is no leak."""
+    modules = (engine.target, engine.head, engine._draft_model.module)
+    linears = [own.packed for module in modules for own in module.modules() if isinstance(own, Linear)]
+    for linear in {(own.in_features, own.out_features): own for own in linears}.values():
+        for rows in range(1, engine.config.max_rows + 1):
+            linear(torch.zeros(rows, linear.in_features))
+
+
+@pytest.mark.slow
+def test_soak(make_small_engine, make_plain, request):
+    count, began = request.config.getoption("--soak"), time.perf_counter()
+    now = [0.0]
+    engine = make_small_engine(
+        proposer="head",
+        shape={"tree_width": 3, "tree_nodes": 12},
+        max_batch=16,
+        max_tokens_in_cache=320,
+        page_size=8,
+        prefill_chunk=24,
+        max_rows=80,
+        clock=lambda: now[0],
+    )
+    plain = make_plain(small=True)
+    soak = Soak(engine, random.Random(SEED), now)
+    meet_every_number_of_rows(engine)
+    with faults.said() as told:
+        soak.serve(count // 4, plain)
+        assert_nothing_left(engine)
+        before, files = held(), open_files()
+        soak.serve(count, plain)
+        assert_nothing_left(engine)
+        after = held()
+    numbers = {
+        "requests": soak.added,
+        "seconds": round(time.perf_counter() - began, 1),
+        "steps": soak.steps,
+        "tokens": soak.tokens,
+        "ended": dict(soak.reasons),
+        "pre-emptions": engine.stats.preemptions,
+        "proposer failures": len(told),
+        "drafted, accepted": (engine.stats.speculation.drafted, engine.stats.speculation.accepted),
+        "MiB": (round(before[0], 1), round(after[0], 1)),
+        "files": (files, open_files()),
+        "objects": (before[1].total(), after[1].total()),
+    }
+    print(numbers)
+    assert soak.asked == {own.name for own in fields(SamplingParams)}
+    assert all(soak.reasons[reason] for reason in ("stop", "length", "abort", "deadline")), numbers
+    assert engine.stats.preemptions > 0
+    assert len(told) > 0
+    assert after[1] == before[1], "other objects than before"
+    assert Request.__name__ not in after[1]
+    assert after[0] - before[0] < GROWTH_MIB, numbers
+    assert open_files() == files
+    for tenant in engine._proposers["suffix"][0]._tenants.values():
+        assert isinstance(tenant, Earlier)
+        assert max(tenant.trie.size, tenant._tokens) <= engine.proposer_config.suffix_nodes
