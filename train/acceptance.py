@@ -1,36 +1,81 @@
 """Simulated acceptance: what the engine would accept, computed from the trainer's logits (DESIGN section 8).
 
 A response is walked as the engine decodes it: draft a chain of up to K tokens, accept the run that equals the
-response, emit it and the bonus token, go on from there. With greedy responses and greedy drafts the counts equal the
-engine's own.
+response, emit it and the bonus token, go on from there. Drafts of sampled responses meet the noise that the target met
+there. So the counts equal the engine's own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from infer.request import SpeculationStats
-from models.heads.eagle3 import Eagle3Head
+from kernels.choose import MASK32, ChoiceParameters, choose
+from models.heads.base import Head
 from train import alignment
 from train.data import Batch
+from train.draft_states import draft_states
 from train.features import Features
-from train.objectives.ttt import draft_states
+
+
+class Sampling(NamedTuple):
+    """How the B responses of a batch were drawn."""
+
+    temperature: float
+    seeds: Sequence[int]
+
+    def parameters(self, rows: Tensor) -> ChoiceParameters:
+        """For each of `rows` `[R]`, which say whose response it belongs to."""
+        count, device = len(self.seeds), rows.device
+        off = torch.zeros(count, device=device)
+        return ChoiceParameters(
+            temperature=torch.full((count,), self.temperature, device=device),
+            top_k=off.long(),
+            top_p=off + 1,
+            min_p=off,
+            seed_low=torch.tensor([seed & MASK32 for seed in self.seeds], device=device),
+            seed_high=torch.tensor([seed >> 32 for seed in self.seeds], device=device),
+        ).rows(rows)
 
 
 @torch.no_grad()
-def draft_matches(head: Eagle3Head, batch: Batch, features: Features, steps: int) -> Tensor:
-    """bool `[B, T, K]`: the greedy draft of slot i at depth k equals the sequence's own token t[i + 2 + k].
+def draft_matches(head: Head, batch: Batch, features: Features, steps: int, sampling: Sampling | None = None) -> Tensor:
+    """bool `[B, T, K]`: the draft of slot i at depth k equals the sequence's own token t[i + 2 + k].
 
     Tokens are teacher-forced: depth k counts only where all shallower drafts matched, and then forced and drafted
-    agree.
+    agree. (A parallel head reads none.)
     """
     first = int(alignment.served(batch.assistant).any(0).int().argmax())
     matches = batch.assistant.new_zeros(*batch.ids.shape, steps)
+    slots = torch.arange(first, batch.ids.shape[1], device=batch.ids.device)
+    owner = torch.arange(len(batch.ids), device=slots.device).repeat_interleave(len(slots))
+    parameters = sampling and sampling.parameters(owner)
     for step, state in enumerate(draft_states(head, batch.ids, features.aux, steps, first)):
-        drafts = head.draft_to_target(head.logits(state).argmax(-1))
-        matches[:, first:, step] = drafts == alignment.predicted_tokens(batch.ids, step)[:, first:]
+        positions = (slots + 1 + step).repeat(len(batch.ids))  # of the row where the target chooses t[i + 2 + step]
+        logits = head.logits(state, step).flatten(0, 1)
+        drafts = head.draft_to_target(choose(logits, parameters, positions, head.target_ids))
+        predicted = alignment.predicted_tokens(batch.ids, step)[:, first:]
+        matches[:, first:, step] = drafts.view_as(predicted) == predicted
     return matches
+
+
+@torch.no_grad()
+def count_ranks(head: Head, batch: Batch, features: Features, steps: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """How often the sequence's own token stood at each rank of the draft, `[K, ranks]`, out of how many slots `[K]`."""
+    masks = alignment.step_masks(batch.assistant, steps)
+    first = int(masks[0].any(0).int().argmax())
+    found, slots = [], masks.flatten(1).sum(1)
+    for step, state in enumerate(draft_states(head, batch.ids, features.aux, steps, first)):
+        mask = masks[step][:, first:]
+        best = head.logits(state[mask], step).topk(min(ranks, head.config.draft_vocab_size)).indices
+        own = alignment.predicted_tokens(batch.ids, step)[:, first:][mask]
+        hits = (head.draft_to_target(best) == own[:, None]).sum(0)
+        found.append(torch.nn.functional.pad(hits, (0, ranks - len(hits))))
+    return torch.stack(found), slots
 
 
 def walk(matches: Tensor, first: int, end: int) -> SpeculationStats:
@@ -50,9 +95,11 @@ def walk(matches: Tensor, first: int, end: int) -> SpeculationStats:
     return stats
 
 
-def simulate(head: Eagle3Head, batch: Batch, features: Features, steps: int) -> SpeculationStats:
-    """All rows of the batch, each one prompt and one response."""
-    matches = draft_matches(head, batch, features, steps).cpu()
+def simulate(
+    head: Head, batch: Batch, features: Features, steps: int, sampling: Sampling | None = None
+) -> SpeculationStats:
+    """All rows of the batch, each one prompt and one response; these are greedy unless `sampling` says otherwise."""
+    matches = draft_matches(head, batch, features, steps, sampling).cpu()
     total = SpeculationStats()
     for index, assistant in enumerate(batch.assistant.cpu()):
         places = assistant.nonzero().squeeze(-1)

@@ -2,8 +2,11 @@
 
 Slot i holds what the engine holds when the target has just emitted token t[i+1]: the pair (t[i+1], feature f[i]) at
 rotary position i. Its draft approximates p[i+1], the target's distribution over t[i+2]. At training-time-test step k
-the slot has drafted k tokens more: it reads t[i+1+k] at position i+k and approximates p[i+1+k]. Knows nothing about
-models or losses; every function takes `[..., T]`.
+the slot has drafted k tokens more: it reads t[i+1+k] at position i+k and approximates p[i+1+k].
+
+Every head is aligned so, its step being what it calls a head or a depth: Medusa's head k reads f[i] alone, the MLP
+speculator's head k the state of head k - 1 and t[i+1+k], P-EAGLE's depth k a mask slot at position i+k; each of them
+drafts t[i+2+k]. Knows nothing about models or losses; every function takes `[..., T]`.
 """
 
 from __future__ import annotations
@@ -55,6 +58,14 @@ def step_masks(assistant: Tensor, steps: int) -> Tensor:
     for step in range(1, steps):
         masks.append(masks[-1] & shift_left(start, step, False))
     return torch.stack(masks)
+
+
+def sample_sizes(slots: int, steps: int, ratio: float, least: float) -> list[int]:
+    """How many of `slots` each depth of a parallel head is trained on: all at 0, then max(ratio ** d, least) of them.
+
+    Every depth's are among those of the depth before (arXiv 2602.01469); at least one, if there is any.
+    """
+    return [min(slots, max(1, round(slots * max(ratio**depth, least)))) for depth in range(steps)]
 
 
 def teacher_rows(assistant: Tensor) -> Tensor:

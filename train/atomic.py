@@ -61,6 +61,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         flush(path.parent)
 
 
+def copy_file(source: Path, path: Path) -> None:
+    staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with refuse_full_disk(path, staging):
+        shutil.copyfile(source, staging)
+        flush(staging)
+        os.replace(staging, path)
+        flush(path.parent)
+
+
 def sweep(folder: Path) -> None:
     """Removes what a killed process left unfinished in `folder`."""
     for path in folder.glob(".*.tmp"):

@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from infer.config import EngineConfig, HeadConfig, ModelConfig, at_least, one_of, register
+
+LOSSES = ("kl", "ce", "label", "tv", "lk", "lk_hybrid")  # train/objectives/losses.py
 
 
 @dataclass
@@ -71,17 +73,92 @@ class FeaturesConfig:
 
 @dataclass
 class ObjectiveConfig:
+    """What every objective has. The loss of step k, the k-th drafted token, counts step_weight ** k."""
+
     name: str = MISSING
-    steps: int = 3  # K: how many tokens the head drafts from its own states
-    step_weight: float = 0.8  # step k counts step_weight ** k
-    loss: str = "kl"  # kl: against the target's distribution | ce: against its choice
-    drop_out_of_vocab: bool = True  # no loss where the target's choice is outside the draft vocabulary
+    steps: int | None = None  # K: how many tokens are drafted from a slot; null: as many as the head can
+    step_weight: float = 1.0
+    reduction: str = "token"  # token: the mean over all slots | sequence: over sequences, of each one's mean
+    feature_noise: float = 0.0  # a: U(-a, a) is added to the features in training
 
     def __post_init__(self) -> None:
         at_least("objective.steps", self.steps, 1)
-        one_of("objective.loss", self.loss, ("kl", "ce"))
+        one_of("objective.reduction", self.reduction, ("token", "sequence"))
+        at_least("objective.feature_noise", self.feature_noise, 0)
         if not 0 < self.step_weight <= 1:
             raise ValueError(f"objective.step_weight={self.step_weight}: must be above 0 and at most 1")
+
+
+@dataclass
+class TttConfig(ObjectiveConfig):
+    """Training-time test: recurrent heads on their own states."""
+
+    steps: int | None = 3
+    step_weight: float = 0.8
+    loss: str = "kl"  # kl: to the target's distribution | ce: its choice | label: the text | tv | lk | lk_hybrid
+    kl_scale: float = 1.0  # of lk_hybrid: KL counts kl_scale * exp(-kl_decay * acceptance), 1 - acceptance the rest
+    kl_decay: float = 1.0
+    drop_out_of_vocab: bool = True  # no loss where the target's choice is outside the draft vocabulary
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("objective.loss", self.loss, LOSSES)
+        if self.steps is None:
+            raise ValueError("objective.steps=null: training-time test needs a number of steps")
+        if not 0 <= self.kl_scale <= 1:
+            raise ValueError(f"objective.kl_scale={self.kl_scale}: is a share, must be 0 to 1")
+        at_least("objective.kl_decay", self.kl_decay, 0)
+
+
+@dataclass
+class EagleObjectiveConfig(ObjectiveConfig):
+    """Regression on the target's next hidden state. More than one step: on the head's own predictions (HASS)."""
+
+    steps: int | None = 1
+    feature_noise: float = 0.1
+    regression_weight: float = 1.0  # of the smooth L1 distance of hidden states
+    distribution_weight: float = 0.1  # of the cross-entropy of next-token distributions
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps is None:
+            raise ValueError("objective.steps=null: an EAGLE head needs a number of steps; 1, or more for HASS")
+        for key in ("regression_weight", "distribution_weight"):
+            at_least(f"objective.{key}", getattr(self, key), 0)
+
+
+@dataclass
+class MedusaObjectiveConfig(ObjectiveConfig):
+    """Medusa-1: the target is frozen."""
+
+    step_weight: float = 0.8
+    labels: str = "soft"  # soft: the target's distribution | hard: the text
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("objective.labels", self.labels, ("soft", "hard"))
+
+
+@dataclass
+class MlpObjectiveConfig(ObjectiveConfig):
+    """The cross-entropy with the text, summed over heads."""
+
+
+@dataclass
+class PEagleObjectiveConfig(ObjectiveConfig):
+    """Every depth of a parallel draft; depth d on a share max(ratio ** d, min_ratio) of the slots."""
+
+    loss: str = "kl"  # as for ttt
+    drop_out_of_vocab: bool = True
+    ratio: float = 0.7
+    min_ratio: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("objective.loss", self.loss, LOSSES)
+        for key in ("ratio", "min_ratio"):
+            if not 0 < getattr(self, key) <= 1:
+                raise ValueError(f"objective.{key}={getattr(self, key)}: is a share, must be above 0 and at most 1")
 
 
 @dataclass
@@ -169,6 +246,10 @@ class TrainConfig:
             raise ValueError("head=none: training needs a head; say head=eagle3")
         if self.head.allow_mismatch:
             raise ValueError("head.allow_mismatch=true: is for serving; a head is trained for the target it is given")
+        if self.engine.tensor_parallel > 1:
+            raise ValueError(
+                f"engine.tensor_parallel={self.engine.tensor_parallel}: is for serving; training reads a whole target"
+            )
         if self.run is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run):
             raise ValueError(f"run={self.run}: becomes a folder name; use letters, digits, '.', '_' and '-'")
         if self.run == "heads":
@@ -183,14 +264,50 @@ class TrainConfig:
             at_least(key, getattr(self, key), 1)
         for key in ("eval_prompts", "eval_max_tokens", "eval_draft_tokens"):
             at_least(key, getattr(self, key), 1)
-        # slot i trains on tokens i+1 .. i+1+steps, so a shorter sequence holds no slot at all
-        at_least("sequence_length", self.sequence_length, self.objective.steps + 2)
+        self._check_objective()
 
+    def _check_objective(self) -> None:
+        objective, head, depths = self.objective, self.head, self.head.max_depth
+        if head.name not in TRAINS[objective.name]:
+            raise ValueError(
+                f"objective={objective.name}: is for head={' or '.join(TRAINS[objective.name])}, not for "
+                f"head={head.name}; without objective= it gets {DEFAULT_OBJECTIVE[head.name]}"
+            )
+        if depths is not None:
+            for key, asked in (("objective.steps", objective.steps), ("eval_draft_tokens", self.eval_draft_tokens)):
+                if asked is not None and asked > depths:
+                    raise ValueError(f"{key}={asked}: this {head.name} head drafts {depths} tokens at most")
+        steps = objective.steps or depths
+        assert steps is not None
+        if head.name in OWN_WEIGHTS and steps != depths:
+            raise ValueError(
+                f"objective.steps={steps}: leaves some of this {head.name} head's {depths} depths untrained"
+            )
+        # slot i trains on tokens i+1 .. i+1+steps, so a shorter sequence holds no slot at all
+        at_least("sequence_length", self.sequence_length, steps + 2)
+
+
+# objective -> the heads that it can train, and head -> what conf/train.yaml takes for it
+TRAINS = {
+    "ttt": ("eagle3", "eagle", "mlp"),
+    "eagle": ("eagle",),
+    "medusa": ("medusa",),
+    "mlp": ("mlp",),
+    "p-eagle": ("p-eagle",),
+}
+OWN_WEIGHTS = ("medusa", "mlp")  # heads in which a depth shares no weights, or not all, with the others
+DEFAULT_OBJECTIVE = {"eagle3": "ttt", "eagle": "eagle", "medusa": "medusa", "mlp": "mlp", "p-eagle": "p-eagle"}
 
 SCHEMAS: dict[str, dict[str, type]] = {
     "data": {"demo": DemoDataConfig, "jsonl": JsonlDataConfig},
     "features": {"online": FeaturesConfig},
-    "objective": {"ttt": ObjectiveConfig},
+    "objective": {
+        "ttt": TttConfig,
+        "eagle": EagleObjectiveConfig,
+        "medusa": MedusaObjectiveConfig,
+        "mlp": MlpObjectiveConfig,
+        "p-eagle": PEagleObjectiveConfig,
+    },
     "optim": {"adamw": OptimConfig},
     "parallel": {"parallel": ParallelConfig},
     "tracker": {"wandb": WandbConfig, "tensorboard": TrackerConfig, "none": TrackerConfig},
@@ -198,3 +315,5 @@ SCHEMAS: dict[str, dict[str, type]] = {
 COMMANDS: dict[str, type] = {"train": TrainConfig}
 
 register(SCHEMAS, COMMANDS)
+# head=none is refused later, with a message of its own
+OmegaConf.register_new_resolver("objective_of", lambda head: DEFAULT_OBJECTIVE.get(head, "ttt"), replace=True)

@@ -7,21 +7,25 @@ speak of the same tokens, and their acceptance lengths may be compared (DESIGN s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
 from infer.engine import Engine
-from infer.request import SamplingParams, SpeculationStats, StepOutput
-from models.heads.eagle3 import Eagle3Head
+from infer.request import Completion, SamplingParams, SpeculationStats, StepOutput
+from models.heads.base import Head
 from models.vocab import coverage
-from train.acceptance import simulate
+from train.acceptance import Sampling, count_ranks, simulate
 from train.config import TrainConfig
-from train.data import Sequences
-from train.export import Measured
-from train.features import FeatureSource
-from train.objectives.ttt import StepSums, TrainingTimeTest, slot_counts, teach
+from train.data import Batch, Sequences
+from train.export import Acceptance, Measured
+from train.features import Features, FeatureSource
+from train.objectives import Objective, StepSums, teach
 from train.trackers import warn
+
+SAMPLED = 1.0  # the temperature of the card's second figure
+RANKS = 10
 
 
 def step_metrics(prefix: str, sums: StepSums) -> dict[str, float]:
@@ -33,7 +37,7 @@ def step_metrics(prefix: str, sums: StepSums) -> dict[str, float]:
     return metrics
 
 
-def measured_metrics(measured: Measured) -> dict[str, float]:
+def acceptance_metrics(measured: Acceptance) -> dict[str, float]:
     metrics = {
         "eval/tau_simulated": measured.simulated.acceptance_length,
         "eval/tau_engine": measured.engine.acceptance_length,
@@ -59,56 +63,86 @@ class Evaluator:
         self._held_out, self._features = held_out, features
         rows = [held_out.row(index) for index in range(len(held_out))]
         self._prompts = [ids[: int(assistant.int().argmax())].tolist() for ids, assistant in rows]
-        self._responses = [ids[assistant].tolist() for ids, assistant in rows]
 
-    def measure(self, head: Eagle3Head) -> Measured:
-        return Measured(self.simulate(head), self.run_engine(head))
+    def measure(self, head: Head) -> Acceptance:
+        """Greedy."""
+        return self._acceptance(head, self._held_out, 0.0)
 
-    def simulate(self, head: Eagle3Head) -> SpeculationStats:
+    def measure_fully(self, head: Head) -> Measured:
+        """For the card: greedy, sampled, and how often which rank of the draft was right."""
+        sampled = self._sampled(SAMPLED)
+        return Measured(
+            greedy=self.measure(head),
+            sampled=self._acceptance(head, sampled, SAMPLED),
+            rank_accuracy=self._rank_accuracy(head),
+        )
+
+    def _acceptance(self, head: Head, responses: Sequences, temperature: float) -> Acceptance:
+        return Acceptance(self._simulate(head, responses, temperature), self._run_engine(head, responses, temperature))
+
+    def _serving(self, head: Head) -> Head:
         """In the dtype in which the engine runs the head."""
-        serving = head
-        if head.norm.weight.dtype != self._engine.dtype:
-            serving = copy.deepcopy(head).to(self._engine.dtype)
-        total = SpeculationStats()
-        for start in range(0, len(self._held_out), self._config.batch_size):
-            rows = range(start, min(start + self._config.batch_size, len(self._held_out)))
-            batch = self._held_out.batch(rows).to(self._engine.device)
-            total.merge(simulate(serving, batch, self._features(batch), self._config.eval_draft_tokens))
+        return head if head.dtype == self._engine.dtype else copy.deepcopy(head).to(self._engine.dtype)
+
+    def _batches(self, sequences: Sequences) -> Iterator[tuple[Batch, Features]]:
+        size = self._config.batch_size
+        for start in range(0, len(sequences), size):
+            batch = sequences.batch(range(start, min(start + size, len(sequences)))).to(self._engine.device)
+            yield batch, self._features(batch)
+
+    def _simulate(self, head: Head, responses: Sequences, temperature: float) -> SpeculationStats:
+        serving, steps, total = self._serving(head), self._config.eval_draft_tokens, SpeculationStats()
+        for batch, features in self._batches(responses):
+            sampling = Sampling(temperature, batch.rows) if temperature else None
+            total.merge(simulate(serving, batch, features, steps, sampling))
         return total
 
-    def run_engine(self, head: Eagle3Head) -> SpeculationStats:
-        """The engine with this head over the held-out prompts, greedy."""
+    def _rank_accuracy(self, head: Head) -> list[list[float]]:
+        serving, steps = self._serving(head), self._config.eval_draft_tokens
+        counts = [count_ranks(serving, *pair, steps, RANKS) for pair in self._batches(self._held_out)]
+        found, slots = (torch.stack(column).sum(0) for column in zip(*counts, strict=True))
+        return (found / slots.clamp(min=1)[:, None]).tolist()
 
+    def _run_engine(self, head: Head, responses: Sequences, temperature: float) -> SpeculationStats:
+        """The engine with this head over the held-out prompts, each of which has its number for a seed."""
+        self._engine.set_proposer("head", head)
+        completions = self._generate(temperature)
+        self._engine.set_proposer("none")
+        total = SpeculationStats()
+        for index, completion in enumerate(completions):
+            total.merge(completion.stats)
+            ids, assistant = responses.row(index)
+            if completion.token_ids != ids[assistant].tolist():
+                assert not self._config.engine.exact, "speculation changed a token"
+                warn("the engine's tokens differ with and without the head (engine.exact=false)")
+        return total
+
+    def _sampled(self, temperature: float) -> Sequences:
+        rows = []
+        for prompt, completion in zip(self._prompts, self._generate(temperature), strict=True):
+            mask = [False] * len(prompt) + [True] * len(completion.token_ids)
+            rows.append((prompt + completion.token_ids, mask))
+        return Sequences.of(rows)
+
+    def _generate(self, temperature: float) -> list[Completion]:
         def heed(index: int, output: StepOutput) -> None:
             self._check()
 
-        self._engine.set_proposer("head", head)
-        params = SamplingParams(max_tokens=self._config.eval_max_tokens)
-        completions = self._engine.generate(self._prompts, params, on_output=heed)
-        self._engine.set_proposer("none")
-        total = SpeculationStats()
-        for completion, response in zip(completions, self._responses, strict=True):
-            total.merge(completion.stats)
-            if completion.token_ids != response:
-                assert not self._config.engine.exact, "speculation changed a token"
-                warn("the engine's greedy tokens differ with and without the head (engine.exact=false)")
-        return total
+        params = SamplingParams(temperature=temperature, max_tokens=self._config.eval_max_tokens)
+        own = [replace(params, seed=index) for index in range(len(self._prompts))]
+        return self._engine.generate(self._prompts, own, on_output=heed)
 
     @torch.no_grad()
-    def losses(self, objective: TrainingTimeTest) -> dict[str, float]:
+    def losses(self, objective: Objective) -> dict[str, float]:
         """Loss, per-step means and draft-vocabulary coverage over all held-out responses."""
-        steps = objective.config.steps
-        denominators = slot_counts(self._held_out.batch(range(len(self._held_out))).assistant, steps)
-        denominators = denominators.to(self._engine.device)
+        whole = self._held_out.batch(range(len(self._held_out)))
+        denominators = objective.denominators(whole.assistant).to(self._engine.device)
         loss, sums = 0.0, None
-        for start in range(0, len(self._held_out), self._config.batch_size):
-            rows = range(start, min(start + self._config.batch_size, len(self._held_out)))
-            batch = self._held_out.batch(rows).to(self._engine.device)
-            features = self._features(batch)
-            teacher = teach(self._engine.target, features.hidden, batch.assistant, objective.head.d2t)
+        for batch, features in self._batches(self._held_out):
+            teacher = teach(self._engine.target, features.hidden, batch, objective.head.target_ids)
             part, part_sums = objective(batch, features, teacher, denominators)
             loss += part.item()
             sums = part_sums if sums is None else StepSums(*(a + b for a, b in zip(sums, part_sums, strict=True)))
         assert sums is not None
-        covered = coverage(self._held_out.ids[self._held_out.assistant], objective.head.t2d)
+        covered = coverage(self._held_out.ids[self._held_out.assistant], objective.head.target_ids)
         return {"eval/loss": loss, **step_metrics("eval", sums), "eval/coverage": covered}

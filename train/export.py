@@ -1,4 +1,4 @@
-"""From a trained head to outputs/heads/<model>/<head>: speculators config and weights, provenance, a card.
+"""From a trained head to outputs/heads/<model>/<head>: config and weights, provenance, a card.
 
 The folder changes at once or not at all. What is published was loaded back and measured first, by the caller's
 `measure`.
@@ -13,17 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from infer.proposers.measured_tree import RANK_ACCURACY
 from infer.request import SpeculationStats
 from models.heads import load_head, save_head
-from models.heads.eagle3 import Eagle3Head
+from models.heads.base import Head
 from models.targets.llama import LlamaTarget
 from train import atomic
 from train.config import TrainConfig
 
+FORMATS = {
+    "eagle": "The tensors bear the names of SafeAILab's EAGLE-1 heads, which vLLM reads as well.",
+    "eagle3": "The files follow the `speculators` format, which vLLM reads as well.",
+    "medusa": "The files follow vLLM's layout of Medusa heads.",
+    "mlp": "The files follow IBM's layout of MLP speculators.",
+    "p-eagle": "The files follow the `speculators` format (`peagle`), which vLLM reads as well.",
+}
+
 
 @dataclass(frozen=True)
-class Measured:
-    """Greedy acceptance on the held-out prompts."""
+class Acceptance:
+    """On the held-out prompts, at one temperature."""
 
     simulated: SpeculationStats
     engine: SpeculationStats
@@ -41,12 +50,26 @@ class Measured:
         }
 
 
+@dataclass(frozen=True)
+class Measured:
+    greedy: Acceptance
+    sampled: Acceptance  # at temperature 1
+    rank_accuracy: list[list[float]]  # by depth and rank: how often the target's token stood there in the draft
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "acceptance_length": self.greedy.summary(),
+            "acceptance_length_sampled": self.sampled.summary(),
+            RANK_ACCURACY: [[round(share, 4) for share in shares] for shares in self.rank_accuracy],
+        }
+
+
 def export_head(
-    head: Eagle3Head,
+    head: Head,
     target: LlamaTarget,
     config: TrainConfig,
     provenance: Mapping[str, Any],
-    measure: Callable[[Eagle3Head], Measured],
+    measure: Callable[[Head], Measured],
 ) -> tuple[Path, Measured]:
     """Publishes the head in the target's dtype. `measure` sees the head as serving will load it."""
     folder = config.head.folder(config.output_dir, config.model.name)
@@ -67,16 +90,16 @@ def export_head(
             )
 
         write(record)
-        loaded = load_head(staging, dtype=dtype, device=target.norm.weight.device, target=target)
+        loaded = load_head(staging, name=head.name, dtype=dtype, device=target.norm.weight.device, target=target)
         measured = measure(loaded)
-        write({**record, "acceptance_length": measured.summary()})
+        write({**record, **measured.record()})
         (staging / "README.md").write_text(card(config, record, measured), encoding="utf-8")
     return folder, measured
 
 
 def card(config: TrainConfig, record: Mapping[str, Any], measured: Measured) -> str:
     """The model card."""
-    engine = measured.engine
+    engine, greedy, sampled = measured.greedy.engine, measured.greedy, measured.sampled
     model, head = config.model.name, config.head.name
     commit = (record.get("git") or {}).get("commit") or "unknown"
     counts = zip(engine.acceptance_by_position, engine.accepted_by_position, engine.drafted_by_position, strict=True)
@@ -89,13 +112,14 @@ def card(config: TrainConfig, record: Mapping[str, Any], measured: Measured) -> 
 Drafts up to {config.eval_draft_tokens} tokens per step for `{record["target"]}`. Speculation changes no token: the head
 decides how many come per step, never which. Trained by Headway.
 
-| acceptance length τ (tokens per verify, bonus included) | |
-|---|---|
-| **engine** | **{engine.acceptance_length:.3f}** |
-| simulated by the trainer | {measured.simulated.acceptance_length:.3f} (gap {100 * measured.gap:+.2f} %) |
+| acceptance length τ (tokens per verify, bonus included) | greedy | temperature 1 |
+|---|---|---|
+| **engine** | **{engine.acceptance_length:.3f}** | {sampled.engine.acceptance_length:.3f} |
+| simulated by the trainer | {greedy.simulated.acceptance_length:.3f} (gap {100 * greedy.gap:+.2f} %) | \
+{sampled.simulated.acceptance_length:.3f} (gap {100 * sampled.gap:+.2f} %) |
 
-Greedy, on {config.eval_prompts} held-out prompts with up to {config.eval_max_tokens} tokens each
-({engine.emitted} tokens in {engine.steps} verifies).
+Chains, on {config.eval_prompts} held-out prompts with up to {config.eval_max_tokens} tokens each
+({engine.emitted} tokens in {engine.steps} verifies). By position, greedy:
 
 | position | acceptance | accepted |
 |---|---|---|
@@ -106,7 +130,7 @@ Greedy, on {config.eval_prompts} held-out prompts with up to {config.eval_max_to
     python infer/serve.py model={model} head={head}
     python infer/generate.py model={model} head={head} compare=true
 
-The files follow the `speculators` format, which vLLM reads as well. The head belongs to one target, fingerprint
+{FORMATS[head]} The head belongs to one target, fingerprint
 `{record["target_fingerprint"]}`; loading it for another is refused unless `head.allow_mismatch=true`.
 
 ## Where it comes from
@@ -116,10 +140,11 @@ commit `{commit[:12]}`. `provenance.json` holds the versions and the whole confi
 """
 
 
-def check_room(config: TrainConfig, head: Eagle3Head, target: LlamaTarget) -> None:
+def check_room(config: TrainConfig, head: Head, target: LlamaTarget) -> None:
     """Refuses a run whose export could not be written, before it costs anything. Raises ValueError."""
     folder = config.head.folder(config.output_dir, config.model.name)
-    size = sum(value.numel() for value in head.state_dict().values()) * target.norm.weight.element_size()
+    values = (head.state_dict()[name] for name in head.checkpoint_layout())
+    size = sum(value.numel() for value in values) * target.norm.weight.element_size()
     place = folder
     while not place.exists():
         place = place.parent

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from models.attention import CausalAttention
-from models.targets.llama import LlamaTarget
+from models.targets.llama import LAST, LlamaTarget
 from train.config import FeaturesConfig
 from train.data import Batch, Sequences
 
@@ -35,6 +35,11 @@ def compute_features(target: LlamaTarget, batch: Batch, aux_layers: Sequence[int
     positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
     output = target(batch.ids, positions, CausalAttention(), aux_layers=aux_layers)
     return Features(output.aux, output.hidden)
+
+
+def stored_layers(aux_layers: Sequence[int]) -> list[int]:
+    """The hidden states that the head and the teacher read between them."""
+    return sorted({*aux_layers, LAST})
 
 
 class OnlineFeatures:
@@ -59,16 +64,17 @@ class CachedFeatures:
     ) -> None:
         self._offsets = sequences.offsets
         self._device = target.norm.weight.device
-        total, parts = int(sequences.offsets[-1]), len(aux_layers) + 1
+        layers, total = stored_layers(aux_layers), int(sequences.offsets[-1])
+        self._aux, self._hidden = [layers.index(layer) for layer in aux_layers], layers.index(LAST)
         dtype = target.norm.weight.dtype
-        self._store = torch.empty(parts, total, target.config.hidden_size, dtype=dtype, device=self._device)
+        self._store = torch.empty(len(layers), total, target.config.hidden_size, dtype=dtype, device=self._device)
         rows = range(0, len(sequences), batch_size)
         for start in tqdm(rows, desc="features", unit="batch", disable=not show, dynamic_ncols=True):
             batch = sequences.batch(range(start, min(start + batch_size, len(sequences)))).to(self._device)
-            features = compute_features(target, batch, aux_layers)
+            features = compute_features(target, batch, layers)
             for index, row in enumerate(batch.rows):
                 low, high = int(self._offsets[row]), int(self._offsets[row + 1])
-                for part, feature in enumerate((*features.aux, features.hidden)):
+                for part, feature in enumerate(features.aux):
                     self._store[part, low:high] = feature[index, : high - low]
 
     def __call__(self, batch: Batch) -> Features:
@@ -77,12 +83,11 @@ class CachedFeatures:
         for index, row in enumerate(batch.rows):
             low, high = int(self._offsets[row]), int(self._offsets[row + 1])
             out[:, index, : high - low] = self._store[:, low:high]
-        *aux, hidden = out.unbind(0)
-        return Features(tuple(aux), hidden)
+        return Features(tuple(out[part] for part in self._aux), out[self._hidden])
 
 
 def feature_bytes(target: LlamaTarget, aux_layers: Sequence[int], tokens: int) -> int:
-    return (len(aux_layers) + 1) * tokens * target.config.hidden_size * target.norm.weight.element_size()
+    return len(stored_layers(aux_layers)) * tokens * target.config.hidden_size * target.norm.weight.element_size()
 
 
 def make_features(

@@ -22,9 +22,9 @@ from infer.config import resolve_path
 from train import checkpoint, run_folder, schedule
 from train.config import TrainConfig
 from train.data import Batch, rows_at
-from train.evaluation import measured_metrics, step_metrics
+from train.evaluation import acceptance_metrics, step_metrics
 from train.export import check_room, export_head
-from train.objectives.ttt import StepSums, slot_counts, teach
+from train.objectives import StepSums, teach
 from train.parallel import any_process, broadcast_text, make_accelerator, release, say, total
 from train.plots import draw_plots
 from train.preparation import prepare
@@ -96,7 +96,7 @@ class Run:
 
     def _optimise(self) -> None:
         config, show = self.config, self.accelerator.is_main_process
-        peak = schedule.peak_rate(config.optim, self.prepared.head.config.layer.hidden_size)
+        peak = schedule.peak_rate(config.optim, self.prepared.head.config.hidden_size)
         with tqdm(total=self.steps, initial=self.step, unit="step", dynamic_ncols=True, disable=not show) as bar:
             while self.step < self.steps:
                 begun = time.perf_counter()
@@ -133,18 +133,21 @@ class Run:
         """Gradients of one optimiser step, over its accumulated batches and all processes."""
         prepared, config, accelerator = self.prepared, self.config, self.accelerator
         batches = [self._batch(micro) for micro in range(config.accumulate)]
-        counts = torch.stack([slot_counts(batch.assistant, config.objective.steps) for batch in batches]).sum(0)
-        denominators = total(accelerator, counts.float())
+        objective = self._objective()
+        counts = torch.stack([objective.denominators(batch.assistant) for batch in batches]).sum(0)
+        denominators = total(accelerator, counts)
         losses, sums = [], []
         for micro, batch in enumerate(batches):
             features = prepared.features(batch)
-            teacher = teach(prepared.target, features.hidden, batch.assistant, prepared.head.d2t)
+            teacher = teach(prepared.target, features.hidden, batch, prepared.head.target_ids)
+            generator = torch.Generator(accelerator.device).manual_seed((config.seed << 32) + self._number(micro))
+            given = (batch, features, teacher, denominators, metrics, generator)
             if micro + 1 < len(batches):
                 with accelerator.no_sync(prepared.objective):
-                    loss, part = prepared.objective(batch, features, teacher, denominators, metrics)
+                    loss, part = prepared.objective(*given)
                     accelerator.backward(loss * accelerator.num_processes)
             else:
-                loss, part = prepared.objective(batch, features, teacher, denominators, metrics)
+                loss, part = prepared.objective(*given)
                 # Gradients are averaged over processes; the losses, parts of one, are to be summed.
                 accelerator.backward(loss * accelerator.num_processes)
             losses.append(loss.detach())
@@ -177,11 +180,14 @@ class Run:
 
     def _batch(self, micro: int) -> Batch:
         """Of this process: number `micro` of the coming step. Depends on seed and step alone."""
+        config, sequences = self.config, self.prepared.sequences
+        rows = rows_at(len(sequences), self._number(micro) * config.batch_size, config.batch_size, config.seed)
+        return sequences.batch(rows).to(self.accelerator.device)
+
+    def _number(self, micro: int) -> int:
+        """Of a batch among all of the run's, over all processes."""
         config, accelerator = self.config, self.accelerator
-        number = (self.step * config.accumulate + micro) * accelerator.num_processes + accelerator.process_index
-        sequences = self.prepared.sequences
-        rows = rows_at(len(sequences), number * config.batch_size, config.batch_size, config.seed)
-        return sequences.batch(rows).to(accelerator.device)
+        return (self.step * config.accumulate + micro) * accelerator.num_processes + accelerator.process_index
 
     # ---- before, between and after ------------------------------------------------------------------------------
 
@@ -216,7 +222,7 @@ class Run:
 
     def _evaluate_alone(self) -> None:
         evaluator = self.prepared.evaluator
-        metrics = evaluator.losses(self._objective()) | measured_metrics(evaluator.measure(self.prepared.head))
+        metrics = evaluator.losses(self._objective()) | acceptance_metrics(evaluator.measure(self.prepared.head))
         self.trackers.log(self.step, metrics)
         tqdm.write(
             f"step {self.step}: held-out loss {metrics['eval/loss']:.3f}, acceptance length τ "
@@ -277,17 +283,21 @@ class Run:
 
     def _export(self) -> dict[str, Any]:
         config, prepared = self.config, self.prepared
+        trained = sum(p.numel() for p in prepared.head.parameters() if p.requires_grad)
         facts = {"run": config.run, "steps": self.steps, "tokens": self.tokens}
+        facts |= {"trained_parameters": trained, "seconds": round(time.perf_counter() - self.started, 1)}
         facts |= {"data_source": prepared.data_source, "data_hash": prepared.data_hash}
         record = provenance(dataclasses.asdict(config), **facts)
-        export, measured = export_head(prepared.head, prepared.target, config, record, prepared.evaluator.measure)
-        metrics = prepared.evaluator.losses(self._objective()) | measured_metrics(measured)
+        evaluator = prepared.evaluator
+        export, measured = export_head(prepared.head, prepared.target, config, record, evaluator.measure_fully)
+        greedy = measured.greedy
+        metrics = evaluator.losses(self._objective()) | acceptance_metrics(greedy)
         self.trackers.log(self.step, metrics)
         draw_plots(self.folder)
-        lengths = measured.summary()
-        positions = " ".join(f"{share:.2f}" for share in measured.engine.acceptance_by_position)
+        lengths = greedy.summary()
+        positions = " ".join(f"{share:.2f}" for share in greedy.engine.acceptance_by_position)
         say(self.accelerator, f"acceptance length τ {lengths['engine']:.3f} in the engine (by position {positions})")
         say(self.accelerator, f"exported to {export}")
         say(self.accelerator, f"serve it: python infer/serve.py model={config.model.name} head={config.head.name}")
         seconds = round(time.perf_counter() - self.started, 1)
-        return {"export": str(export), "acceptance_length": lengths, "gap": round(measured.gap, 4), "seconds": seconds}
+        return {"export": str(export), "acceptance_length": lengths, "gap": round(greedy.gap, 4), "seconds": seconds}

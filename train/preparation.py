@@ -8,16 +8,17 @@ weights takes them from a copy that was never packed.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
-from infer.config import Eagle3HeadConfig, EngineConfig, HeadConfig, ProposerConfig
+from infer.config import EngineConfig, HeadConfig, NewHeadConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
-from models.heads.eagle3 import Eagle3Config, Eagle3Head
+from models.heads import HEADS
+from models.heads.base import Head
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
@@ -27,10 +28,11 @@ from train.config import DemoDataConfig, JsonlDataConfig, TrainConfig
 from train.data import Sequences
 from train.evaluation import Evaluator
 from train.features import FeatureSource, OnlineFeatures, make_features
-from train.objectives import OBJECTIVES, TrainingTimeTest
+from train.objectives import OBJECTIVES, Objective
 from train.parallel import any_process, say
 from train.prompts import Row, read_prompts
 from train.regenerate import collect_parts, continue_rows, sampling_params
+from train.reuse import RECIPE, copy_twin, find_twin, recipe
 from train.schedule import peak_rate
 from train.stopping import Interrupted, StopRequest
 
@@ -42,8 +44,8 @@ class Prepared:
     target: LlamaTarget
     sequences: Sequences  # cut to sequence_length
     features: FeatureSource
-    head: Eagle3Head
-    objective: TrainingTimeTest  # around the head, as accelerate prepared it
+    head: Head
+    objective: Objective  # around the head, as accelerate prepared it
     optimizer: torch.optim.Optimizer
     evaluator: Evaluator
     data_source: str
@@ -74,7 +76,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: S
     objective = OBJECTIVES[config.objective.name](head, config.objective)
     optimizer = torch.optim.AdamW(
         [parameter for parameter in head.parameters() if parameter.requires_grad],
-        lr=peak_rate(config.optim, head.config.layer.hidden_size),
+        lr=peak_rate(config.optim, head.config.hidden_size),
         betas=(config.optim.betas[0], config.optim.betas[1]),
         eps=config.optim.eps,
         weight_decay=config.optim.weight_decay,
@@ -89,7 +91,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: S
         accelerator,
         f"{len(sequences)} sequences, {int(sequences.offsets[-1])} tokens, {int(sequences.assistant.sum())} of them "
         f"the target's own; the draft vocabulary of {head.config.draft_vocab_size} covers "
-        f"{100 * coverage(sequences.ids[sequences.assistant], head.t2d):.2f} % of these",
+        f"{100 * coverage(sequences.ids[sequences.assistant], head.target_ids):.2f} % of these",
     )
     return Prepared(
         target=target,
@@ -116,33 +118,25 @@ def pool_for(config: TrainConfig) -> EngineConfig:
     return replace(config.engine, max_tokens_in_cache=tokens)
 
 
-def make_head(config: HeadConfig, target: LlamaTarget) -> Eagle3Head:
+def make_head(config: HeadConfig, target: LlamaTarget) -> Head:
     """Of the target's sizes, with no vocabulary yet. Raises ValueError for settings that do not fit the target."""
-    assert isinstance(config, Eagle3HeadConfig)
-    shape = Eagle3Config.for_target(
-        target.config,
-        draft_vocab_size=config.draft_vocab_size,
-        aux_layers=config.aux_layers,
-        num_layers=config.num_layers,
-        norm_before_residual=config.norm_before_residual,
-        norm_before_fc=config.norm_before_fc,
-        fc_norm=config.fc_norm,
-        norm_output=config.norm_output,
-    )
-    return Eagle3Head(shape)
+    kind, common = HEADS[config.name], {field.name for field in fields(NewHeadConfig)}
+    options = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in common}
+    return kind(kind.config_class.for_target(target.config, **options))
 
 
 def give_vocabulary(
-    head: Eagle3Head, config: TrainConfig, target: LlamaTarget, sequences: Sequences, tokenizer: Tokenizer
+    head: Head, config: TrainConfig, target: LlamaTarget, sequences: Sequences, tokenizer: Tokenizer
 ) -> None:
     """Chooses the draft vocabulary from what the target wrote, and initialises the head for it."""
-    assert isinstance(config.head, Eagle3HeadConfig)
+    assert isinstance(config.head, NewHeadConfig)
     vocab_size = target.config.vocab_size
     special = {*tokenizer.special_ids, *tokenizer.eos_ids, *target.config.eos_token_ids, target.config.bos_token_id}
     forced = [token for token in special if token is not None and token < vocab_size]
     head.set_vocabulary(*build_draft_vocab(sequences.counts(vocab_size), head.config.draft_vocab_size, forced))
     donor = target
-    if config.head.init_from_target:
+    if config.head.init_from_target or head.reads_lm_head:
+        # packed weights, the engine's, can neither be copied nor be differentiated through
         donor = load_target(config.model.path_or_hub_id, revision=config.model.revision, dtype=target.norm.weight.dtype)
     head.initialise(donor, from_target=config.head.init_from_target, seed=config.seed)
 
@@ -161,6 +155,9 @@ def make_data(
         say(accelerator, f"left out: {complaint}")
     if len(prompts.complaints) > 8:
         say(accelerator, f"left out: {len(prompts.complaints)} rows in all")
+    own = recipe(config, engine.target, prompts.source)
+    if copied(folder, own, accelerator):
+        return
     say(accelerator, f"the target continues {len(prompts.train)} training and {len(prompts.held_out)} held-out prompts")
     rank, world, show = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
 
@@ -181,7 +178,20 @@ def make_data(
         if any_process(accelerator, cut):
             raise Interrupted
         if accelerator.is_main_process:
-            atomic.write_text(folder / SOURCE, json.dumps({"source": prompts.source}) + "\n")
+            atomic.write_text(folder / SOURCE, json.dumps({"source": prompts.source, RECIPE: own}) + "\n")
             collect_parts(parts, len(rows)).save(folder / name)  # the training part comes last: it marks the whole
             atomic.discard(parts)
     accelerator.wait_for_everyone()
+
+
+def copied(folder: Path, own: str, accelerator: Accelerator) -> bool:
+    """Takes the sequences of another run beside this one, if it was given the very same to make."""
+    twin = find_twin(folder.parents[1], own, SOURCE, (SOURCE, HELD_OUT, TRAIN))
+    if any_process(accelerator, twin is None):
+        return False
+    assert twin is not None
+    say(accelerator, f"sequences as in {twin}")
+    if accelerator.is_main_process:
+        copy_twin(twin, folder, (SOURCE, HELD_OUT, TRAIN))
+    accelerator.wait_for_everyone()
+    return True

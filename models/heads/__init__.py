@@ -1,27 +1,34 @@
-"""Heads by name, and how an exported one is read and written (the speculators format, checkpoint-strict)."""
+"""Heads by name, and how an exported one is read and written: checkpoint-strict, each in a format that others read."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from models.config import read_json
-from models.heads.eagle3 import Eagle3Config, Eagle3Head
+from models.heads.base import Head, HeadShape
+from models.heads.eagle import EagleHead
+from models.heads.eagle3 import Eagle3Head
+from models.heads.layer_config import reaching
+from models.heads.medusa import MedusaHead
+from models.heads.mlp import MlpHead
+from models.heads.p_eagle import PEagleHead
 from models.targets.llama import LlamaTarget
-from models.weights import load_into, read_tensors, split_merged
+from models.weights import load_into, split_merged
 
-__all__ = ["HEADS", "Eagle3Config", "Eagle3Head", "load_head", "save_head"]
+__all__ = ["HEADS", "Head", "HeadShape", "load_head", "save_head"]
 
-HEADS = {"eagle3": Eagle3Head}
+HEADS: dict[str, type[Head]] = {head.name: head for head in (EagleHead, Eagle3Head, MedusaHead, MlpHead, PEagleHead)}
 PROVENANCE = "provenance.json"
+EMBEDDING = "embed_tokens.weight"
 
 
 def save_head(
-    head: Eagle3Head,
+    head: Head,
     folder: Path,
     *,
     verifier: str,
@@ -39,8 +46,9 @@ def save_head(
     if dtype is not None:
         tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tokens = min(speculative_tokens, head.config.max_depth or speculative_tokens)
     config = head.config.to_json(
-        verifier=verifier, verifier_architecture=verifier_architecture, speculative_tokens=speculative_tokens
+        verifier=verifier, verifier_architecture=verifier_architecture, speculative_tokens=tokens
     )
     config["torch_dtype"] = str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -50,44 +58,67 @@ def save_head(
 def load_head(
     folder: str | Path,
     *,
+    name: str | None = None,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     target: LlamaTarget | None = None,
     allow_mismatch: bool = False,
-) -> Eagle3Head:
-    """Reads an exported head for inference.
+) -> Head:
+    """Reads a head for inference: our export, or any other format of models/formats that leaves nothing open.
 
-    Raises ValueError when a tensor is missing, left over or misshapen, when sizes do not fit `target`, or when the
-    head was trained for another target than `target` (unless `allow_mismatch`).
+    Raises ValueError when it is another than `name`, when a tensor is missing, left over or misshapen, when the maps of
+    the draft vocabulary are none, when sizes do not fit `target`, or when the head was trained for another target than
+    `target` (unless `allow_mismatch`).
     """
+    from models.formats import Given, Verifier, detect, read_checkpoint  # which are built on the heads of this package
+
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder}: no exported head (no config.json); train one with `python train/run.py`, or give head.path="
         )
-    config = Eagle3Config.from_json(read_json(folder / "config.json"))
+    verifier = None
     if target is not None:
-        _check_target(folder, config, target, allow_mismatch=allow_mismatch)
-    head = Eagle3Head(config)
-    load_into(head, dict(read_tensors(folder)), head.checkpoint_layout(), source=str(folder))
-    return head.to(device=device, dtype=dtype).eval().requires_grad_(False)
+        sizes = target.config.vocab_size, target.config.hidden_size, target.config.num_layers
+        verifier = Verifier(target.path, target.config.architecture, *sizes)
+    checkpoint = read_checkpoint(detect(folder), folder, Given(verifier))
+    if name is not None and checkpoint.head != name:
+        raise ValueError(f"head={name}: {folder} holds a head of another kind; say head={checkpoint.head}")
+    config, tensors = checkpoint.config, checkpoint.tensors
+    if target is not None:
+        _check_fingerprint(folder, checkpoint.provenance, target, allow_mismatch=allow_mismatch)
+        config = reaching(config, target.config.max_position_embeddings)
+    head = HEADS[checkpoint.head](config)
+    if EMBEDDING in dict(head.named_parameters()) and EMBEDDING not in tensors:
+        if target is None:
+            raise ValueError(f"{folder}: {EMBEDDING} is not there, the head shares its target's; load it with a target")
+        tensors = tensors | {EMBEDDING: target.embedding_weight}
+    load_into(head, tensors, head.checkpoint_layout(), source=str(folder))
+    _check_vocabulary(folder, head)
+    head = head.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    if target is not None:
+        head.borrow(target)
+    return head
 
 
-def _check_target(folder: Path, config: Eagle3Config, target: LlamaTarget, *, allow_mismatch: bool) -> None:
-    sizes = {
-        "target_hidden_size": (config.target_hidden_size, target.config.hidden_size),
-        "vocab_size": (config.layer.vocab_size, target.config.vocab_size),
-    }
-    for key, (mine, theirs) in sizes.items():
-        if mine != theirs:
-            raise ValueError(f"{folder}: the head's {key} is {mine}, the target's is {theirs}; it is another target's")
-    if max(config.aux_layers) >= target.config.num_layers:
-        raise ValueError(f"{folder}: reads layer {max(config.aux_layers)}, the target has {target.config.num_layers}")
-    path = folder / PROVENANCE
-    if allow_mismatch or not path.is_file():
-        return
-    trained_for = read_json(path).get("target_fingerprint")
-    if target.fingerprint and trained_for != target.fingerprint:
+def _check_vocabulary(folder: Path, head: Head) -> None:
+    """An offset read as an id, or the other way round, would draft nonsense in silence."""
+    ids, size = head.target_ids, head.config.vocab_size
+    if int(ids.min()) < 0 or int(ids.max()) >= size or ids.unique().numel() < ids.numel():
+        raise ValueError(
+            f"{folder}: the draft vocabulary does not map to as many of the target's {size} tokens; d2t holds offsets "
+            "(target id = draft id + d2t), token_map holds target ids"
+        )
+    t2d = getattr(head, "t2d", None)
+    if t2d is not None and not torch.equal(t2d.nonzero()[:, 0], ids.sort().values):
+        raise ValueError(f"{folder}: d2t and t2d name different tokens; one of them is of another vocabulary")
+
+
+def _check_fingerprint(
+    folder: Path, provenance: Mapping[str, Any] | None, target: LlamaTarget, *, allow_mismatch: bool
+) -> None:
+    trained_for = (provenance or {}).get("target_fingerprint")
+    if trained_for and target.fingerprint and trained_for != target.fingerprint and not allow_mismatch:
         raise ValueError(
             f"{folder}: this head was trained for another target (fingerprint {trained_for}, this one has "
             f"{target.fingerprint}); train it again, or accept a lower acceptance with head.allow_mismatch=true"

@@ -1,8 +1,8 @@
 """EAGLE-3 head (arXiv 2503.01840): one or more decoder layers over fused hidden states of the target.
 
-One module for training and serving. A step takes, at slot i, the embedding of token t[i+1] and a state: the fused
-features f[i] of the target, or, further down a draft, the head's own previous output. It answers the next state and,
-through `logits`, a distribution over the draft vocabulary for t[i+2]. Rotary position i is the feature's position.
+A step takes, at slot i, the embedding of token t[i+1] and a state: the fused features f[i] of the target, or, further
+down a draft, the head's own previous output. It answers the next state and, through `logits`, a distribution over the
+draft vocabulary for t[i+2]. Rotary position i is the feature's position.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from models.attention import Attention
-from models.heads.eagle3_config import FLAGS, Eagle3Config
+from models.heads.base import AttentionShape, Head
+from models.heads.eagle3_config import Eagle3Config
 from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding
 from models.targets.llama import DecoderLayer, LlamaTarget, SelfAttention
 from models.vocab import target_ids
-
-__all__ = ["FLAGS", "Eagle3Config", "Eagle3FirstLayer", "Eagle3Head"]
 
 
 class Eagle3FirstLayer(nn.Module):
@@ -42,9 +41,13 @@ class Eagle3FirstLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(Head):
     """Buffers map vocabularies: `d2t` int64 [Vd], an offset (target id = draft id + d2t), and `t2d` bool [V]."""
 
+    name = "eagle3"
+    config_class = Eagle3Config
+
+    config: Eagle3Config
     d2t: Tensor
     t2d: Tensor
 
@@ -53,7 +56,7 @@ class Eagle3Head(nn.Module):
         self.config = config
         layer, fused = config.layer, config.target_hidden_size * len(config.aux_layers)
         self.embed_tokens = nn.Embedding(layer.vocab_size, layer.hidden_size)
-        self.embed_tokens.weight.requires_grad_(False)
+        self.embed_tokens.weight.requires_grad_(config.embed_requires_grad)
         if config.norm_before_fc:
             self.input_norm = RMSNorm(fused, layer.rms_norm_eps)
         if config.fc_norm:
@@ -68,16 +71,24 @@ class Eagle3Head(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.register_buffer("t2d", torch.arange(layer.vocab_size) < config.draft_vocab_size)
 
+    @property
+    def attention(self) -> AttentionShape:
+        layer = self.config.layer
+        return AttentionShape(layer.num_layers, layer.num_heads, layer.num_kv_heads, layer.head_dim)
+
+    @property
+    def target_ids(self) -> Tensor:
+        return target_ids(self.d2t)
+
     def fuse(self, aux: Sequence[Tensor]) -> Tensor:
-        """Features of the target, one `[..., Ht]` per aux layer -> the first state `[..., H]`."""
         assert len(aux) == len(self.config.aux_layers), "one feature per aux layer"
         if self.config.fc_norm:
             aux = [norm(feature) for norm, feature in zip(self.fc_norm, aux, strict=True)]
         fused = torch.cat(list(aux), dim=-1)
         return self.fc(self.input_norm(fused) if self.config.norm_before_fc else fused)
 
-    def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """ids, positions `[...]`, state `[..., H]` -> next state `[..., H]`, pre-norm (post-norm with norm_output)."""
+    def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
+        """The next state is pre-norm, with norm_output post-norm. Every depth has the same weights."""
         embedding = self.embed_tokens(ids).to(state.dtype)
         rotary = self.rotary.rows(positions, state.dtype)
         first, *rest = self.layers
@@ -86,12 +97,8 @@ class Eagle3Head(nn.Module):
             x = layer(x, rotary, attention)
         return self.norm(x) if self.config.norm_output else x
 
-    def logits(self, state: Tensor) -> Tensor:
-        """What `step` answered -> `[..., Vd]`."""
+    def logits(self, state: Tensor, depth: int) -> Tensor:
         return self.lm_head(state if self.config.norm_output else self.norm(state))
-
-    def draft_to_target(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids + self.d2t[draft_ids]
 
     @torch.no_grad()
     def set_vocabulary(self, d2t: Tensor, t2d: Tensor) -> None:
@@ -108,47 +115,35 @@ class Eagle3Head(nn.Module):
         packed. The fused state starts as the last aux feature; the embedding's half of the QKV input starts at zero.
         """
         generator = torch.Generator().manual_seed(seed)
+        size = self.config.layer.hidden_size
+        same_width = size == target.config.hidden_size
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2 and name != "embed_tokens.weight":
+            if parameter.ndim == 2 and not (same_width and name == "embed_tokens.weight"):
                 parameter.normal_(0.0, 0.02, generator=generator)
-        self.embed_tokens.weight.copy_(target.embedding_weight)
+        if same_width:
+            self.embed_tokens.weight.copy_(target.embedding_weight)
         if not from_target:
             return
-        size = self.config.layer.hidden_size
-        if size != target.config.hidden_size:
-            raise ValueError("head.init_from_target=true: needs a head of the target's hidden size; set it to false")
         donor, first = cast(DecoderLayer, target.layers[-1]), cast(Eagle3FirstLayer, self.layers[0])
-        self.lm_head.weight.copy_(target.lm_head.weight[target_ids(self.d2t)])
+        attention, mlp = first.self_attn, first.mlp
+        theirs = donor.self_attn.qkv_proj.weight.shape, donor.self_attn.o_proj.weight.shape
+        if (size, attention.qkv_proj.weight.shape[0]) != (target.config.hidden_size, theirs[0][0]) or (
+            attention.o_proj.weight.shape != theirs[1]
+            or self.config.layer.intermediate_size != target.config.intermediate_size
+        ):
+            raise ValueError("head.init_from_target=true: needs a head of the target's sizes; set it to false")
+        self.lm_head.weight.copy_(target.lm_head.weight[self.target_ids])
         self.norm.weight.copy_(target.norm.weight)
         self.fc.weight[:, -size:].copy_(torch.eye(size))
-        first.self_attn.qkv_proj.weight[:, size:].copy_(donor.self_attn.qkv_proj.weight)
-        first.self_attn.o_proj.weight.copy_(donor.self_attn.o_proj.weight)
+        attention.qkv_proj.weight[:, size:].copy_(donor.self_attn.qkv_proj.weight)
+        attention.o_proj.weight.copy_(donor.self_attn.o_proj.weight)
         if isinstance(donor.mlp, GatedMLP):  # not a mixture of experts
-            first.mlp.load_state_dict(donor.mlp.state_dict())
+            mlp.load_state_dict(donor.mlp.state_dict())
         first.hidden_norm.weight.copy_(donor.input_layernorm.weight)
         first.post_attention_layernorm.weight.copy_(donor.post_attention_layernorm.weight)
 
     def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
-        """Parameter or buffer name -> speculators tensor names concatenated to make it; no d2t/t2d when Vd = V."""
-        layout: dict[str, tuple[str, ...]] = {}
-        for name, _ in self.named_parameters():
-            if "qkv_proj" in name:
-                layout[name] = tuple(name.replace("qkv_proj", part) for part in ("q_proj", "k_proj", "v_proj"))
-            elif "gate_up_proj" in name:
-                layout[name] = tuple(name.replace("gate_up_proj", part) for part in ("gate_proj", "up_proj"))
-            else:
-                layout[name] = (name,)
-        if self.config.draft_vocab_size < self.config.layer.vocab_size:
-            layout |= {"d2t": ("d2t",), "t2d": ("t2d",)}
-        return layout
-
-    def merged_sizes(self) -> dict[str, list[int]]:
-        """Rows of each part of the merged tensors, for writing them apart."""
-        layer = self.config.layer
-        qkv = [layer.num_heads * layer.head_dim] + 2 * [layer.num_kv_heads * layer.head_dim]
-        gate_up = 2 * [layer.intermediate_size]
-        return {
-            name: qkv if "qkv_proj" in name else gate_up
-            for name, parts in self.checkpoint_layout().items()
-            if len(parts) > 1
-        }
+        """The tensor names of the speculators format; no d2t/t2d when Vd = V."""
+        maps = {"d2t": ("d2t",), "t2d": ("t2d",)}
+        smaller = self.config.draft_vocab_size < self.config.layer.vocab_size
+        return super().checkpoint_layout() | (maps if smaller else {})

@@ -13,14 +13,13 @@ import torch
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
-from models.heads.eagle3 import Eagle3Config, Eagle3Head
+from models.heads.eagle3 import Eagle3Head
+from models.heads.eagle3_config import Eagle3Config
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from models.vocab import build_draft_vocab
-from train.config import ObjectiveConfig
+from tests.heads import memorise
 from train.data import Sequences
-from train.features import compute_features
-from train.objectives.ttt import TrainingTimeTest, slot_counts, teach
 
 STEPS = 4
 
@@ -72,15 +71,5 @@ def random_head(tiny_target: LlamaTarget, responses: Sequences) -> Eagle3Head:
 def trained_head(engine: Engine, tiny_target: LlamaTarget, responses: Sequences) -> Eagle3Head:
     """Made to know `responses` nearly by heart, so that drafts of every length are accepted."""
     head = make_head(tiny_target, responses)
-    objective = TrainingTimeTest(head, ObjectiveConfig(name="ttt", steps=STEPS))
-    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=5e-3)
-    batch = responses.batch(range(len(responses)))
-    features = compute_features(engine.target, batch, head.config.aux_layers)
-    teacher = teach(engine.target, features.hidden, batch.assistant, head.d2t)
-    denominators = slot_counts(batch.assistant, STEPS)
-    for _ in range(60):
-        loss, _ = objective(batch, features, teacher, denominators, metrics=False)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return head.requires_grad_(False)
+    memorise(head, engine.target, responses, STEPS)
+    return head

@@ -36,6 +36,37 @@ def test_what_a_slot_reads_and_predicts(
     assert alignment.predicted_tokens(IDS, step).tolist() == predicted
 
 
+def test_medusa_head_k_is_taught_the_token_k_after_the_next() -> None:
+    """From f[i] the LM head says t[i+1]; Medusa's head 0 says t[i+2], head 1 t[i+3], ..."""
+    assert [alignment.predicted_tokens(IDS, head)[2].item() for head in range(4)] == [14, 15, 16, 17]
+
+
+def test_mlp_head_k_reads_the_token_before_the_one_it_is_taught() -> None:
+    """From f[i]: head 0 reads t[i+1] and says t[i+2], head 1 reads t[i+2] and says t[i+3], ..."""
+    for head in range(4):
+        read, taught = alignment.draft_tokens(IDS, head), alignment.predicted_tokens(IDS, head)
+        assert (read[2].item(), taught[2].item()) == (13 + head, 14 + head)
+        assert torch.equal(read[1:], taught[:-1])
+
+
+def test_p_eagle_depth_k_stands_k_positions_after_its_slot() -> None:
+    assert [alignment.draft_positions(8, depth)[2].item() for depth in range(4)] == [2, 3, 4, 5]
+    assert [alignment.predicted_tokens(IDS, depth)[2].item() for depth in range(4)] == [14, 15, 16, 17]
+
+
+@pytest.mark.parametrize(
+    ("slots", "ratio", "least", "sizes"),
+    [
+        (100, 0.7, 0.2, [100, 70, 49, 34, 24, 20, 20, 20]),
+        (100, 0.5, 0.01, [100, 50, 25, 12, 6, 3, 2, 1]),
+        (3, 0.1, 0.1, [3, 1, 1, 1, 1, 1, 1, 1]),
+        (0, 0.7, 0.2, [0] * 8),
+    ],
+)
+def test_deeper_depths_are_trained_on_fewer_slots(slots: int, ratio: float, least: float, sizes: list[int]) -> None:
+    assert alignment.sample_sizes(slots, 8, ratio, least) == sizes
+
+
 def test_served_slots() -> None:
     """From the slot before the first response token (the first draft of all) to the one before the last."""
     assert alignment.served(ASSISTANT).int().tolist() == [0, 0, 1, 1, 1, 0, 0, 0]

@@ -18,7 +18,7 @@ from models.targets.llama import LlamaTarget
 from tests.conftest import MakeTarget
 from tests.train.conftest import full_disk
 from train.config import TrainConfig
-from train.export import Measured, check_room, export_head
+from train.export import Acceptance, Measured, check_room, export_head
 from train.provenance import provenance
 
 FACTS = {"run": "r", "steps": 5, "data_source": "somewhere", "data_hash": "abc"}
@@ -31,7 +31,11 @@ def stats(*accepted: int) -> SpeculationStats:
     return made
 
 
-MEASURED = Measured(simulated=stats(3, 1), engine=stats(3, 0))
+MEASURED = Measured(
+    greedy=Acceptance(simulated=stats(3, 1), engine=stats(3, 0)),
+    sampled=Acceptance(simulated=stats(1, 0), engine=stats(1, 0)),
+    rank_accuracy=[[0.61234, 0.2], [0.5, 0.0]],
+)
 
 
 @pytest.fixture
@@ -73,6 +77,8 @@ def test_provenance_and_card(random_head: Eagle3Head, tiny_target: LlamaTarget, 
     record = json.loads((folder / "provenance.json").read_text())
     assert record["target_fingerprint"] == tiny_target.fingerprint
     assert record["acceptance_length"] == {"simulated": 3.0, "engine": 2.5}
+    assert record["acceptance_length_sampled"] == {"simulated": 1.5, "engine": 1.5}
+    assert record["rank_accuracy"] == [[0.6123, 0.2], [0.5, 0.0]]
     assert record["config"]["optim"]["lr"] == config.optim.lr
     assert record["data_hash"] == "abc"
     assert record["versions"]["torch"].startswith(torch.__version__.split("+")[0])

@@ -21,10 +21,11 @@ from infer.engine import Engine
 from models.heads import load_head
 from models.targets import load_target
 from train.config import TrainConfig
-from train.loop import resume_command, train
+from train.loop import Run, resume_command, train
 from train.prompts import Row
 from train.regenerate import continue_rows
 from train.run_folder import name_run
+from train.stopping import Interrupted
 from train.trackers import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,8 +110,8 @@ def test_interrupted_in_every_way_it_is_the_same_head(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ctrl-C while responses are generated, SIGTERM and kill -9 between steps; then to the end."""
-    steady = [*settings, "run=steady", f"head.path={tmp_path / 'steady-head'}"]
-    run(steady)
+    elsewhere = tmp_path / "elsewhere"  # or the torn run would take its sequences
+    run([*settings, "run=steady", f"output_dir={elsewhere}"])
 
     folder = tmp_path / "torn"
 
@@ -146,10 +147,52 @@ def test_interrupted_in_every_way_it_is_the_same_head(
 
     assert run(torn)["run"] == "torn"
     assert "resumed after step" in capsys.readouterr().err
-    assert_equal(tensors(tmp_path), load_file(tmp_path / "steady-head" / "model.safetensors"))
-    whole = [row for row in read_metrics(tmp_path / "steady") if "train/loss" in row]
+    assert_equal(tensors(tmp_path), tensors(elsewhere))
+    whole = [row for row in read_metrics(elsewhere / "steady") if "train/loss" in row]
     torn = [row for row in read_metrics(folder) if "train/loss" in row]
     assert [(row["step"], row["train/loss"]) for row in torn] == [(row["step"], row["train/loss"]) for row in whole]
+
+
+OWN = ("head.draft_vocab_size", "objective.steps", "eval_draft_tokens")  # what SETTINGS say for eagle3
+HEADS = {
+    "eagle": ["objective.steps=2", "objective.reduction=sequence"],
+    "medusa": ["head.draft_vocab_size=200", "objective.labels=hard"],
+    "mlp": ["head.tie_weights=true"],
+    "p-eagle": ["head.draft_vocab_size=200", "head.num_depths=5"],
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_trains_resumes_and_is_exported(
+    head: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is random in an objective depends on seed and step alone, so a resumed run gives the same bits."""
+    kept = [item for item in settings if not item.startswith(OWN)]
+    own = [*kept, f"head={head}", *HEADS[head], "steps=6", "checkpoint_every=3", "eval_every=3", "eval_draft_tokens=3"]
+    result = run(own, "run=whole")
+    assert result["gap"] == 0.0
+    folder = Path(result["export"])
+    assert folder == tmp_path / "heads" / "demo" / head
+    assert load_head(folder, name=head).name == head
+    assert f"python infer/serve.py model=demo head={head}" in (folder / "README.md").read_text()
+    rows = read_metrics(tmp_path / "whole")
+    assert rows[-1]["eval/loss"] < rows[0]["eval/loss"]
+    assert (tmp_path / "whole" / "loss.png").is_file()
+
+    real = Run._between_steps
+
+    def stop(self: Run) -> None:
+        real(self)
+        if self.step == 3:
+            raise Interrupted
+
+    torn = [*own, "run=torn", f"head.path={tmp_path / 'torn-head'}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_between_steps", stop)
+        assert train(compose("train", TrainConfig, torn), torn) is None
+    run(torn)
+    mine, theirs = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "torn-head"))
+    assert_equal(mine, theirs)
 
 
 def test_a_run_is_resumed_under_its_own_settings_only(settings: list[str], tmp_path: Path) -> None:
@@ -161,6 +204,36 @@ def test_a_run_is_resumed_under_its_own_settings_only(settings: list[str], tmp_p
     (tmp_path / "mine" / "thesis.tex").touch()
     with pytest.raises(ValueError, match=r"run=mine: .* holds something else than a training run"):
         run(settings, "run=mine")
+
+
+def test_another_run_takes_the_sequences_that_it_would_make_itself(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(settings, "run=first", "steps=1")
+    assert "the target continues" in capsys.readouterr().err
+    first = tmp_path / "first" / "data"
+    run(settings, "run=wider", "steps=1", "head.draft_vocab_size=384", "sequence_length=30")
+    err = capsys.readouterr().err
+    assert f"sequences as in {first}" in err
+    assert "the target continues" not in err
+    for name in ("train.safetensors", "held_out.safetensors", "source.json"):
+        assert (tmp_path / "wider" / "data" / name).read_bytes() == (first / name).read_bytes()
+    for number, other in enumerate(("seed=1", "data.top_k=5", "eval_max_tokens=20", "model.dtype=bfloat16")):
+        run(settings, f"run=other-{number}", "steps=1", other)
+        assert "the target continues" in capsys.readouterr().err
+
+
+def test_unfinished_or_damaged_sequences_are_nobodys_twin(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(settings, "run=first", "steps=1")
+    data = tmp_path / "first" / "data"
+    (data / "train.safetensors").unlink()
+    run(settings, "run=second", "steps=1")
+    (tmp_path / "second" / "data" / "source.json").write_text("{")
+    capsys.readouterr()
+    run(settings, "run=third", "steps=1")
+    assert "the target continues" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(settings: list[str], tmp_path: Path) -> None:
@@ -210,7 +283,7 @@ def test_bf16_autocast_trains(settings: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(settings: list[str], tmp_path: Path) -> None:
-    run(settings, "run=single", "steps=6", "batch_size=8")
+    run(settings, "run=single", "steps=6", "batch_size=8", f"output_dir={tmp_path / 'elsewhere'}")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
@@ -220,7 +293,7 @@ def test_two_processes_train_like_one(settings: list[str], tmp_path: Path) -> No
     assert result.returncode == 0, result.stderr
     summary = json.loads(result.stdout.splitlines()[-1])
     assert (summary["run"], summary["gap"]) == ("double", 0.0)
-    single, double = (read_metrics(tmp_path / name) for name in ("single", "double"))
+    single, double = (read_metrics(folder) for folder in (tmp_path / "elsewhere" / "single", tmp_path / "double"))
     for key in ("train/loss", "train/loss_4", "train/accuracy_0", "train/grad_norm", "train/tokens"):
         values = [[row[key] for row in rows if key in row] for rows in (single, double)]
         assert len(values[0]) == 6

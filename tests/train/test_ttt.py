@@ -15,11 +15,13 @@ from models.targets.llama import LlamaTarget
 from models.vocab import target_ids
 from tests.train.conftest import STEPS, make_head
 from train import alignment
-from train.config import ObjectiveConfig
+from train.config import TttConfig
 from train.data import Batch, Sequences
+from train.draft_states import draft_states
 from train.features import Features, compute_features
-from train.objectives import ttt
-from train.objectives.ttt import SoftCrossEntropy, StepSums, TrainingTimeTest, draft_states, slot_counts, teach
+from train.objectives import StepSums, teach, teacher
+from train.objectives.losses import SoftCrossEntropy
+from train.objectives.ttt import TrainingTimeTest
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +35,12 @@ def features(engine: Engine, batch: Batch) -> Features:
 
 
 def objective(head: Eagle3Head, **settings: object) -> TrainingTimeTest:
-    return TrainingTimeTest(head, ObjectiveConfig(**{"name": "ttt", "steps": STEPS, **settings}))  # type: ignore[arg-type]
+    return TrainingTimeTest(head, TttConfig(**{"name": "ttt", "steps": STEPS, **settings}))  # type: ignore[arg-type]
 
 
 def run(made: TrainingTimeTest, target: LlamaTarget, batch: Batch, features: Features) -> tuple[torch.Tensor, StepSums]:
-    teacher = teach(target, features.hidden, batch.assistant, made.head.d2t)
-    return made(batch, features, teacher, slot_counts(batch.assistant, made.config.steps))
+    own = teach(target, features.hidden, batch, made.head.target_ids)
+    return made(batch, features, own, made.denominators(batch.assistant))
 
 
 def slow(
@@ -53,8 +55,8 @@ def slow(
         attention.begin_step(step)
         tokens = F.pad(batch.ids, (0, 1 + step))[:, 1 + step :]
         positions = (torch.arange(length) + step).clamp(max=length - 1).expand_as(batch.ids)
-        state = head.step(tokens, state, positions, attention)
-        logits = head.logits(state)
+        state = head.step(tokens, state, positions, attention, step)
+        logits = head.logits(state, step)
         sums = [0.0, 0.0, 0.0, 0.0]
         for row in range(len(batch.ids)):
             for slot in range(length - 2 - step):
@@ -109,9 +111,9 @@ def test_some_choices_lie_outside_the_draft_vocabulary(
 ) -> None:
     """Or the test above would not see `drop_out_of_vocab`; and dropped slots still count as failures."""
     head = make_head(tiny_target, responses, vocab=48)
-    teacher = teach(engine.target, features.hidden, batch.assistant, head.d2t)
+    teacher = teach(engine.target, features.hidden, batch, head.target_ids)
     assert 0 < int(teacher.in_vocab.sum()) < len(teacher.in_vocab)
-    assert len(teacher.in_vocab) == int(slot_counts(batch.assistant, 1))
+    assert len(teacher.in_vocab) == int(alignment.served(batch.assistant).sum())
     kept, sums = run(objective(head), engine.target, batch, features)
     every, same = run(objective(head, drop_out_of_vocab=False), engine.target, batch, features)
     assert kept.item() < every.item()
@@ -172,13 +174,13 @@ def test_accumulated_batches_add_up_to_the_large_one(
     loss, sums = run(made, engine.target, batch, features)
     loss.backward()
     whole = gradients(random_head)
-    denominators = slot_counts(batch.assistant, STEPS)
+    denominators = made.denominators(batch.assistant)
     total, parts = 0.0, []
     for rows in ([0, 1], [2, 3, 4], [5]):
         part = responses.batch(rows)
         own = compute_features(engine.target, part, random_head.config.aux_layers)
-        teacher = teach(engine.target, own.hidden, part.assistant, random_head.d2t)
-        value, part_sums = made(part, own, teacher, denominators)
+        taught = teach(engine.target, own.hidden, part, random_head.target_ids)
+        value, part_sums = made(part, own, taught, denominators)
         value.backward()
         total += value.item()
         parts.append(torch.stack(list(part_sums)))
@@ -194,7 +196,7 @@ def test_chunks_change_nothing(
     loss, sums = run(made, engine.target, batch, features)
     loss.backward()
     whole = gradients(random_head)
-    monkeypatch.setattr(ttt, "CHUNK_ELEMENTS", 384 * 17)
+    monkeypatch.setattr(teacher, "CHUNK_ELEMENTS", 384 * 17)
     again, chunk_sums = run(made, engine.target, batch, features)
     again.backward()
     assert again.item() == pytest.approx(loss.item(), rel=1e-6)
@@ -223,7 +225,7 @@ def test_soft_cross_entropy_equals_torch_and_its_gradient() -> None:
 
 @torch.no_grad()
 def test_the_teacher(engine: Engine, random_head: Eagle3Head, batch: Batch, features: Features) -> None:
-    teacher = teach(engine.target, features.hidden, batch.assistant, random_head.d2t)
+    teacher = teach(engine.target, features.hidden, batch, random_head.target_ids)
     assert torch.allclose(teacher.probs.sum(-1), torch.ones(len(teacher.probs)))
     p = engine.target.logits(features.hidden[alignment.teacher_rows(batch.assistant)]).softmax(-1)
     assert torch.allclose(teacher.mass, p[:, random_head.t2d].sum(-1))
@@ -237,7 +239,7 @@ def test_greedy_responses_are_the_teachers_choices(
     engine: Engine, random_head: Eagle3Head, batch: Batch, features: Features
 ) -> None:
     """Ties data, features and alignment together: what p[j] prefers is the token the engine emitted at j + 1."""
-    teacher = teach(engine.target, features.hidden, batch.assistant, random_head.d2t)
+    teacher = teach(engine.target, features.hidden, batch, random_head.target_ids)
     follows = alignment.shift_left(batch.ids, 1)[alignment.teacher_rows(batch.assistant)]
     assert torch.equal(teacher.choice, follows)
 

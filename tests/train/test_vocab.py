@@ -50,8 +50,8 @@ def test_counts_are_not_changed() -> None:
 
 
 def test_coverage() -> None:
-    _, t2d = build_draft_vocab(torch.tensor([4, 0, 3, 0]), 2)
-    assert coverage(torch.tensor([0, 0, 1, 2]), t2d) == 0.75
+    d2t, _ = build_draft_vocab(torch.tensor([4, 0, 3, 0]), 2)
+    assert coverage(torch.tensor([0, 0, 1, 2]), target_ids(d2t)) == 0.75
 
 
 def test_what_does_not_fit_is_refused() -> None:

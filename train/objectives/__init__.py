@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from train.objectives.base import Objective, StepSums
+from train.objectives.eagle import FeatureRegression
+from train.objectives.medusa import MedusaHeads
+from train.objectives.mlp import NextTokens
+from train.objectives.p_eagle import ParallelDrafting
+from train.objectives.teacher import Teacher, teach
 from train.objectives.ttt import TrainingTimeTest
 
-__all__ = ["OBJECTIVES", "TrainingTimeTest"]
+__all__ = ["OBJECTIVES", "Objective", "StepSums", "Teacher", "teach"]
 
-OBJECTIVES = {"ttt": TrainingTimeTest}
+OBJECTIVES: dict[str, type[Objective]] = {
+    "ttt": TrainingTimeTest,
+    "eagle": FeatureRegression,
+    "medusa": MedusaHeads,
+    "mlp": NextTokens,
+    "p-eagle": ParallelDrafting,
+}

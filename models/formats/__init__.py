@@ -1,0 +1,191 @@
+"""Checkpoint formats by name, and what is the same for all of them: a folder read strictly, and one written.
+
+`read_checkpoint` turns any of them into a Checkpoint, `write_checkpoint` one into any that can hold its head. Nothing
+is dropped: a tensor or key that has no place is an error that names it. Knows nothing about engines and training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models.config import read_json
+from models.formats import headway, ibm_mlp, medusa, safeailab_eagle, safeailab_eagle3, speculators, vllm_medusa
+from models.formats.checkpoint import Checkpoint, Format, Given, Verifier
+from models.formats.fields import Fields
+from models.formats.files import find_weights, read_weights
+from models.formats.matching import expected_tensors, head_kind, match, without_prefix
+from models.heads import EMBEDDING, PROVENANCE
+from models.heads.base import HeadShape
+
+__all__ = [
+    "FORMATS",
+    "Checkpoint",
+    "Given",
+    "Verifier",
+    "Written",
+    "detect",
+    "interpret",
+    "read_checkpoint",
+    "render",
+    "save",
+    "write_checkpoint",
+]
+
+# In the order in which a folder is tried: our export is also of the layout that it follows.
+FORMATS: dict[str, Format] = {
+    module.FORMAT.name: module.FORMAT
+    for module in (headway, speculators, safeailab_eagle3, medusa, vllm_medusa, ibm_mlp, safeailab_eagle)
+}
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Written:
+    """config.json, the tensors under our names, the name of each in the file, and what the file does not say."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    names: dict[str, str]
+    notes: list[str]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder}: no {CONFIG}" + ("" if folder.is_dir() else "; there is no such folder"))
+    return read_json(folder / CONFIG)
+
+
+def detect(folder: Path) -> Format:
+    """The format of a folder, by its config.json. Raises ValueError when it is none that we know."""
+    config, files = read_config(folder), {path.name for path in folder.iterdir()}
+    for form in FORMATS.values():
+        if form.matches(config, files):
+            return form
+    raise ValueError(f"{folder}: {CONFIG} is of no format that we know: {', '.join(FORMATS)}")
+
+
+def read_checkpoint(form: Format, folder: Path, given: Given | None = None, *, pickles: bool = False) -> Checkpoint:
+    """Raises ValueError naming whatever is missing, unknown, doubled, contradictory or not `given.verifier`'s."""
+    config = read_config(folder)
+    tensors = read_weights(find_weights(folder, form.weights), pickles=pickles)
+    try:
+        checkpoint = interpret(form, config, tensors, given or Given())
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    return replace(checkpoint, provenance=read_json(folder / PROVENANCE)) if form is headway.FORMAT else checkpoint
+
+
+def interpret(form: Format, config: Mapping[str, Any], tensors: Mapping[str, Tensor], given: Given) -> Checkpoint:
+    """What `read_checkpoint` does with the content of the files."""
+    for option in ("layer_ids", "norm_output"):
+        value = getattr(given, option)
+        if value is not None and option not in form.asks:
+            raise ValueError(f"--{option.replace('_', '-')} {value}: {form.name} does not leave that open")
+    bare, names = without_prefix(tensors, form.prefixes)
+    fields = Fields(config)
+    stated = form.read(fields, {name: tuple(tensor.shape) for name, tensor in bare.items()}, given)
+    if form is not headway.FORMAT:  # which compares the whole
+        fields.done()
+    remarks = form.incoming(bare, stated.config)
+    matched, spelled = match(form, stated, bare, config)
+    _check_verifier(stated.config, given.verifier)
+    tokens = given.speculative_tokens or stated.speculative_tokens
+    if tokens and stated.config.max_depth and tokens > stated.config.max_depth:
+        raise ValueError(f"speculative_tokens={tokens}: this head drafts at most {stated.config.max_depth}")
+    return Checkpoint(
+        head=head_kind(stated.config).name,
+        config=stated.config,
+        tensors=matched,
+        sources={ours: names.get(theirs, theirs) for ours, theirs in spelled.items()},
+        remarks={names.get(theirs, theirs): remark for theirs, remark in remarks.items()},
+        verifier=given.verifier or stated.verifier,
+        speculative_tokens=tokens,
+        notes=stated.notes,
+    )
+
+
+def write_checkpoint(
+    form: Format, checkpoint: Checkpoint, folder: Path, *, embedding: Callable[[], Tensor] | None = None
+) -> Written:
+    """`render`, and then `save`."""
+    written = render(form, checkpoint, embedding=embedding)
+    save(form, checkpoint, written, folder)
+    return written
+
+
+def save(form: Format, checkpoint: Checkpoint, written: Written, folder: Path) -> None:
+    """Writes config.json and weights into an existing folder; reads them back and compares."""
+    (folder / CONFIG).write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
+    # cloned, because tensors of a pickle may share memory, which safetensors cannot
+    tensors = {written.names[ours]: tensor.contiguous().clone() for ours, tensor in written.tensors.items()}
+    save_file(tensors, folder / form.weights[0], metadata={"format": "pt"})
+    if form is headway.FORMAT:
+        text = json.dumps(checkpoint.provenance or {}, indent=2) + "\n"
+        (folder / PROVENANCE).write_text(text, encoding="utf-8")
+    layer_ids = "hidden_states" if "layer_ids" in form.asks else None
+    norm_output = "vllm" if "norm_output" in form.asks else None
+    again = read_checkpoint(form, folder, Given(layer_ids=layer_ids, norm_output=norm_output))
+    assert again.config == checkpoint.config, (again.config, checkpoint.config)
+    assert again.tensors.keys() == written.tensors.keys()
+    assert all(torch.equal(value, written.tensors[name]) for name, value in again.tensors.items())
+
+
+def render(form: Format, checkpoint: Checkpoint, *, embedding: Callable[[], Tensor] | None = None) -> Written:
+    """What a file of this format will hold, the inverse of `interpret`.
+
+    `embedding` is the target's `[V, H]`, asked for only when the checkpoint shares it and the format does not. Raises
+    ValueError when the format cannot hold this head.
+    """
+    if checkpoint.head not in form.heads:
+        homes = [name for name, other in FORMATS.items() if checkpoint.head in other.heads]
+        raise ValueError(
+            f"{form.name} holds {', '.join(form.heads)}; this head is {checkpoint.head}: one of {', '.join(homes)}"
+        )
+    config, tensors = form.write(checkpoint), dict(checkpoint.tensors)
+    missing = set(expected_tensors(checkpoint.config)) - set(tensors) - form.optional
+    assert missing <= {EMBEDDING}, missing
+    if missing and embedding is None:
+        raise ValueError(
+            f"{EMBEDDING}: not in the checkpoint, which shares the target's, and {form.name} needs it; give --verifier "
+            "(a folder with its weights)"
+        )
+    if missing and embedding is not None:
+        tensors[EMBEDDING] = embedding()
+    names = {ours: form.written_prefix + form.spell(ours, checkpoint.config) for ours in tensors}
+    notes = form.losses(checkpoint)
+    if not form.states_tokens:
+        notes.append(f"{form.name} does not say how many tokens to draft")
+    if checkpoint.provenance is not None and form is not headway.FORMAT:
+        notes.append(f"{PROVENANCE} stays behind: what the head was trained for, and how")
+    return Written(config | {"torch_dtype": _dtype(tensors)}, tensors, names, notes)
+
+
+def _check_verifier(config: HeadShape, verifier: Verifier | None) -> None:
+    """Raises ValueError naming the size that the head and the verifier differ in."""
+    if verifier is None:
+        return
+    for key, mine, theirs in (
+        ("vocab_size", config.vocab_size, verifier.vocab_size),
+        ("target_hidden_size", config.target_hidden_size, verifier.hidden_size),
+    ):
+        if theirs is not None and mine != theirs:
+            raise ValueError(f"the head's {key} is {mine}, the target's is {theirs}; it is another target's")
+    if verifier.num_layers is not None and max(config.aux_layers) >= verifier.num_layers:
+        raise ValueError(f"the head reads layer {max(config.aux_layers)}, the target has {verifier.num_layers}")
+
+
+def _dtype(tensors: dict[str, Tensor]) -> str:
+    """The widest, so that a reader that casts to it loses nothing."""
+    dtype: torch.dtype | None = None
+    for tensor in tensors.values():
+        if tensor.is_floating_point():
+            dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
+    return str(dtype).removeprefix("torch.")

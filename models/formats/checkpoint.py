@@ -1,0 +1,119 @@
+"""What every format is turned into and made from, and what a format is. Knows none of them.
+
+The one form between formats is what Headway's own export holds: a head's config, and tensors under the names and shapes
+of that head's module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from models.formats.fields import Fields
+from models.heads.base import HeadShape
+
+Shapes = Mapping[str, tuple[int, ...]]
+Blame = tuple[tuple[str, tuple[str, ...]], ...]
+DRAFT_TOKENS = 5  # per step, of a head that has no bound and says nothing
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """The target that a head drafts for. The sizes are None when only its name is known."""
+
+    name: str
+    architecture: str | None = None
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+    num_layers: int | None = None
+
+    @property
+    def default_aux_layers(self) -> tuple[int, ...] | None:
+        """What EAGLE-3 reads when nobody says otherwise."""
+        return None if self.num_layers is None else (2, self.num_layers // 2, self.num_layers - 3)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a checkpoint may leave open, from whoever converts it.
+
+    `layer_ids`: whether auxiliary layer ids in the source are HF `hidden_states` indices or 0-based layer `outputs`.
+    `norm_output`: whether that key means what `vllm` takes it for, or what it was in `specforge` before September 2026.
+    """
+
+    verifier: Verifier | None = None
+    speculative_tokens: int | None = None
+    layer_ids: str | None = None
+    norm_output: str | None = None
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What a config.json says. `notes` tell people what was assumed or converted; `blame` is as in Format."""
+
+    config: HeadShape
+    verifier: Verifier | None = None
+    speculative_tokens: int | None = None
+    notes: list[str] = field(default_factory=list)
+    blame: Blame = ()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A head as read: the config, the tensors under our names, and the name of each in the source.
+
+    `remarks`: what was done to a tensor of the source, by its name there; one that is not in `sources` was left out.
+    """
+
+    head: str
+    config: HeadShape
+    tensors: dict[str, Tensor]
+    sources: dict[str, str]
+    remarks: dict[str, str]
+    verifier: Verifier | None
+    speculative_tokens: int | None
+    notes: list[str]
+    provenance: dict[str, Any] | None = None
+
+    def facts(self, *, needs_verifier: bool = True) -> dict[str, Any]:
+        """What a head's `to_json` asks for. Raises ValueError when the verifier must be known and is not."""
+        verifier = self.verifier or Verifier("")
+        if needs_verifier and not (verifier.name and verifier.architecture):
+            raise ValueError(
+                "the head's target is part of this format and not known; give --verifier (a folder with its "
+                "config.json, or a hub id)"
+            )
+        return {
+            "verifier": verifier.name,
+            "verifier_architecture": verifier.architecture or "",
+            "speculative_tokens": self.speculative_tokens or self.config.max_depth or DRAFT_TOKENS,
+        }
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one family of files says what a Checkpoint says; everything strict is done once, by whoever uses this.
+
+    `spell` gives our tensor name in this format. `blame` says which keys of config.json a tensor follows from: those
+    of the first pattern that the spelled name matches. `incoming` makes of a file's tensors, in place, those that
+    `spell` names, and answers what it did by name.
+    """
+
+    name: str
+    heads: tuple[str, ...]
+    weights: tuple[str, ...]  # file names, in order of preference; the first is what is written
+    matches: Callable[[Mapping[str, Any], Collection[str]], bool]  # config.json and the names of the files beside it
+    read: Callable[[Fields, Shapes, Given], Stated]
+    write: Callable[[Checkpoint], dict[str, Any]]
+    spell: Callable[[str, HeadShape], str] = lambda name, config: name
+    prefixes: tuple[str, ...] = ()  # that names may bear
+    written_prefix: str = ""
+    optional: frozenset[str] = frozenset()  # our names
+    blame: Blame = ()
+    incoming: Callable[[dict[str, Tensor], HeadShape], dict[str, str]] = lambda tensors, config: {}
+    losses: Callable[[Checkpoint], list[str]] = lambda checkpoint: []  # what a written file does not say or serve
+    asks: frozenset[str] = frozenset()  # fields of Given that this format may leave open
+    states_tokens: bool = True  # config.json says how many tokens to draft

@@ -1,0 +1,140 @@
+"""What the formats of EAGLE-3 share: where auxiliary layer ids are stated, and the two maps of the draft vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from models.formats import llama
+from models.formats.checkpoint import Given
+from models.formats.fields import Fields
+from models.heads.base import HeadShape
+
+OPTIONAL = frozenset({"embed_tokens.weight"})  # shared with the target where it is absent
+FALSE_IF_ABSENT = ("norm_before_fc", "fc_norm", "norm_output")  # norm_before_residual is for each format to say
+BLAME = (
+    (r"^fc\.weight", ("hidden_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")),
+    (r"^lm_head", ("draft_vocab_size", "hidden_size")),
+    (r"^(d2t|t2d)$", ("draft_vocab_size", "vocab_size")),
+    (r"^input_norm", ("norm_before_fc", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")),
+    (r"^fc_norm", ("fc_norm", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")),
+    (r"^mask_hidden", ("target_hidden_size", "eagle_aux_hidden_state_layer_ids")),
+    *llama.BLAME,
+)
+
+
+def read_aux_layers(fields: Fields, given: Given, notes: list[str], *, raw: bool) -> tuple[int, ...]:
+    """HF `hidden_states` indices, from the top level or eagle_config, else the default of the verifier's depth.
+
+    `raw`: not the speculators format, so that the ids may as well be 0-based layer outputs (SpecForge and NVIDIA write
+    these, one less); then 1 as the first id leaves it open. Raises ValueError for that, for two places that disagree,
+    and for ids that do not ascend: readers sort them.
+    """
+    top, nested, other = fields.numbers("eagle_aux_hidden_state_layer_ids"), None, None
+    section = fields.section("eagle_config")
+    if section is not None:
+        nested, other = section.numbers("eagle_aux_hidden_state_layer_ids"), section.numbers("layer_ids")
+        section.only("use_aux_hidden_state", True)
+        # of NVIDIA's ModelOpt, each at the value that is EAGLE-3's forward
+        for key in ("use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular"):
+            section.only(key, True)
+        section.only("use_mtp_layernorm", False)
+        section.only("parallel_draft_step", 1)
+        section.ignore("parallel_draft_heads_num_layers")  # with one step there are none
+        section.ignore("norm_before_fc")  # whoever reads the flags asks for it
+        section.done()
+    stated = [ids for ids in (top, nested, other) if ids is not None]
+    if given.layer_ids is not None and not stated:
+        raise ValueError(f"--layer-ids {given.layer_ids}: config.json names no auxiliary layers")
+    if any(ids != stated[0] for ids in stated):
+        raise ValueError(
+            f"config.json: eagle_aux_hidden_state_layer_ids={top} and eagle_config says {nested or other}; "
+            "which of them was trained? keep one"
+        )
+    if not stated:
+        ids = given.verifier and given.verifier.default_aux_layers
+        if not ids:
+            raise ValueError(
+                "config.json: eagle_aux_hidden_state_layer_ids is missing, and its default depends on the target's "
+                "layers; give --verifier (a folder with its config.json)"
+            )
+        notes.append(f"auxiliary layers are not stated: {list(ids)}, the default for this verifier")
+    else:
+        ids = tuple(stated[0])
+        if raw and ids[0] == 1 and given.layer_ids is None:
+            raise ValueError(
+                f"config.json: eagle_aux_hidden_state_layer_ids={list(ids)}: HF hidden_states indices (as vLLM takes "
+                "them) or 0-based layer outputs (as SpecForge and NVIDIA write them, and SGLang takes a list that "
+                "begins with 1)? Convert with --layer-ids hidden_states or --layer-ids outputs"
+            )
+        if raw and given.layer_ids == "outputs":
+            notes.append(f"auxiliary layers {list(ids)} are 0-based outputs: {[i + 1 for i in ids]} as hidden_states")
+            ids = tuple(i + 1 for i in ids)
+    if list(ids) != sorted(set(ids)) or ids[0] < 0:
+        raise ValueError(f"config.json: eagle_aux_hidden_state_layer_ids={list(ids)}: must ascend from 0")
+    count = fields.maybe("num_aux_hidden_states", int)
+    if count is not None and count != len(ids):
+        raise ValueError(
+            f"config.json: num_aux_hidden_states={count}, but eagle_aux_hidden_state_layer_ids={list(ids)}"
+        )
+    return tuple(ids)
+
+
+def read_flags(fields: Fields, notes: list[str]) -> dict[str, bool]:
+    """Those of the flags that every reader takes for false; norm_before_fc may lie in eagle_config as well."""
+    flags = {flag: fields.maybe(flag, bool) for flag in FALSE_IF_ABSENT}
+    section = fields.section("eagle_config")
+    nested = section and section.maybe("norm_before_fc", bool)
+    if nested is not None and flags["norm_before_fc"] not in (None, nested):
+        raise ValueError(
+            f"config.json: norm_before_fc={flags['norm_before_fc']} and eagle_config.norm_before_fc={nested}"
+        )
+    if nested is not None:
+        flags["norm_before_fc"] = nested
+    missing = [flag for flag, value in flags.items() if value is None]
+    if missing:
+        notes.append(f"not stated, so false: {', '.join(missing)}")
+    return {flag: bool(value) for flag, value in flags.items()}
+
+
+def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
+    """Turns what the files of others may hold into what ours do."""
+    remarks = _vocabulary_maps(tensors, config)
+    mask = tensors.get("mask_hidden")
+    if mask is not None and mask.ndim == 2:  # as vLLM keeps it
+        tensors["mask_hidden"] = mask[None]
+        remarks["mask_hidden"] = f"{list(mask.shape)} in the source"
+    return remarks
+
+
+def _vocabulary_maps(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
+    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
+    if d2t is None or t2d is None or not _fits(d2t, t2d, config):
+        return {}  # what is wrong is found with the rest
+    offsets, wrong = as_offsets(d2t.long(), t2d), "d2t and t2d do not describe one vocabulary"
+    if offsets is None:
+        raise ValueError(f"{wrong}: neither as offsets nor as target ids does d2t name the tokens of t2d")
+    if config.draft_vocab_size == config.vocab_size:
+        if offsets.any():
+            raise ValueError(f"{wrong}: a draft vocabulary of the whole {config.vocab_size} tokens needs no map")
+        del tensors["d2t"], tensors["t2d"]
+        return {name: "maps every token to itself" for name in ("d2t", "t2d")}
+    tensors["d2t"] = offsets
+    return {} if torch.equal(offsets, d2t.long()) else {"d2t": "target ids in the source, made offsets"}
+
+
+def _fits(d2t: Tensor, t2d: Tensor, config: HeadShape) -> bool:
+    sizes = tuple(d2t.shape) == (config.draft_vocab_size,) and tuple(t2d.shape) == (config.vocab_size,)
+    return sizes and d2t.dtype in (torch.int64, torch.int32) and t2d.dtype == torch.bool
+
+
+def as_offsets(d2t: Tensor, t2d: Tensor) -> Tensor | None:
+    """`d2t` int64 `[Vd]` as an offset per draft id, whether it holds those or target ids; None if it is neither.
+
+    `t2d` bool `[V]` decides: the target ids must be the marked tokens, each once.
+    """
+    places = torch.arange(d2t.numel())
+    for ids in (places + d2t, d2t):
+        if torch.equal(ids.sort().values, t2d.nonzero()[:, 0]):
+            return ids - places
+    return None

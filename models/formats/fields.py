@@ -1,0 +1,117 @@
+"""A config.json read key by key, so that nothing in it is overlooked.
+
+Whoever reads asks for every key that it understands; `done` refuses what is left, because a key that nobody knows may
+change what the head computes. Knows no format.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+MOST, MOST_LAYERS = 2**24, 256
+LARGE = 1e300  # a whole number of a JSON file may be too large for a float
+
+# What transformers writes into any config.json and what no head's forward depends on.
+BOILERPLATE = {
+    "_attn_implementation", "_commit_hash", "_name_or_path", "add_cross_attention", "attention_dropout",
+    "attn_implementation", "auto_map", "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward",
+    "cross_attention_hidden_size", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype",
+    "early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "finetuning_task",
+    "forced_bos_token_id", "forced_eos_token_id", "has_no_defaults_at_init", "id2label", "initializer_range",
+    "is_decoder", "is_encoder_decoder", "label2id", "length_penalty", "max_length", "max_window_layers", "min_length",
+    "name_or_path", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
+    "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix", "problem_type",
+    "pruned_heads", "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
+    "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder",
+    "tie_word_embeddings", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers_version",
+    "typical_p", "unsloth_version", "use_bfloat16", "use_cache",
+}  # fmt: skip
+KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
+
+class Fields:
+    """`name` is what error messages call the place: "config.json", or "config.json: eagle_config" for a part of it."""
+
+    def __init__(self, values: Mapping[str, Any], name: str = "config.json") -> None:
+        self.values, self.name = values, name
+        self._asked: set[str] = set(BOILERPLATE)
+
+    def maybe(self, key: str, kind: type[T]) -> T | None:
+        """None when the key is absent or null. Raises ValueError for a value of another kind."""
+        self._asked.add(key)
+        value = self.values.get(key)
+        if value is None:
+            return None
+        fits = isinstance(value, (int, float)) if kind is float else isinstance(value, kind)
+        if not fits or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{self.name}: {key}={value!r}: expected {KINDS[kind]}")
+        if kind is not float:
+            return cast(T, value)
+        return cast(T, float(value) if abs(value) < LARGE else math.inf)
+
+    def take(self, key: str, kind: type[T], default: T) -> T:
+        value = self.maybe(key, kind)
+        return default if value is None else value
+
+    def need(self, key: str, kind: type[T], why: str = "") -> T:
+        value = self.maybe(key, kind)
+        if value is None:
+            raise ValueError(f"{self.name}: {key} is missing" + (f"; {why}" if why else ""))
+        return value
+
+    def size(self, key: str, default: int | None = None, *, most: int = MOST) -> int:
+        """A whole number from 1; no more than `most`, so that a broken file costs nothing."""
+        value = self.need(key, int) if default is None else self.take(key, int, default)
+        if not 1 <= value <= most:
+            raise ValueError(f"{self.name}: {key}={value}: must be 1 to {most}")
+        return value
+
+    def positive(self, key: str, default: float) -> float:
+        value = self.take(key, float, default)
+        if not 0 < value < math.inf:
+            raise ValueError(f"{self.name}: {key}={value}: must be a positive number")
+        return value
+
+    def numbers(self, key: str) -> list[int] | None:
+        """A list of whole numbers, or None."""
+        values = self.maybe(key, list)
+        if values is not None and (not values or any(type(value) is not int for value in values)):
+            raise ValueError(f"{self.name}: {key}={values!r}: expected a list of whole numbers, not an empty one")
+        return values
+
+    def section(self, key: str) -> Fields | None:
+        values = self.maybe(key, dict)
+        return None if values is None else Fields(values, f"{self.name}: {key}")
+
+    def need_section(self, key: str) -> Fields:
+        return Fields(self.need(key, dict), f"{self.name}: {key}")
+
+    def only(self, key: str, *allowed: Any) -> None:
+        """The key may be absent, null or one of `allowed`: any other value asks for a forward that we do not have."""
+        self._asked.add(key)
+        value = self.values.get(key)
+        if value is not None and not any(type(value) is type(other) and value == other for other in allowed):
+            known = " or ".join(repr(other) for other in allowed) or "no value"
+            raise ValueError(f"{self.name}: {key}={value!r}: only {known} is supported")
+
+    def ignore(self, *keys: str) -> None:
+        self._asked.update(keys)
+
+    def done(self) -> None:
+        """Raises ValueError that names the keys that nobody asked for."""
+        unknown = [f"{key}={self.values[key]!r}" for key in self.values if key not in self._asked]
+        if unknown:
+            raise ValueError(
+                f"{self.name}: unknown: {', '.join(unknown)}; what does not change the head's forward may be removed "
+                "from the file"
+            )

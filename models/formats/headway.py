@@ -1,0 +1,84 @@
+"""Headway's own export: each head in the layout that others read it in, with provenance.json beside it.
+
+Every key that `to_json` writes must be there with the value that it would write, and none besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from models.formats import ibm_mlp, safeailab_eagle, speculators, vllm_medusa
+from models.formats.checkpoint import DRAFT_TOKENS, Checkpoint, Format, Given, Shapes, Stated
+from models.formats.fields import Fields
+from models.heads import HEADS, PROVENANCE
+from models.heads.base import HeadShape
+from models.heads.eagle_config import ARCHITECTURE, EagleConfig
+
+LAYOUTS = (speculators.FORMAT, vllm_medusa.FORMAT, ibm_mlp.FORMAT)  # and EAGLE-1's, under a name of our own
+ADDED = ("verifier", "own_embedding", "speculative_tokens")  # to the layout of others
+FREE = {"torch_dtype", "speculators_version"}  # may differ from what would be written today
+
+
+def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
+    return PROVENANCE in files
+
+
+def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
+    values = dict(fields.values)
+    own = Fields({key: values.pop(key) for key in ADDED if key in values}, fields.name)
+    layout = next((layout for layout in LAYOUTS if layout.matches(values, ())), None)
+    if values.get("architectures") == [ARCHITECTURE]:
+        layout = safeailab_eagle.FORMAT
+        values["architectures"] = list(safeailab_eagle.ARCHITECTURES[:1])
+    if layout is None:
+        says = "architectures, speculators_model_type or model_type"
+        raise ValueError(f"{fields.name}: of no head that we know ({', '.join(HEADS)}); {says} would say which")
+    rest = Fields(values, fields.name)
+    stated = layout.read(rest, shapes, given)
+    rest.done()
+    config = stated.config
+    if isinstance(config, EagleConfig):  # by what is stated, so that an embedding which is not there is missed
+        config = replace(config, own_embedding=own.take("own_embedding", bool, config.own_embedding))
+    verifier = stated.verifier or speculators.read_verifier(own.need_section("verifier"))
+    tokens = stated.speculative_tokens or own.take("speculative_tokens", int, config.max_depth or DRAFT_TOKENS)
+    if verifier is None or verifier.architecture is None:
+        raise ValueError(f"{fields.name}: verifier: name_or_path or architectures is missing")
+    again = config.to_json(
+        verifier=verifier.name, verifier_architecture=verifier.architecture, speculative_tokens=tokens
+    )
+    for key in sorted((set(again) | set(fields.values)) - FREE):
+        if key not in fields.values:
+            raise ValueError(f"{fields.name}: {key} is missing; Headway writes {key}={again[key]!r}")
+        if key not in again:
+            raise ValueError(f"{fields.name}: unknown: {key}={fields.values[key]!r}; Headway writes no such key")
+        if fields.values[key] != again[key]:
+            raise ValueError(f"{fields.name}: {key}={fields.values[key]!r}: Headway would write {again[key]!r}")
+    return Stated(config, verifier, tokens, blame=layout.blame)
+
+
+def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
+    """Our own files need nothing of what is done for those of others."""
+    (kind,) = (name for name, head in HEADS.items() if head.config_class is type(config))
+    layout = next((layout for layout in LAYOUTS if kind in layout.heads), safeailab_eagle.FORMAT)
+    for name, remark in layout.incoming(tensors, config).items():
+        raise ValueError(f"{name}: {remark}; Headway would not write that")
+    return {}
+
+
+def write(checkpoint: Checkpoint) -> dict[str, Any]:
+    return checkpoint.config.to_json(**checkpoint.facts())
+
+
+FORMAT = Format(
+    name="headway",
+    heads=tuple(HEADS),
+    weights=("model.safetensors",),
+    matches=matches,
+    read=read,
+    write=write,
+    incoming=incoming,
+)

@@ -1,0 +1,103 @@
+"""IBM's MLP speculator (`mlp_speculator`), with or without `speculator.` before every name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from models.formats.checkpoint import Checkpoint, Format, Given, Shapes, Stated, Verifier
+from models.formats.fields import MOST_LAYERS, Fields
+from models.heads.base import HeadShape
+from models.heads.mlp_config import MlpConfig
+
+TOP_K = (5, 4, 3)
+
+
+def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
+    return config.get("model_type") == "mlp_speculator"
+
+
+def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
+    notes: list[str] = []
+    fields.only("model_type", "mlp_speculator")
+    fields.only("architectures", ["MLPSpeculatorPreTrainedModel"], "MLPSpeculatorPreTrainedModel")
+    name = fields.maybe("base_model_name_or_path", str)
+    alias = fields.maybe("hidden_size", int)
+    emb_dim = fields.size("emb_dim", alias)
+    if alias not in (None, emb_dim):
+        raise ValueError(f"config.json: emb_dim={emb_dim} and its alias hidden_size={alias} disagree")
+    n_predict = fields.size("n_predict", most=MOST_LAYERS)
+    top_k = fields.numbers("top_k_tokens_per_head")
+    if top_k is None:
+        top_k = [*TOP_K, *[1] * n_predict][:n_predict]
+        notes.append(f"top_k_tokens_per_head is not stated: {top_k}")
+    if len(top_k) != n_predict:
+        raise ValueError(f"config.json: top_k_tokens_per_head={top_k}: must be as many as n_predict={n_predict}")
+    config = MlpConfig(
+        vocab_size=fields.size("vocab_size"),
+        target_hidden_size=emb_dim,
+        inner_dim=emb_dim if fields.maybe("inner_dim", int) == 0 else fields.size("inner_dim", emb_dim),
+        n_predict=n_predict,
+        tie_weights=fields.take("tie_weights", bool, False),
+        scale_input=fields.take("scale_input", bool, False),
+        top_k_tokens_per_head=tuple(top_k),
+        n_candidates=fields.take("n_candidates", int, 5),
+    )
+    tokens = fields.maybe("num_lookahead_tokens", int)
+    return Stated(config, Verifier(name) if name else None, tokens, notes)
+
+
+def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
+    """Tied copies that some files hold for every depth: dropped when they are copies, else an error."""
+    config = cast(MlpConfig, config)
+    if not config.tie_weights:
+        return {}
+    remarks = {}
+    for name in sorted(tensors):
+        match = re.fullmatch(r"(emb|ln|head|proj)\.(\d+)\.(weight|bias)", name)
+        if match is None or int(match[2]) >= config.n_predict:
+            continue
+        part, depth = match[1], int(match[2])
+        first = f"{part}.{1 if part == 'proj' else 0}.{match[3]}"
+        if depth > int(first.split(".")[1]) and first in tensors:
+            if not torch.equal(tensors[name], tensors[first]):
+                raise ValueError(f"{name} differs from {first}, but config.json states tie_weights=True")
+            del tensors[name]
+            remarks[name] = f"a copy of {first}, to which it is tied"
+    return remarks
+
+
+def write(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = checkpoint.config.to_json(**checkpoint.facts(needs_verifier=False))
+    del config["verifier"]
+    if checkpoint.verifier is not None:
+        config["base_model_name_or_path"] = checkpoint.verifier.name
+    return config
+
+
+def losses(checkpoint: Checkpoint) -> list[str]:
+    return ["vLLM 0.32 reads this config.json but serves no MLP speculator"]
+
+
+FORMAT = Format(
+    name="ibm-mlp",
+    heads=("mlp",),
+    weights=("model.safetensors", "pytorch_model.bin"),
+    matches=matches,
+    read=read,
+    write=write,
+    prefixes=("speculator.",),
+    written_prefix="speculator.",
+    blame=(
+        (r"^emb", ("vocab_size", "inner_dim", "n_predict", "tie_weights")),
+        (r"^head", ("vocab_size", "inner_dim", "n_predict", "tie_weights")),
+        (r"^proj\.0", ("emb_dim", "inner_dim")),
+        (r"^(proj|ln)", ("inner_dim", "n_predict", "tie_weights")),
+    ),
+    incoming=incoming,
+    losses=losses,
+)

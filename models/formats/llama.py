@@ -1,0 +1,57 @@
+"""The decoder layer of a draft as a LlamaConfig states it, flat or as a part of another config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from models.config import TargetConfig
+from models.formats.fields import MOST_LAYERS, Fields
+
+# (pattern of the tensor, the keys that its presence and shape follow from), for every format built on such a layer
+BLAME = (
+    (r"embed_tokens", ("vocab_size", "hidden_size")),
+    (r"(q|k|v|o)_proj\.bias", ("attention_bias", "num_attention_heads", "num_key_value_heads", "head_dim")),
+    (r"(q|o)_proj", ("num_attention_heads", "head_dim", "hidden_size", "num_hidden_layers")),
+    (r"(k|v)_proj", ("num_key_value_heads", "head_dim", "hidden_size", "num_hidden_layers")),
+    (r"(gate|up|down)_proj\.bias", ("mlp_bias", "intermediate_size", "hidden_size")),
+    (r"(gate|up|down)_proj", ("intermediate_size", "hidden_size", "num_hidden_layers")),
+    (r"layers\.", ("num_hidden_layers", "hidden_size")),
+)
+
+
+def read_layer(fields: Fields, notes: list[str]) -> TargetConfig:
+    """Asks for every key of a LlamaConfig, with LlamaConfig's own defaults where it has one.
+
+    Raises ValueError naming the key that is missing, or that asks for another layer than Llama's.
+    """
+    section: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"):
+        section[key] = fields.size(key)
+    section["num_hidden_layers"] = fields.size("num_hidden_layers", most=MOST_LAYERS)
+    section["num_key_value_heads"] = fields.size("num_key_value_heads", section["num_attention_heads"])
+    section["head_dim"] = fields.size("head_dim", section["hidden_size"] // section["num_attention_heads"])
+    section["max_position_embeddings"] = fields.size("max_position_embeddings", 2048)
+    section["bos_token_id"] = fields.maybe("bos_token_id", int)
+    section["rms_norm_eps"] = fields.positive("rms_norm_eps", 1e-6)
+    for key in ("attention_bias", "mlp_bias"):
+        section[key] = fields.take(key, bool, False)
+    for key in ("rope_scaling", "rope_parameters"):
+        section[key] = fields.maybe(key, dict)
+    if fields.values.get("rope_theta") is None and "rope_theta" not in (section["rope_parameters"] or {}):
+        notes.append("rope_theta is not stated: 10000, LlamaConfig's default, which old EAGLE heads rely on")
+    section["rope_theta"] = fields.positive("rope_theta", 10000.0)
+    several = isinstance(fields.values.get("eos_token_id"), list)
+    section["eos_token_id"] = fields.numbers("eos_token_id") if several else fields.maybe("eos_token_id", int)
+    fields.only("hidden_act", "silu")
+    fields.only("pretraining_tp", 1)
+    fields.only("sliding_window")
+    fields.only("use_sliding_window", False)
+    fields.only("quantization_config")
+    fields.only("is_causal", True)
+    try:
+        layer = TargetConfig.from_json({key: value for key, value in section.items() if value is not None})
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"{fields.name}: rope_scaling or rope_parameters: {error}") from error
+    if layer.head_dim % 2:
+        raise ValueError(f"{fields.name}: head_dim={layer.head_dim}: must be even, for the rotary embedding")
+    return layer

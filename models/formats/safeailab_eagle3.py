@@ -1,0 +1,125 @@
+"""SafeAILab's EAGLE-3: a flat LlamaConfig and `midlayer.*`. SpecForge writes the same, with flags that vLLM reads.
+
+Never read by anyone in the same way: what the layer ids count, and what norm_output does. Where a file leaves that open
+it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+from models.formats import eagle3
+from models.formats.checkpoint import Checkpoint, Format, Given, Shapes, Stated
+from models.formats.fields import Fields
+from models.formats.llama import read_layer
+from models.heads.base import HeadShape
+from models.heads.eagle3_config import FLAGS, Eagle3Config
+from models.heads.layer_config import layer_json
+
+SPECFORGE = "LlamaForCausalLMEagle3"
+ARCHITECTURES = ("LlamaForCausalLM", SPECFORGE, "Eagle3LlamaForCausalLM")
+FIRST_LAYER = "layers.0."
+
+
+def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
+    flat = "speculators_model_type" not in config and "medusa_num_heads" not in config
+    named = any(name in ARCHITECTURES[1:] for name in config.get("architectures") or ())
+    return flat and (named or "draft_vocab_size" in config)
+
+
+def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
+    notes: list[str] = []
+    architecture = (fields.maybe("architectures", list) or ARCHITECTURES)[0]
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"config.json: architectures={[architecture]}: one of {', '.join(ARCHITECTURES)}")
+    fields.only("model_type", "llama")
+    layer = read_layer(fields, notes)
+    if layer.num_layers != 1:
+        raise ValueError(f"config.json: num_hidden_layers={layer.num_layers}: this format has one, midlayer")
+    for key in ("bias", "qkv_bias", "parallel_drafting"):
+        fields.only(key, False)
+    fields.only("logit_scale", 1.0, 1)
+    draft_vocab_size = fields.size("draft_vocab_size", layer.vocab_size)
+    fields.only("truncated_vocab_size", draft_vocab_size)
+    fields.only("target_vocab_size", layer.vocab_size)
+    config = Eagle3Config(
+        layer=layer,
+        draft_vocab_size=draft_vocab_size,
+        aux_layers=eagle3.read_aux_layers(fields, given, notes, raw=True),
+        target_hidden_size=fields.size("target_hidden_size", layer.hidden_size),
+        norm_before_residual=fields.take("norm_before_residual", bool, False),
+        **(eagle3.read_flags(fields, notes) | read_norm_output(fields, architecture, given, notes)),
+    )
+    return Stated(config, notes=notes)
+
+
+def read_norm_output(fields: Fields, architecture: str, given: Given, notes: list[str]) -> dict[str, bool]:
+    """What norm_output means here: {} for vLLM's meaning. Raises ValueError when it is open, or has no equal."""
+    stated = fields.maybe("norm_output", bool)
+    if stated is None and given.norm_output is not None:
+        raise ValueError(f"--norm-output {given.norm_output}: config.json has no norm_output")
+    if stated is None or given.norm_output == "vllm":
+        return {}
+    if architecture == SPECFORGE and given.norm_output is None:
+        raise ValueError(
+            f"config.json: norm_output={stated}: feeds the normed state back (vLLM, and SpecForge since September "
+            "2026), or has the LM head read it (SpecForge before)? Convert with --norm-output vllm or "
+            "--norm-output specforge"
+        )
+    if given.norm_output == "specforge":
+        if not stated:
+            raise ValueError("config.json: norm_output=False: a head whose LM head reads the state without a norm")
+        notes.append("norm_output=true is SpecForge's of before September 2026: false here, nothing is fed back normed")
+        return {"norm_output": False}
+    return {}
+
+
+def spell(name: str, config: HeadShape) -> str:
+    return name.replace(FIRST_LAYER, "midlayer.", 1) if name.startswith(FIRST_LAYER) else name
+
+
+def write(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = cast(Eagle3Config, checkpoint.config)
+    if config.layer.num_layers != 1:
+        raise ValueError(f"num_hidden_layers={config.layer.num_layers}: safeailab-eagle3 has room for one layer")
+    flags = {flag: getattr(config, flag) for flag in FLAGS}
+    return layer_json(config.layer) | {
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        **flags,
+        "eagle_aux_hidden_state_layer_ids": list(config.aux_layers),
+        "num_aux_hidden_states": len(config.aux_layers),
+    }
+
+
+def losses(checkpoint: Checkpoint) -> list[str]:
+    config = cast(Eagle3Config, checkpoint.config)
+    on = [flag for flag in FLAGS if getattr(config, flag)]
+    notes = [f"SafeAILab's own code does not know {', '.join(on)}; vLLM does"] if on else []
+    default = checkpoint.verifier and checkpoint.verifier.default_aux_layers
+    if config.aux_layers != default:
+        notes.append(
+            f"SafeAILab's own code reads layers (2, N//2, N-3) of its target, whatever config.json says; "
+            f"this head wants {list(config.aux_layers)}"
+        )
+    if config.aux_layers[0] == 1:
+        notes.append("SGLang adds 1 to layer ids that begin with 1")
+    return notes
+
+
+FORMAT = Format(
+    name="safeailab-eagle3",
+    heads=("eagle3",),
+    weights=("model.safetensors", "pytorch_model.bin"),
+    matches=matches,
+    read=read,
+    write=write,
+    spell=spell,
+    optional=eagle3.OPTIONAL,
+    blame=((r"^midlayer\.", ("num_hidden_layers", "hidden_size")), *eagle3.BLAME),
+    incoming=eagle3.incoming,
+    losses=losses,
+    asks=frozenset({"layer_ids", "norm_output"}),
+    states_tokens=False,
+)

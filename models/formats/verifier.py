@@ -1,0 +1,60 @@
+"""What a conversion needs of the target: its name and sizes from config.json and, rarely, its token embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from models.config import read_json
+from models.formats.checkpoint import Verifier
+from models.formats.fields import Fields
+from models.weights import read_file, shard_files
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def find_verifier(path_or_hub_id: str) -> tuple[Verifier, Path | None]:
+    """From a folder, which is answered too, or a hub id. Raises ValueError when there is no config.json to be had."""
+    folder = Path(path_or_hub_id).expanduser()
+    if folder.is_dir():
+        file = folder / "config.json"
+        if not file.is_file():
+            raise ValueError(f"--verifier {path_or_hub_id}: no config.json in this folder")
+    else:
+        folder, file = None, _from_hub(path_or_hub_id)
+    written = read_json(file)
+    fields = Fields(written.get("text_config") or written, str(file))  # of a model that also sees: its language part
+    architectures = written.get("architectures") or []
+    if not architectures:
+        raise ValueError(f"{file}: architectures is missing")
+    sizes = (fields.need(key, int) for key in ("vocab_size", "hidden_size", "num_hidden_layers"))
+    return Verifier(path_or_hub_id, str(architectures[0]), *sizes), folder
+
+
+def _from_hub(hub_id: str) -> Path:
+    if hub_id.count("/") != 1 or hub_id.startswith((".", "/", "~")):
+        raise ValueError(f"--verifier {hub_id}: no such folder (a hub id would be written owner/name)")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(hub_id, "config.json"))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ValueError(
+            f"--verifier {hub_id}: neither a folder nor reachable on the model hub ({type(error).__name__}); "
+            "give a folder with its config.json"
+        ) from error
+
+
+def embedding_of(folder: Path) -> Callable[[], Tensor]:
+    """Reads the token embedding `[V, H]` of the target in `folder` when called. Raises ValueError if it has none."""
+
+    def read() -> Tensor:
+        for file in shard_files(folder):
+            for _, tensor in read_file(file, only=EMBEDDING):
+                return tensor
+        raise ValueError(f"{folder}: holds no {EMBEDDING}")
+
+    return read

@@ -1,0 +1,107 @@
+"""EAGLE-1 head (arXiv 2401.15077): predicts the target's next final hidden state, and lets its LM head speak.
+
+A step takes, at slot i, the embedding of token t[i+1] and the feature f[i], the target's hidden state after the final
+norm or, further down a draft, the head's own answer. One decoder layer without input norm answers f[i+1]. The LM head
+is the target's own, borrowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.attention import Attention
+from models.heads.base import AttentionShape, Borrowed, Head
+from models.heads.eagle_config import EagleConfig
+from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding
+from models.targets.llama import LlamaTarget, SelfAttention
+
+
+class EagleLayer(nn.Module):
+    """A decoder layer that reads its input as it is."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        layer = config.layer
+        self.self_attn = SelfAttention(layer, 0)
+        self.post_attention_layernorm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
+        self.mlp = GatedMLP(layer.hidden_size, layer.intermediate_size, bias=layer.mlp_bias)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        x = x + self.self_attn(x, rotary, attention)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class EagleHead(Head):
+    name = "eagle"
+    config_class = EagleConfig
+
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.config = config
+        layer = config.layer
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(layer.vocab_size, layer.hidden_size)
+            self.embed_tokens.weight.requires_grad_(False)
+        self.fc = Linear(2 * layer.hidden_size, layer.hidden_size, bias=config.bias)
+        self.rotary = RotaryEmbedding(layer.rope, layer.head_dim, layer.max_position_embeddings)
+        self.layers = nn.ModuleList([EagleLayer(config)])
+        self._borrowed: Borrowed | None = None
+
+    @property
+    def attention(self) -> AttentionShape:
+        layer = self.config.layer
+        return AttentionShape(1, layer.num_heads, layer.num_kv_heads, layer.head_dim)
+
+    @property
+    def reads_lm_head(self) -> bool:
+        return True
+
+    def fuse(self, aux: Sequence[Tensor]) -> Tensor:
+        (feature,) = aux
+        return feature
+
+    def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
+        weight = self.embed_tokens.weight if self.config.own_embedding else self.borrowed.embedding
+        x = torch.cat([F.embedding(ids, weight).to(state.dtype), state], dim=-1)
+        rotary = self.rotary.rows(positions, state.dtype)
+        return self.layers[0](self.fc(x).to(state.dtype), rotary, attention)
+
+    def logits(self, state: Tensor, depth: int) -> Tensor:
+        return self.borrowed.lm_head(state)
+
+    @property
+    def borrowed(self) -> Borrowed:
+        assert self._borrowed is not None, "borrow() comes first"
+        return self._borrowed
+
+    def borrow(self, target: LlamaTarget) -> None:
+        self._borrowed = Borrowed(target.lm_head, target.embedding_weight)
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def] # as nn.Module has it
+        super()._apply(fn, recurse)
+        if self._borrowed is not None:
+            self._borrowed = self._borrowed.apply(fn)
+        return self
+
+    @torch.no_grad()
+    def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
+        """`from_target`: starts by repeating the feature, to which a layer of small weights adds little."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if name == "embed_tokens.weight":
+                parameter.copy_(target.embedding_weight)
+            elif parameter.ndim == 2:
+                parameter.normal_(0.0, 0.02, generator=generator)
+            elif name.endswith("bias"):
+                parameter.zero_()
+        self.borrow(target)
+        self._borrowed = self.borrowed.apply(lambda value: value.to(self.fc.weight))
+        if from_target:
+            size = self.config.hidden_size
+            self.fc.weight[:, size:].copy_(torch.eye(size))

@@ -1,0 +1,70 @@
+"""The decoder layer that a head is made of: its sizes, taken from the target, and how a config.json states them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+from models.config import TargetConfig
+
+Shape = TypeVar("Shape")
+SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+
+
+def head_layer(target: TargetConfig, **sizes: int | None) -> TargetConfig:
+    """A Llama layer, whatever family the target is of, with the target's rotary embedding and those of SIZES given."""
+    given = {key: size for key, size in sizes.items() if size is not None}
+    assert given.keys() <= set(SIZES)
+    layer = replace(
+        target,
+        architecture="LlamaForCausalLM",
+        tie_word_embeddings=False,
+        attention_bias=target.output_bias,  # Llama has it on both projections or on none
+        qk_norm=False,
+        windows=(),
+        experts=None,
+        **given,
+    )
+    if layer.num_heads % layer.num_kv_heads:
+        raise ValueError(
+            f"head.num_heads={layer.num_heads}: must be a multiple of head.num_kv_heads={layer.num_kv_heads}"
+        )
+    return layer
+
+
+def layer_json(layer: TargetConfig) -> dict[str, Any]:
+    """The keys of Hugging Face's LlamaConfig."""
+    scaling = {key: value for key, value in layer.rope.to_json().items() if key != "rope_theta"}
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": layer.vocab_size,
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_hidden_layers": layer.num_layers,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": layer.rms_norm_eps,
+        "max_position_embeddings": layer.max_position_embeddings,
+        "rope_theta": layer.rope.theta,
+        "rope_scaling": None if layer.rope.rope_type == "default" else scaling,
+        "attention_bias": layer.attention_bias,
+        "mlp_bias": layer.mlp_bias,
+        "tie_word_embeddings": False,
+        "bos_token_id": layer.bos_token_id,
+        "eos_token_id": list(layer.eos_token_ids) or None,
+    }
+
+
+def reaching(config: Shape, positions: int) -> Shape:
+    """The same head for at least so many positions: others state a short context, which no weight depends on."""
+    layer: TargetConfig | None = getattr(config, "layer", None)
+    if layer is None or layer.max_position_embeddings >= positions:
+        return config
+    rope, numbers = layer.rope, dict(layer.rope.parameters)
+    if rope.rope_type == "yarn":  # the one scaling that falls back on it
+        numbers.setdefault("original_max_position_embeddings", float(layer.max_position_embeddings))
+    rope = replace(rope, parameters=tuple(sorted(numbers.items())))
+    return replace(cast(Any, config), layer=replace(layer, max_position_embeddings=positions, rope=rope))

@@ -1,0 +1,103 @@
+"""Medusa heads (arXiv 2401.10774): head d drafts t[i+2+d] from the target's final hidden state f[i] alone.
+
+No head reads a token or another head's draft, so one look at f[i] answers every depth: the state of all depths is f[i]
+itself, and `logits` holds the heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.attention import Attention
+from models.heads.base import Head
+from models.heads.medusa_config import MedusaConfig
+from models.layers import Linear
+from models.targets.llama import LlamaTarget
+from models.vocab import target_ids
+
+
+class MedusaBlock(nn.Module):
+    """Residual layers `x + silu(W x + b)`, each with weights of its own."""
+
+    def __init__(self, size: int, num_layers: int, *, bias: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Linear(size, size, bias=bias) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
+        return x
+
+
+class MedusaHead(Head):
+    """`token_map` int64 [Vd] holds the target ids of a draft vocabulary that is smaller than the target's."""
+
+    name = "medusa"
+    config_class = MedusaConfig
+    parallel = True
+
+    config: MedusaConfig
+    lm_head: Linear
+    lm_heads: nn.ModuleList
+    token_map: Tensor
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        self.config = config
+        size, vocabulary = config.target_hidden_size, config.draft_vocab_size
+        self.blocks = nn.ModuleList(
+            MedusaBlock(size, config.num_layers, bias=config.bias) for _ in range(config.num_heads)
+        )
+        if config.shared:
+            self.lm_head = Linear(size, vocabulary, bias=False)
+            self.lm_head.weight.requires_grad_(False)
+        else:
+            self.lm_heads = nn.ModuleList(Linear(size, vocabulary, bias=False) for _ in range(config.num_heads))
+        if vocabulary < config.vocab_size:
+            self.register_buffer("token_map", torch.arange(vocabulary))
+
+    @property
+    def target_ids(self) -> Tensor:
+        return self.token_map if self.config.draft_vocab_size < self.config.vocab_size else super().target_ids
+
+    @torch.no_grad()
+    def set_vocabulary(self, d2t: Tensor, t2d: Tensor) -> None:
+        super().set_vocabulary(d2t, t2d)
+        if self.config.draft_vocab_size < self.config.vocab_size:
+            self.token_map.copy_(target_ids(d2t))
+
+    @property
+    def reads_lm_head(self) -> bool:
+        return self.config.shared
+
+    def fuse(self, aux: Sequence[Tensor]) -> Tensor:
+        (feature,) = aux
+        return feature
+
+    def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
+        return state
+
+    def logits(self, state: Tensor, depth: int) -> Tensor:
+        return (self.lm_head if self.config.shared else self.lm_heads[depth])(self.blocks[depth](state))
+
+    @torch.no_grad()
+    def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
+        """Residual layers start at nothing, so that with `from_target` every head starts as the target's LM head."""
+        for parameter in self.blocks.parameters():
+            parameter.zero_()
+        generator = torch.Generator().manual_seed(seed)
+        for lm_head in [self.lm_head] if self.config.shared else self.lm_heads:
+            assert isinstance(lm_head, Linear)
+            if self.config.shared or from_target:
+                lm_head.weight.copy_(target.lm_head.weight[self.target_ids])
+            else:
+                lm_head.weight.normal_(0.0, 0.02, generator=generator)
+
+    def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
+        """vLLM's tensor names; token_map only where Vd < V."""
+        truncated = self.config.draft_vocab_size < self.config.vocab_size
+        return super().checkpoint_layout() | ({"token_map": ("token_map",)} if truncated else {})

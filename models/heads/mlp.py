@@ -1,0 +1,82 @@
+"""MLP speculator (arXiv 2404.19124): a small recurrent network, with weights of its own at every depth.
+
+Depth 0 takes the target's final hidden state f[i] and token t[i+1], depth d the state of depth d - 1 and the token
+drafted there. No attention and no position: a draft depends on one hidden state and the tokens after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.elementwise import rms_norm
+from models.attention import Attention
+from models.heads.base import Head
+from models.heads.mlp_config import MlpConfig
+from models.layers import Linear
+from models.targets.llama import LlamaTarget
+
+EPS = 1e-6
+
+
+class ShiftedRMSNorm(nn.Module):
+    """A root-mean-square norm with a learnt scale and shift."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, EPS) + self.bias
+
+
+class MlpHead(Head):
+    """Each list holds one module per depth, or one in all where weights are tied (of `proj` the first and one more)."""
+
+    name = "mlp"
+    config_class = MlpConfig
+
+    config: MlpConfig
+
+    def __init__(self, config: MlpConfig) -> None:
+        super().__init__()
+        self.config = config
+        inner, count = config.inner_dim, 1 if config.tie_weights else config.n_predict
+        steps = min(2, config.n_predict) if config.tie_weights else config.n_predict
+        self.emb = nn.ModuleList(nn.Embedding(config.vocab_size, inner) for _ in range(count))
+        self.proj = nn.ModuleList(
+            Linear(inner if depth else config.target_hidden_size, inner, bias=False) for depth in range(steps)
+        )
+        self.ln = nn.ModuleList(ShiftedRMSNorm(inner) for _ in range(count))
+        self.head = nn.ModuleList(Linear(inner, config.vocab_size, bias=False) for _ in range(count))
+
+    def fuse(self, aux: Sequence[Tensor]) -> Tensor:
+        (feature,) = aux
+        if not self.config.scale_input:
+            return feature
+        return rms_norm(feature, feature.new_ones(feature.shape[-1]), EPS) / math.sqrt(2)
+
+    def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
+        own = 0 if self.config.tie_weights else depth
+        embedding = self.emb[own](ids)
+        projected = self.proj[min(depth, len(self.proj) - 1)](state).to(embedding.dtype)  # fp32 under autocast
+        scale = self.config.embedding_weight / self.config.state_weight
+        return F.gelu(self.ln[own](projected + scale * embedding))
+
+    def logits(self, state: Tensor, depth: int) -> Tensor:
+        return self.head[0 if self.config.tie_weights else depth](state)
+
+    @torch.no_grad()
+    def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
+        """N(0, 1/sqrt(D)) throughout: the variances that `state_weight` and `embedding_weight` count on."""
+        if from_target:
+            raise ValueError("head.init_from_target=true: an MLP speculator starts from nothing of the target's")
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 1 / math.sqrt(self.config.inner_dim), generator=generator)

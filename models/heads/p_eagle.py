@@ -1,0 +1,37 @@
+"""P-EAGLE head (arXiv 2602.01469): EAGLE-3's body drafts all its tokens in one forward.
+
+The row of depth 0 is EAGLE-3's: token t[i+1] and the fused features f[i], at rotary position i. The row of each further
+depth d holds the mask token and a learnt state, at position i + d, and sees what the rows before it see and these rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from models.heads.eagle3 import Eagle3Head
+from models.heads.p_eagle_config import PEagleConfig
+from models.targets.llama import LlamaTarget
+
+
+class PEagleHead(Eagle3Head):
+    """`mask_hidden` `[1, 1, A * Ht]` stands in for the features that a deeper row cannot have."""
+
+    name = "p-eagle"
+    config_class = PEagleConfig
+    parallel = True
+
+    config: PEagleConfig
+
+    def __init__(self, config: PEagleConfig) -> None:
+        super().__init__(config)
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, self.fc.in_features))
+
+    def mask_slot(self) -> tuple[int, Tensor]:
+        state = self.fuse(self.mask_hidden.chunk(len(self.config.aux_layers), dim=-1))
+        return self.config.mask_token_id, state[0, 0]
+
+    @torch.no_grad()
+    def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
+        super().initialise(target, from_target=from_target, seed=seed)
+        self.mask_hidden.normal_(generator=torch.Generator().manual_seed(seed + 1))

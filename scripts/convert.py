@@ -1,0 +1,142 @@
+"""Converts a head's checkpoint from one format into another, and shows what became of every tensor.
+
+    python scripts/convert.py --from safeailab-eagle3 --to headway --verifier models/demo IN OUT
+    python scripts/convert.py --from medusa --to vllm-medusa --allow-pickle IN OUT
+    python scripts/convert.py --from auto --to speculators --dry-run IN OUT
+
+OUT appears whole or not at all, and must not be there yet. What was written is read back and compared before that.
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from models.formats import FORMATS, Checkpoint, Given, Written, detect, read_checkpoint, render, save
+from models.formats.verifier import embedding_of, find_verifier
+from models.weights import fingerprint
+from train import atomic
+from train.provenance import provenance
+
+USER_ERROR = 2
+
+
+def parser() -> argparse.ArgumentParser:
+    heads = "\n".join(f"  {form.name:<18}{', '.join(form.heads)}" for form in FORMATS.values())
+    own = argparse.ArgumentParser(
+        prog="python scripts/convert.py",
+        description=(__doc__ or "").partition("\n\n")[0],
+        epilog=f"formats and the heads that they hold:\n{heads}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    own.add_argument("--from", dest="source", required=True, choices=["auto", *FORMATS], metavar="FORMAT")
+    own.add_argument("--to", dest="target", required=True, choices=list(FORMATS), metavar="FORMAT")
+    own.add_argument("folder", metavar="IN", type=Path, help="a folder with config.json and weights")
+    own.add_argument("out", metavar="OUT", type=Path, help="a folder that is not there yet")
+    own.add_argument("--verifier", metavar="PATH", help="the head's target: a folder or a hub id; sizes are compared")
+    own.add_argument("--speculative-tokens", metavar="N", type=int, help="to draft per step, for formats that say so")
+    own.add_argument("--allow-pickle", action="store_true", help="read .bin and .pt files, tensors and nothing else")
+    own.add_argument(
+        "--layer-ids",
+        choices=["hidden_states", "outputs"],
+        help="what the source's auxiliary layer ids count: HF hidden_states, or 0-based layer outputs (one less)",
+    )
+    own.add_argument(
+        "--norm-output",
+        choices=["vllm", "specforge"],
+        help="what norm_output means in the source: vLLM's, or SpecForge's before September 2026",
+    )
+    own.add_argument("--dry-run", action="store_true", help="do it all, and leave nothing behind")
+    return own
+
+
+def convert(args: argparse.Namespace) -> tuple[Checkpoint, Written]:
+    """Raises ValueError naming what is wrong; OUT is then not there."""
+    if args.out.exists() or args.out.is_symlink():
+        raise ValueError(f"{args.out}: is there already; remove it, or give another folder")
+    if args.speculative_tokens is not None and args.speculative_tokens < 1:
+        raise ValueError(f"--speculative-tokens {args.speculative_tokens}: must be at least 1")
+    if args.speculative_tokens is not None and not FORMATS[args.target].states_tokens:
+        raise ValueError(f"--speculative-tokens {args.speculative_tokens}: {args.target} does not say how many")
+    source = detect(args.folder) if args.source == "auto" else FORMATS[args.source]
+    args.source = source.name
+    verifier, folder = find_verifier(args.verifier) if args.verifier else (None, None)
+    given = Given(verifier, args.speculative_tokens, args.layer_ids, args.norm_output)
+    checkpoint = read_checkpoint(source, args.folder, given, pickles=args.allow_pickle)
+    trained_for = (checkpoint.provenance or {}).get("target_fingerprint")
+    if folder and trained_for and trained_for != fingerprint(folder):
+        raise ValueError(f"{args.folder}: this head was trained for another target than --verifier {args.verifier}")
+    if args.target == "headway" and checkpoint.provenance is None:
+        checkpoint = replace(checkpoint, provenance=record(args, checkpoint, folder))
+    target = FORMATS[args.target]
+    written = render(target, checkpoint, embedding=embedding_of(folder) if folder else None)
+    with destination(args.out, dry_run=args.dry_run) as staging:
+        save(target, checkpoint, written, staging)
+    return checkpoint, written
+
+
+@contextmanager
+def destination(out: Path, *, dry_run: bool) -> Iterator[Path]:
+    if dry_run:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+    else:
+        with atomic.replace_folder(out) as staging:
+            yield staging
+
+
+def record(args: argparse.Namespace, checkpoint: Checkpoint, verifier: Path | None) -> dict[str, Any]:
+    """provenance.json. Only a verifier that is here whole has a fingerprint, and binds the head to it."""
+    facts: dict[str, Any] = {"converted_from": {"format": args.source, "folder": str(args.folder)}}
+    if checkpoint.verifier is not None:
+        facts["target"] = checkpoint.verifier.name
+    if verifier is not None and any(verifier.glob("*.safetensors")):
+        facts["target_fingerprint"] = fingerprint(verifier)
+    return provenance({}, **facts)
+
+
+def report(args: argparse.Namespace, checkpoint: Checkpoint, written: Written) -> str:
+    rows = [("from", "to", "shape", "dtype", "note")]
+    for ours, name in sorted(written.names.items(), key=lambda item: item[1]):
+        source, tensor = checkpoint.sources.get(ours, "the verifier's"), written.tensors[ours]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        rows.append((source, name, str(list(tensor.shape)), dtype, checkpoint.remarks.get(source, "")))
+    left_out = {name: why for name, why in checkpoint.remarks.items() if name not in checkpoint.sources.values()}
+    rows += [(name, "-", "", "", why) for name, why in left_out.items()]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    notes = [f"note: {note}" for note in [*checkpoint.notes, *written.notes]]
+    place = "nothing was kept (--dry-run)" if args.dry_run else f"in {args.out}"
+    return "\n".join(
+        [
+            f"{checkpoint.head} head, {args.source} -> {args.target}",
+            *lines,
+            *notes,
+            f"{len(written.names)} tensors, read back and equal; {place}",
+        ]
+    )
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    try:
+        print(report(args, *convert(args)))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

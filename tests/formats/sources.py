@@ -1,0 +1,364 @@
+"""A checkpoint of each format, key by key as its documentation lists them, beside the names that we give its tensors.
+
+Sizes: V = 384 tokens, H = 64, 8 attention heads and 2 KV heads of 8, MLP of 160, drafts from 96 tokens; a target of 8
+layers. The lists are written out, so that no code of ours decides what is in a file.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+V, H, VD = 384, 64, 96
+Row = tuple[str, str, tuple[int, ...]]  # their name, ours, shape
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": V,
+    "hidden_size": H,
+    "intermediate_size": 160,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 16,  # the published heads say 2048, whatever the target has
+    "rms_norm_eps": 1e-05,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "tie_word_embeddings": False,
+    # what transformers adds and no forward depends on
+    "initializer_range": 0.02,
+    "pad_token_id": 0,
+    "torch_dtype": "float32",
+    "transformers_version": "4.28.1",
+    "use_cache": True,
+}
+
+EAGLE: list[Row] = [
+    ("embed_tokens.weight", "embed_tokens.weight", (384, 64)),
+    ("fc.weight", "fc.weight", (64, 128)),
+    ("fc.bias", "fc.bias", (64,)),
+    ("layers.0.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.weight", (64, 64)),
+    ("layers.0.self_attn.k_proj.weight", "layers.0.self_attn.k_proj.weight", (16, 64)),
+    ("layers.0.self_attn.v_proj.weight", "layers.0.self_attn.v_proj.weight", (16, 64)),
+    ("layers.0.self_attn.o_proj.weight", "layers.0.self_attn.o_proj.weight", (64, 64)),
+    ("layers.0.mlp.gate_proj.weight", "layers.0.mlp.gate_proj.weight", (160, 64)),
+    ("layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight", (160, 64)),
+    ("layers.0.mlp.down_proj.weight", "layers.0.mlp.down_proj.weight", (64, 160)),
+    ("layers.0.post_attention_layernorm.weight", "layers.0.post_attention_layernorm.weight", (64,)),
+]
+
+MIDLAYER: list[Row] = [
+    ("midlayer.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.weight", (64, 128)),
+    ("midlayer.self_attn.k_proj.weight", "layers.0.self_attn.k_proj.weight", (16, 128)),
+    ("midlayer.self_attn.v_proj.weight", "layers.0.self_attn.v_proj.weight", (16, 128)),
+    ("midlayer.self_attn.o_proj.weight", "layers.0.self_attn.o_proj.weight", (64, 64)),
+    ("midlayer.mlp.gate_proj.weight", "layers.0.mlp.gate_proj.weight", (160, 64)),
+    ("midlayer.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight", (160, 64)),
+    ("midlayer.mlp.down_proj.weight", "layers.0.mlp.down_proj.weight", (64, 160)),
+    ("midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight", (64,)),
+    ("midlayer.input_layernorm.weight", "layers.0.input_layernorm.weight", (64,)),
+    ("midlayer.post_attention_layernorm.weight", "layers.0.post_attention_layernorm.weight", (64,)),
+    ("fc.weight", "fc.weight", (64, 192)),
+    ("norm.weight", "norm.weight", (64,)),
+    ("lm_head.weight", "lm_head.weight", (96, 64)),
+    ("d2t", "d2t", (96,)),
+    ("t2d", "t2d", (384,)),
+]
+EMBEDDING: list[Row] = [("embed_tokens.weight", "embed_tokens.weight", (384, 64))]
+
+SPECULATORS: list[Row] = [
+    *EMBEDDING,
+    ("layers.0.self_attn.q_proj.weight", "layers.0.self_attn.q_proj.weight", (64, 128)),
+    ("layers.0.self_attn.k_proj.weight", "layers.0.self_attn.k_proj.weight", (16, 128)),
+    ("layers.0.self_attn.v_proj.weight", "layers.0.self_attn.v_proj.weight", (16, 128)),
+    ("layers.0.self_attn.o_proj.weight", "layers.0.self_attn.o_proj.weight", (64, 64)),
+    ("layers.0.mlp.gate_proj.weight", "layers.0.mlp.gate_proj.weight", (160, 64)),
+    ("layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight", (160, 64)),
+    ("layers.0.mlp.down_proj.weight", "layers.0.mlp.down_proj.weight", (64, 160)),
+    ("layers.0.hidden_norm.weight", "layers.0.hidden_norm.weight", (64,)),
+    ("layers.0.input_layernorm.weight", "layers.0.input_layernorm.weight", (64,)),
+    ("layers.0.post_attention_layernorm.weight", "layers.0.post_attention_layernorm.weight", (64,)),
+    ("fc.weight", "fc.weight", (64, 192)),
+    ("norm.weight", "norm.weight", (64,)),
+    ("lm_head.weight", "lm_head.weight", (96, 64)),
+    ("d2t", "d2t", (96,)),
+    ("t2d", "t2d", (384,)),
+]
+SECOND_LAYER: list[Row] = [
+    ("layers.1.self_attn.q_proj.weight", "layers.1.self_attn.q_proj.weight", (64, 64)),
+    ("layers.1.self_attn.k_proj.weight", "layers.1.self_attn.k_proj.weight", (16, 64)),
+    ("layers.1.self_attn.v_proj.weight", "layers.1.self_attn.v_proj.weight", (16, 64)),
+    ("layers.1.self_attn.o_proj.weight", "layers.1.self_attn.o_proj.weight", (64, 64)),
+    ("layers.1.mlp.gate_proj.weight", "layers.1.mlp.gate_proj.weight", (160, 64)),
+    ("layers.1.mlp.up_proj.weight", "layers.1.mlp.up_proj.weight", (160, 64)),
+    ("layers.1.mlp.down_proj.weight", "layers.1.mlp.down_proj.weight", (64, 160)),
+    ("layers.1.input_layernorm.weight", "layers.1.input_layernorm.weight", (64,)),
+    ("layers.1.post_attention_layernorm.weight", "layers.1.post_attention_layernorm.weight", (64,)),
+]
+FC_NORM: list[Row] = [
+    ("fc_norm.0.weight", "fc_norm.0.weight", (64,)),
+    ("fc_norm.1.weight", "fc_norm.1.weight", (64,)),
+    ("fc_norm.2.weight", "fc_norm.2.weight", (64,)),
+]
+INPUT_NORM: list[Row] = [("input_norm.weight", "input_norm.weight", (192,))]
+MASK_HIDDEN: list[Row] = [("mask_hidden", "mask_hidden", (1, 1, 192))]
+
+MEDUSA: list[Row] = [
+    ("0.0.linear.weight", "blocks.0.layers.0.weight", (64, 64)),
+    ("0.0.linear.bias", "blocks.0.layers.0.bias", (64,)),
+    ("0.1.linear.weight", "blocks.0.layers.1.weight", (64, 64)),
+    ("0.1.linear.bias", "blocks.0.layers.1.bias", (64,)),
+    ("0.2.weight", "lm_heads.0.weight", (384, 64)),
+    ("1.0.linear.weight", "blocks.1.layers.0.weight", (64, 64)),
+    ("1.0.linear.bias", "blocks.1.layers.0.bias", (64,)),
+    ("1.1.linear.weight", "blocks.1.layers.1.weight", (64, 64)),
+    ("1.1.linear.bias", "blocks.1.layers.1.bias", (64,)),
+    ("1.2.weight", "lm_heads.1.weight", (384, 64)),
+    ("2.0.linear.weight", "blocks.2.layers.0.weight", (64, 64)),
+    ("2.0.linear.bias", "blocks.2.layers.0.bias", (64,)),
+    ("2.1.linear.weight", "blocks.2.layers.1.weight", (64, 64)),
+    ("2.1.linear.bias", "blocks.2.layers.1.bias", (64,)),
+    ("2.2.weight", "lm_heads.2.weight", (384, 64)),
+]
+VLLM_MEDUSA: list[Row] = [(ours, ours, shape) for _, ours, shape in MEDUSA]
+VLLM_MEDUSA_SMALL: list[Row] = [  # no biases, one LM head for all, over a part of the vocabulary
+    ("blocks.0.layers.0.weight", "blocks.0.layers.0.weight", (64, 64)),
+    ("blocks.1.layers.0.weight", "blocks.1.layers.0.weight", (64, 64)),
+    ("lm_head.weight", "lm_head.weight", (96, 64)),
+    ("token_map", "token_map", (96,)),
+]
+
+MLP: list[Row] = [
+    ("speculator.emb.0.weight", "emb.0.weight", (384, 40)),
+    ("speculator.emb.1.weight", "emb.1.weight", (384, 40)),
+    ("speculator.emb.2.weight", "emb.2.weight", (384, 40)),
+    ("speculator.proj.0.weight", "proj.0.weight", (40, 64)),
+    ("speculator.proj.1.weight", "proj.1.weight", (40, 40)),
+    ("speculator.proj.2.weight", "proj.2.weight", (40, 40)),
+    ("speculator.head.0.weight", "head.0.weight", (384, 40)),
+    ("speculator.head.1.weight", "head.1.weight", (384, 40)),
+    ("speculator.head.2.weight", "head.2.weight", (384, 40)),
+    ("speculator.ln.0.weight", "ln.0.weight", (40,)),
+    ("speculator.ln.0.bias", "ln.0.bias", (40,)),
+    ("speculator.ln.1.weight", "ln.1.weight", (40,)),
+    ("speculator.ln.1.bias", "ln.1.bias", (40,)),
+    ("speculator.ln.2.weight", "ln.2.weight", (40,)),
+    ("speculator.ln.2.bias", "ln.2.bias", (40,)),
+]
+MLP_TIED: list[Row] = [
+    ("speculator.emb.0.weight", "emb.0.weight", (384, 64)),
+    ("speculator.proj.0.weight", "proj.0.weight", (64, 64)),
+    ("speculator.proj.1.weight", "proj.1.weight", (64, 64)),
+    ("speculator.head.0.weight", "head.0.weight", (384, 64)),
+    ("speculator.ln.0.weight", "ln.0.weight", (64,)),
+    ("speculator.ln.0.bias", "ln.0.bias", (64,)),
+]
+
+SPECULATORS_CONFIG = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "speculators_version": "0.4.0",
+    "speculators_config": {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+        ],
+        "verifier": {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]},
+    },
+    "transformer_layer_config": {**LLAMA, "rope_theta": 500000.0, "rope_scaling": None, "head_dim": 8},
+    "draft_vocab_size": VD,
+    "norm_before_residual": True,
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+    "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+    "target_hidden_size": None,
+    "embed_requires_grad": False,
+}
+MLP_CONFIG = {
+    "architectures": ["MLPSpeculatorPreTrainedModel"],
+    "model_type": "mlp_speculator",
+    "vocab_size": V,
+    "emb_dim": H,
+    "inner_dim": 40,
+    "n_predict": 3,
+    "top_k_tokens_per_head": [5, 4, 3],
+    "n_candidates": 5,
+    "tie_weights": False,
+    "scale_input": True,
+}
+VLLM_MEDUSA_CONFIG = {
+    "architectures": ["MedusaModel"],
+    "model_type": "medusa",
+    "hidden_size": H,
+    "vocab_size": V,
+    "num_heads": 3,
+    "num_hidden_layers": 2,
+    "max_paths": 64,
+    "topk": 10,
+    "truncated_vocab_size": None,
+    "medusa_fc_bias": True,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    form: str
+    head: str
+    config: dict[str, Any]
+    rows: list[Row]
+    file: str = "model.safetensors"
+    options: list[str] = field(default_factory=list)  # where it leaves something open
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """`options` as the fields of Given."""
+        names = [option.removeprefix("--").replace("-", "_") for option in self.options[::2]]
+        return dict(zip(names, self.options[1::2], strict=True))
+
+    def tensors(self, seed: int = 0) -> dict[str, Tensor]:
+        return fill(self.rows, seed)
+
+    def write(self, folder: Path, *, seed: int = 0) -> Path:
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(self.config))
+        save_file(self.tensors(seed), folder / self.file)
+        return folder
+
+
+def fill(rows: list[Row], seed: int = 0) -> dict[str, Tensor]:
+    """Random weights; the maps of a draft vocabulary fit each other."""
+    generator = torch.Generator().manual_seed(seed)
+    used = torch.randperm(V, generator=generator)[:VD].sort().values
+    marks = torch.zeros(V, dtype=torch.bool)
+    marks[used] = True
+    maps = {"d2t": used - torch.arange(VD), "t2d": marks, "token_map": used}
+    tensors = {}
+    for name, _, shape in rows:
+        if name in maps:
+            tensors[name] = maps[name]
+        elif "norm" in name or ".ln." in name:
+            tensors[name] = 1 + 0.1 * torch.randn(shape, generator=generator)
+        else:
+            tensors[name] = 0.2 * torch.randn(shape, generator=generator)
+        assert tuple(tensors[name].shape) == shape
+    return tensors
+
+
+EAGLE3_CONFIG = {**LLAMA, "draft_vocab_size": VD}
+SOURCES = {
+    "safeailab-eagle": Source("safeailab-eagle", "eagle", LLAMA, EAGLE),
+    "safeailab-eagle without bias": Source(
+        "safeailab-eagle",
+        "eagle",
+        {**LLAMA, "bias": False, "rope_theta": 500000.0},
+        [row for row in EAGLE if row[0] != "fc.bias"],
+    ),
+    "safeailab-eagle3": Source("safeailab-eagle3", "eagle3", EAGLE3_CONFIG, MIDLAYER + EMBEDDING),
+    "safeailab-eagle3 sharing the embedding": Source("safeailab-eagle3", "eagle3", EAGLE3_CONFIG, MIDLAYER),
+    "safeailab-eagle3 of SpecForge": Source(
+        "safeailab-eagle3",
+        "eagle3",
+        {
+            **EAGLE3_CONFIG,
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "head_dim": 8,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "max_window_layers": 48,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "fc_norm": True,
+            "norm_output": True,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True},
+        },
+        MIDLAYER + EMBEDDING + FC_NORM,
+        options=["--layer-ids", "outputs", "--norm-output", "vllm"],
+    ),
+    "safeailab-eagle3 of ModelOpt": Source(
+        "safeailab-eagle3",
+        "eagle3",
+        {
+            **EAGLE3_CONFIG,
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [1, 3, 4],
+                "use_aux_hidden_state": True,
+                "use_input_layernorm_in_first_layer": True,
+                "use_last_layernorm": True,
+                "use_mtp_layernorm": False,
+                "next_layer_regular": True,
+                "parallel_draft_step": 1,
+                "parallel_draft_heads_num_layers": None,
+            },
+        },
+        MIDLAYER + EMBEDDING,
+        options=["--layer-ids", "outputs"],
+    ),
+    "speculators": Source("speculators", "eagle3", SPECULATORS_CONFIG, SPECULATORS),
+    "speculators with two layers and input_norm": Source(
+        "speculators",
+        "eagle3",
+        {
+            **SPECULATORS_CONFIG,
+            "norm_before_fc": True,
+            "norm_output": True,
+            "transformer_layer_config": {**SPECULATORS_CONFIG["transformer_layer_config"], "num_hidden_layers": 2},
+        },
+        SPECULATORS + INPUT_NORM + SECOND_LAYER,
+    ),
+    "speculators p-eagle": Source(
+        "speculators",
+        "p-eagle",
+        {
+            **SPECULATORS_CONFIG,
+            "architectures": ["PEagleSpeculator"],
+            "speculators_model_type": "peagle",
+            "speculators_config": {**SPECULATORS_CONFIG["speculators_config"], "algorithm": "peagle"},
+            "norm_before_residual": False,
+            "mask_token_id": 7,
+        },
+        SPECULATORS + MASK_HIDDEN,
+    ),
+    "medusa": Source(
+        "medusa",
+        "medusa",
+        {"medusa_num_heads": 3, "medusa_num_layers": 2, "base_model_name_or_path": "some/target"},
+        MEDUSA,
+        file="medusa_lm_head.safetensors",
+    ),
+    "vllm-medusa": Source("vllm-medusa", "medusa", VLLM_MEDUSA_CONFIG, VLLM_MEDUSA),
+    "vllm-medusa shared and truncated": Source(
+        "vllm-medusa",
+        "medusa",
+        {
+            **{
+                key: value for key, value in VLLM_MEDUSA_CONFIG.items() if key not in ("num_heads", "num_hidden_layers")
+            },
+            "medusa_num_heads": 2,
+            "medusa_num_layers": 1,
+            "truncated_vocab_size": VD,
+            "original_lm_head": True,
+            "medusa_fc_bias": False,
+        },
+        VLLM_MEDUSA_SMALL,
+    ),
+    "ibm-mlp": Source("ibm-mlp", "mlp", MLP_CONFIG, MLP),
+    "ibm-mlp tied": Source(
+        "ibm-mlp",
+        "mlp",
+        {**MLP_CONFIG, "inner_dim": 0, "tie_weights": True, "scale_input": False},
+        MLP_TIED,
+    ),
+}

@@ -1,0 +1,311 @@
+"""Every format key by key, in both directions, against the lists of sources.py, and each written config.json."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.formats import FORMATS, Given, Verifier, detect, read_checkpoint, write_checkpoint
+from models.heads import HEADS
+from tests.formats.sources import SOURCES
+
+TARGET = Verifier("some/target", "LlamaForCausalLM", 384, 64, 8)
+LAYER = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-05,
+    "max_position_embeddings": 16,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": [0],
+}
+VERIFIER = {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]}
+EAGLE3 = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "speculators_version": "0.9.0",
+    "speculators_config": {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [
+            {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+        ],
+        "verifier": VERIFIER,
+    },
+    "transformer_layer_config": LAYER,
+    "draft_vocab_size": 96,
+    "norm_before_residual": False,
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+    "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+    "num_aux_hidden_states": 3,
+    "target_hidden_size": 64,
+    "embed_requires_grad": False,
+    "torch_dtype": "float32",
+}
+PROPOSAL = EAGLE3["speculators_config"]
+MEDUSA_CONFIG = {
+    "architectures": ["MedusaModel"],
+    "model_type": "medusa",
+    "hidden_size": 64,
+    "vocab_size": 384,
+    "num_heads": 3,
+    "num_hidden_layers": 2,
+    "truncated_vocab_size": None,
+    "original_lm_head": False,
+    "medusa_fc_bias": True,
+    "logit_scale": 1.0,
+    "max_paths": 64,
+    "topk": 10,
+    "num_lookahead_tokens": 3,
+    "torch_dtype": "float32",
+}
+MLP_CONFIG = {
+    "architectures": ["MLPSpeculatorPreTrainedModel"],
+    "model_type": "mlp_speculator",
+    "vocab_size": 384,
+    "emb_dim": 64,
+    "inner_dim": 40,
+    "n_predict": 3,
+    "tie_weights": False,
+    "scale_input": True,
+    "top_k_tokens_per_head": [5, 4, 3],
+    "n_candidates": 5,
+    "num_lookahead_tokens": 3,
+    "torch_dtype": "float32",
+}
+# (source, format written) -> every key of config.json
+CONFIGS = {
+    ("safeailab-eagle", "safeailab-eagle"): {**LAYER, "bias": True, "torch_dtype": "float32"},
+    ("safeailab-eagle", "headway"): {
+        **LAYER,
+        "architectures": ["EagleLlamaForCausalLM"],
+        "bias": True,
+        "own_embedding": True,
+        "speculative_tokens": 5,
+        "verifier": VERIFIER,
+        "torch_dtype": "float32",
+    },
+    ("safeailab-eagle3", "speculators"): EAGLE3,
+    ("safeailab-eagle3", "headway"): EAGLE3,
+    ("safeailab-eagle3", "safeailab-eagle3"): {
+        **LAYER,
+        "draft_vocab_size": 96,
+        "target_hidden_size": 64,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+        "num_aux_hidden_states": 3,
+        "torch_dtype": "float32",
+    },
+    ("speculators p-eagle", "headway"): {
+        **EAGLE3,
+        "architectures": ["PEagleSpeculator"],
+        "speculators_model_type": "peagle",
+        "speculators_config": {
+            **PROPOSAL,
+            "algorithm": "peagle",
+            "proposal_methods": [{**PROPOSAL["proposal_methods"][0], "speculative_tokens": 3}],
+        },
+        "transformer_layer_config": {**LAYER, "rope_theta": 500000.0},
+        "mask_token_id": 7,
+        "num_depths": 3,
+    },
+    ("medusa", "medusa"): {
+        "medusa_num_heads": 3,
+        "medusa_num_layers": 2,
+        "base_model_name_or_path": "some/target",
+        "hidden_size": 64,
+        "vocab_size": 384,
+        "torch_dtype": "float32",
+    },
+    ("medusa", "vllm-medusa"): {**MEDUSA_CONFIG, "base_model_name_or_path": "some/target"},
+    ("medusa", "headway"): {**MEDUSA_CONFIG, "verifier": VERIFIER},
+    ("ibm-mlp", "ibm-mlp"): {**MLP_CONFIG, "base_model_name_or_path": "some/target"},
+    ("ibm-mlp", "headway"): {**MLP_CONFIG, "verifier": VERIFIER},
+}
+
+
+def given_for(source):
+    return Given(verifier=TARGET, **source.chosen)
+
+
+def read(source, folder):
+    return read_checkpoint(FORMATS[source.form], source.write(folder), given_for(source))
+
+
+def embedding():
+    return torch.full((384, 64), 0.5)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_tensor_arrives_under_our_name_with_its_bits(tmp_path, name):
+    source = SOURCES[name]
+    checkpoint = read(source, tmp_path / "in")
+    assert checkpoint.head == source.head
+    assert checkpoint.sources == {ours: theirs for theirs, ours, _ in source.rows}
+    given = source.tensors()
+    for theirs, ours, shape in source.rows:
+        assert tuple(checkpoint.tensors[ours].shape) == shape
+        assert checkpoint.tensors[ours].dtype == given[theirs].dtype
+        assert torch.equal(checkpoint.tensors[ours], given[theirs])
+    assert len(checkpoint.tensors) == len(source.rows)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_tensor_leaves_under_their_name_with_its_bits(tmp_path, name):
+    source, form = SOURCES[name], FORMATS[SOURCES[name].form]
+    checkpoint = read(source, tmp_path / "in")
+    (tmp_path / "ours").mkdir()
+    write_checkpoint(FORMATS["headway"], checkpoint, tmp_path / "ours", embedding=embedding)
+    ours = read_checkpoint(FORMATS["headway"], tmp_path / "ours")
+    (tmp_path / "out").mkdir()
+    write_checkpoint(form, ours, tmp_path / "out")
+    written, wanted = load_file(tmp_path / "out" / source.file), source.tensors()
+    if "sharing" in name:
+        wanted["embed_tokens.weight"] = embedding()
+    assert {key: tuple(value.shape) for key, value in written.items()} == {
+        key: tuple(value.shape) for key, value in wanted.items()
+    }
+    assert all(torch.equal(written[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize(("name", "form"), CONFIGS)
+def test_every_key_of_a_written_config(tmp_path, name, form):
+    checkpoint = read(SOURCES[name], tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    write_checkpoint(FORMATS[form], checkpoint, tmp_path / "out", embedding=embedding)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == CONFIGS[name, form]
+
+
+def test_every_format_and_head_is_covered():
+    assert {SOURCES[name].form for name in SOURCES} == set(FORMATS) - {"headway"}
+    assert {form for _, form in CONFIGS} == set(FORMATS)
+    assert {source.head for source in SOURCES.values()} == set(HEADS)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_folder_says_what_it_is(tmp_path, name):
+    source = SOURCES[name]
+    folder = source.write(tmp_path / "in")
+    assert detect(folder).name == source.form
+    (tmp_path / "ours").mkdir()
+    checkpoint = read_checkpoint(FORMATS[source.form], folder, given_for(source))
+    write_checkpoint(FORMATS["headway"], checkpoint, tmp_path / "ours", embedding=embedding)
+    assert detect(tmp_path / "ours").name == "headway"
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "message"),
+    [
+        ("speculators with two layers and input_norm", "safeailab-eagle3", "num_hidden_layers=2.*room for one layer"),
+        ("vllm-medusa shared and truncated", "medusa", "original_lm_head=true: this format has an LM head for every"),
+        ("safeailab-eagle", "speculators", "speculators holds eagle3, p-eagle; this head is eagle"),
+        ("speculators p-eagle", "safeailab-eagle3", "this head is p-eagle: one of headway, speculators"),
+        ("medusa", "ibm-mlp", "ibm-mlp holds mlp; this head is medusa: one of headway, medusa, vllm-medusa"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_refused(tmp_path, name, form, message):
+    checkpoint = read(SOURCES[name], tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match=message):
+        write_checkpoint(FORMATS[form], checkpoint, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "other"),
+    [("ibm-mlp", "speculator.", ""), ("medusa", "", "medusa_head."), ("vllm-medusa", "", "medusa_heads.")],
+)
+def test_names_may_bear_a_prefix_or_none(tmp_path, name, written, other):
+    source = SOURCES[name]
+    folder = source.write(tmp_path / "in")
+    changed = {other + key.removeprefix(written): value for key, value in source.tensors().items()}
+    assert not set(changed) & set(source.tensors())
+    save_file(changed, folder / source.file)
+    checkpoint = read_checkpoint(FORMATS[name], folder)
+    assert checkpoint.sources == {ours: other + theirs.removeprefix(written) for theirs, ours, _ in source.rows}
+
+
+def test_tied_copies_are_dropped_and_said(tmp_path):
+    source = SOURCES["ibm-mlp tied"]
+    folder, tensors = source.write(tmp_path / "in"), source.tensors()
+    copies = {
+        f"speculator.{part}.{depth}.{kind}": tensors[f"speculator.{part}.{first}.{kind}"].clone()
+        for part, first, kind in (
+            ("emb", 0, "weight"),
+            ("head", 0, "weight"),
+            ("ln", 0, "weight"),
+            ("ln", 0, "bias"),
+            ("proj", 1, "weight"),
+        )
+        for depth in range(first + 1, 3)
+    }
+    save_file(tensors | copies, folder / source.file)
+    checkpoint = read_checkpoint(FORMATS["ibm-mlp"], folder)
+    assert set(checkpoint.tensors) == {ours for _, ours, _ in source.rows}
+    assert set(checkpoint.remarks) == set(copies)
+    copies["speculator.head.2.weight"][0, 0] += 1
+    save_file(tensors | copies, folder / source.file)
+    with pytest.raises(ValueError, match=r"head\.2\.weight differs from head\.0\.weight.*tie_weights=True"):
+        read_checkpoint(FORMATS["ibm-mlp"], folder)
+
+
+def test_the_shared_lm_head_may_bear_the_first_ones_name(tmp_path):
+    source = SOURCES["vllm-medusa shared and truncated"]
+    folder, tensors = source.write(tmp_path / "in"), source.tensors()
+    renamed = {("lm_heads.0.weight" if key == "lm_head.weight" else key): value for key, value in tensors.items()}
+    save_file(renamed, folder / source.file)
+    checkpoint = read_checkpoint(FORMATS["vllm-medusa"], folder)
+    assert torch.equal(checkpoint.tensors["lm_head.weight"], tensors["lm_head.weight"])
+    assert checkpoint.remarks == {"lm_head.weight": "lm_heads.0.weight in the source"}
+    save_file(renamed | {"lm_head.weight": tensors["lm_head.weight"].clone()}, folder / source.file)
+    with pytest.raises(ValueError, match=r"lm_head\.weight and lm_heads\.0\.weight: one LM head, doubled"):
+        read_checkpoint(FORMATS["vllm-medusa"], folder)
+
+
+def test_target_ids_in_d2t_become_offsets(tmp_path):
+    source = SOURCES["speculators"]
+    folder, tensors = source.write(tmp_path / "in"), source.tensors()
+    ids = tensors["d2t"] + torch.arange(96)
+    save_file(tensors | {"d2t": ids}, folder / source.file)
+    checkpoint = read_checkpoint(FORMATS["speculators"], folder)
+    assert torch.equal(checkpoint.tensors["d2t"], tensors["d2t"])
+    assert checkpoint.remarks == {"d2t": "target ids in the source, made offsets"}
+
+
+def test_a_vocabulary_that_is_whole_needs_no_maps(tmp_path):
+    source = SOURCES["speculators"]
+    folder, tensors = source.write(tmp_path / "in"), source.tensors()
+    (folder / "config.json").write_text(json.dumps({**source.config, "draft_vocab_size": 384}))
+    whole = {"d2t": torch.zeros(384, dtype=torch.int64), "t2d": torch.ones(384, dtype=torch.bool)}
+    save_file(tensors | whole | {"lm_head.weight": torch.ones(384, 64)}, folder / source.file)
+    checkpoint = read_checkpoint(FORMATS["speculators"], folder)
+    assert not {"d2t", "t2d"} & set(checkpoint.tensors)
+    assert set(checkpoint.remarks) == {"d2t", "t2d"}
+
+
+def test_mask_hidden_of_two_dimensions_is_the_same(tmp_path):
+    source = SOURCES["speculators p-eagle"]
+    folder, tensors = source.write(tmp_path / "in"), source.tensors()
+    save_file(tensors | {"mask_hidden": tensors["mask_hidden"][0].clone()}, folder / source.file)
+    checkpoint = read_checkpoint(FORMATS["speculators"], folder)
+    assert torch.equal(checkpoint.tensors["mask_hidden"], tensors["mask_hidden"])

@@ -1,0 +1,266 @@
+"""An imported head drafts in the engine what a plain implementation of its format's documented forward drafts.
+
+The references below are written from the formulas, in torch, over the tensors under their own names; they know nothing
+of models/heads, keep no cache and compute every row anew. The target's hidden states are transformers'.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from infer.config import EngineConfig, ProposerConfig
+from infer.engine import Engine
+from infer.request import SamplingParams
+from models.heads import load_head
+from models.targets import load_target
+from tests.formats.sources import LLAMA, SOURCES
+
+DRAFTS = 4
+
+
+class Target:
+    """What a head may ask of the target: hidden states as HF numbers them, embedding and LM head."""
+
+    def __init__(self, folder: Any) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.embedding = self.model.get_input_embeddings().weight.detach()
+        self.lm_head = self.model.get_output_embeddings().weight.detach()
+
+    @torch.no_grad()
+    def hidden_states(self, ids: list[int]) -> tuple[Tensor, ...]:
+        """`[T, H]` each; the last is after the final norm."""
+        output = self.model(torch.tensor([ids]), output_hidden_states=True)
+        return tuple(state[0] for state in output.hidden_states)
+
+
+def rms(x: Tensor, weight: Tensor, eps: float = LLAMA["rms_norm_eps"]) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate(x: Tensor, theta: float) -> Tensor:
+    """`[T, heads, D]`, row i at position i."""
+    size = x.shape[-1]
+    angle = torch.arange(len(x))[:, None] * theta ** (-torch.arange(0, size, 2) / size)
+    angle = torch.cat([angle, angle], dim=-1)[:, None]
+    half = torch.cat([-x[..., size // 2 :], x[..., : size // 2]], dim=-1)
+    return x * angle.cos() + half * angle.sin()
+
+
+def attention(x: Tensor, tensors: dict[str, Tensor], prefix: str, theta: float) -> Tensor:
+    """Causal, 8 heads and 2 KV heads of 8."""
+    q, k, v = (F.linear(x, tensors[f"{prefix}self_attn.{name}_proj.weight"]).unflatten(-1, (-1, 8)) for name in "qkv")
+    q, k = rotate(q, theta), rotate(k, theta)
+    k, v = k.repeat_interleave(4, dim=1), v.repeat_interleave(4, dim=1)
+    scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(8)
+    scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    mixed = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
+    return F.linear(mixed, tensors[f"{prefix}self_attn.o_proj.weight"])
+
+
+def mlp(x: Tensor, tensors: dict[str, Tensor], prefix: str) -> Tensor:
+    gate, up, down = (tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+def eagle(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, ids: list[int], count: int) -> list[int]:
+    """fc(cat(embedding, hidden)), one layer without input norm, no final norm; the output is the next hidden."""
+    theta = config.get("rope_theta", 10000.0)
+    tokens, states = ids[1:], list(target.hidden_states(ids)[-1][:-1])
+    drafted: list[int] = []
+    for _ in range(count):
+        x = torch.cat([tensors["embed_tokens.weight"][tokens], torch.stack(states)], dim=-1)
+        x = F.linear(x, tensors["fc.weight"], tensors.get("fc.bias"))
+        x = x + attention(x, tensors, "layers.0.", theta)
+        x = x + mlp(rms(x, tensors["layers.0.post_attention_layernorm.weight"]), tensors, "layers.0.")
+        drafted.append(int((x[-1] @ target.lm_head.T).argmax()))
+        tokens, states = [*tokens, drafted[-1]], [*states, x[-1]]
+    return drafted
+
+
+def eagle3_body(tensors: dict[str, Tensor], config: dict[str, Any], embedded: Tensor, state: Tensor) -> Tensor:
+    """cat(norm(embedding), norm(state)) into the first layer, the state as residual; later layers are plain Llama's."""
+    layer = config.get("transformer_layer_config", config)
+    theta = layer.get("rope_theta", 10000.0)
+    first = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
+    normed = rms(state, tensors[f"{first}hidden_norm.weight"])
+    x = torch.cat([rms(embedded, tensors[f"{first}input_layernorm.weight"]), normed], dim=-1)
+    x = (normed if config.get("norm_before_residual") else state) + attention(x, tensors, first, theta)
+    x = x + mlp(rms(x, tensors[f"{first}post_attention_layernorm.weight"]), tensors, first)
+    for index in range(1, layer["num_hidden_layers"]):
+        prefix = f"layers.{index}."
+        x = x + attention(rms(x, tensors[f"{prefix}input_layernorm.weight"]), tensors, prefix, theta)
+        x = x + mlp(rms(x, tensors[f"{prefix}post_attention_layernorm.weight"]), tensors, prefix)
+    return x
+
+
+def fuse(tensors: dict[str, Tensor], config: dict[str, Any], features: list[Tensor]) -> Tensor:
+    if config.get("fc_norm"):
+        features = [rms(feature, tensors[f"fc_norm.{index}.weight"]) for index, feature in enumerate(features)]
+    fused = torch.cat(features, dim=-1)
+    if config.get("norm_before_fc"):
+        fused = rms(fused, tensors["input_norm.weight"])
+    return F.linear(fused, tensors["fc.weight"])
+
+
+def draft_token(tensors: dict[str, Tensor], hidden: Tensor) -> int:
+    """d2t is an offset."""
+    draft_id = int(F.linear(rms(hidden, tensors["norm.weight"]), tensors["lm_head.weight"]).argmax())
+    return draft_id + int(tensors["d2t"][draft_id])
+
+
+def eagle3(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, ids: list[int], count: int) -> list[int]:
+    hidden = target.hidden_states(ids)
+    embedding = tensors.get("embed_tokens.weight", target.embedding)
+    # the input of layers 2, N//2 and N-3 of 8, which is what SpecForge's 1, 3, 4 (outputs from 0) name as well
+    tokens, states = ids[1:], list(fuse(tensors, config, [hidden[layer][:-1] for layer in (2, 4, 5)]))
+    drafted: list[int] = []
+    for _ in range(count):
+        x = eagle3_body(tensors, config, embedding[tokens], torch.stack(states))[-1]
+        drafted.append(draft_token(tensors, x))
+        fed_back = rms(x, tensors["norm.weight"]) if config.get("norm_output") else x
+        tokens, states = [*tokens, drafted[-1]], [*states, fed_back]
+    return drafted
+
+
+def p_eagle(
+    tensors: dict[str, Tensor], config: dict[str, Any], target: Target, ids: list[int], count: int
+) -> list[int]:
+    """One forward: after the last real row, rows of the mask token and of mask_hidden in the features' place."""
+    hidden = target.hidden_states(ids)
+    real = fuse(tensors, config, [hidden[layer][:-1] for layer in (2, 4, 5)])
+    mask = fuse(tensors, config, list(tensors["mask_hidden"][0, 0].chunk(3)))
+    tokens = [*ids[1:], *[config["mask_token_id"]] * (count - 1)]
+    states = torch.cat([real, mask.expand(count - 1, -1)])
+    rows = eagle3_body(tensors, config, tensors["embed_tokens.weight"][tokens], states)
+    return [draft_token(tensors, row) for row in rows[-count:]]
+
+
+def medusa(tensors: dict[str, Tensor], config: dict[str, Any], target: Target, ids: list[int], count: int) -> list[int]:
+    """Residual layers x + silu(W x + b), then the head's LM head; head h predicts the token h after the next."""
+    hidden = target.hidden_states(ids)[-1][-2]  # what the last token was sampled from
+    drafted = []
+    for head in range(count):
+        x = hidden
+        for layer in range(config["medusa_num_layers"]):
+            name = f"{head}.{layer}.linear"
+            x = x + F.silu(F.linear(x, tensors[f"{name}.weight"], tensors[f"{name}.bias"]))
+        drafted.append(int((tensors[f"{head}.{config['medusa_num_layers']}.weight"] @ x).argmax()))
+    return drafted
+
+
+def vllm_medusa(
+    tensors: dict[str, Tensor], config: dict[str, Any], target: Target, ids: list[int], count: int
+) -> list[int]:
+    hidden = target.hidden_states(ids)[-1][-2]
+    drafted = []
+    for head in range(count):
+        x, layer = hidden, 0
+        while f"blocks.{head}.layers.{layer}.weight" in tensors:
+            name = f"blocks.{head}.layers.{layer}"
+            x = x + F.silu(F.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias")))
+            layer += 1
+        lm_head = tensors["lm_head.weight" if config.get("original_lm_head") else f"lm_heads.{head}.weight"]
+        place = int((lm_head @ x).argmax())
+        drafted.append(int(tensors["token_map"][place]) if "token_map" in tensors else place)  # target ids, no offsets
+    return drafted
+
+
+def ibm_mlp(
+    tensors: dict[str, Tensor], config: dict[str, Any], target: Target, ids: list[int], count: int
+) -> list[int]:
+    """The speculator's recurrence, with the weights that make state and embedding share the variance."""
+    tensors = {name.removeprefix("speculator."): tensor for name, tensor in tensors.items()}
+    depth, inner = config["n_predict"], config["inner_dim"] or config["emb_dim"]
+    state_weight = 0.5 ** (0.5 / depth)
+    emb_weight = math.sqrt((1 - state_weight**2) * inner / 2)
+    state, token, drafted = target.hidden_states(ids)[-1][-2], ids[-1], []
+    if config["scale_input"]:
+        state = state * torch.rsqrt(state.pow(2).mean() + 1e-6) / math.sqrt(2)
+    for index in range(count):
+        own = 0 if config["tie_weights"] else index
+        proj = min(index, 1) if config["tie_weights"] else index
+        z = tensors[f"proj.{proj}.weight"] @ state + emb_weight / state_weight * tensors[f"emb.{own}.weight"][token]
+        normed = z * torch.rsqrt(z.pow(2).mean() + 1e-6) * tensors[f"ln.{own}.weight"] + tensors[f"ln.{own}.bias"]
+        state = 0.5 * normed * (1 + torch.erf(normed / math.sqrt(2)))
+        token = int((tensors[f"head.{own}.weight"] @ state).argmax())
+        drafted.append(token)
+    return drafted
+
+
+REFERENCES = {
+    "safeailab-eagle": eagle,
+    "safeailab-eagle3": eagle3,
+    "speculators": eagle3,
+    "medusa": medusa,
+    "vllm-medusa": vllm_medusa,
+    "ibm-mlp": ibm_mlp,
+}
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_folder):
+    return Target(tiny_target_folder)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_engine_drafts_what_the_formulas_say(tmp_path, run, tiny_target_folder, target, name):
+    source = SOURCES[name]
+    folder = source.write(tmp_path / "in", seed=3)
+    if source.options:  # it leaves something open
+        run(
+            "--from",
+            "auto",
+            "--to",
+            "headway",
+            "--verifier",
+            tiny_target_folder,
+            *source.options,
+            folder,
+            tmp_path / "out",
+        )
+        folder = tmp_path / "out"
+    served = load_target(str(tiny_target_folder))
+    head = load_head(folder, name=source.head, target=served)
+    count = min(DRAFTS, head.config.max_depth or DRAFTS)
+    drafting = ProposerConfig(name="head", max_draft_tokens=count)
+    engine = Engine(served, head=head, proposer="head", proposer_config=drafting, config=EngineConfig(prefill_chunk=16))
+
+    rounds: list[tuple[list[int], list[int]]] = []
+    proposer = engine._head
+    propose = proposer.propose
+
+    def record(requests, budgets):
+        tree = propose(requests, budgets)
+        if int(tree.length[0]) > 1:  # the last tokens of an answer are not drafted for
+            rounds.append((list(requests[0].tokens), tree.token[0, 1 : int(tree.length[0])].tolist()))
+        return tree
+
+    proposer.propose = record
+    prompt = torch.randint(1, 384, (21,), generator=torch.Generator().manual_seed(5)).tolist()
+    engine.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))
+
+    reference = p_eagle if source.head == "p-eagle" else REFERENCES[source.form]
+    drafts = [reference(source.tensors(3), source.config, target, ids, len(drafted)) for ids, drafted in rounds]
+    assert [drafted for _, drafted in rounds] == drafts
+    assert sum(len(drafted) == count for drafted in drafts) >= 5
+    assert len({tuple(drafted) for drafted in drafts}) > 3  # no constant
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if not SOURCES[name].options])
+def test_served_directly_or_converted_is_the_same(tmp_path, run, tiny_target_folder, name):
+    source = SOURCES[name]
+    folder = source.write(tmp_path / "in")
+    run("--from", "auto", "--to", "headway", "--verifier", tiny_target_folder, folder, tmp_path / "out")
+    served = load_target(str(tiny_target_folder))
+    one, other = load_head(folder, target=served), load_head(tmp_path / "out", target=served)
+    assert one.config == other.config
+    assert one.state_dict().keys() == other.state_dict().keys()
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in one.state_dict().items())

@@ -1,0 +1,83 @@
+"""A head of another format behind head.path, as it was downloaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from infer.cli import compose
+from infer.config import GenerateConfig
+from infer.generate import run
+from models.config import RopeConfig
+from models.heads import load_head
+from models.heads.layer_config import reaching
+from models.layers import rope_frequencies
+from models.targets import load_target
+from tests.formats.sources import SOURCES
+
+
+@pytest.mark.parametrize("name", ["safeailab-eagle", "safeailab-eagle3", "medusa", "ibm-mlp"])
+def test_generate_takes_the_folder_as_it_is(tmp_path, capsys, tiny_target_folder, name):
+    source = SOURCES[name]
+    words = [
+        f"model.path={tiny_target_folder}",
+        "model.device=cpu",
+        f"head={source.head}",
+        f"head.path={source.write(tmp_path / 'in')}",
+        "compare=true",  # exits unless the token ids are those of plain decoding
+        "num_prompts=2",
+        "prompt_tokens=8",
+        "max_tokens=12",
+        "ignore_eos=true",
+    ]
+    run(compose("generate", GenerateConfig, words))
+    assert "acceptance" in capsys.readouterr().out
+
+
+def test_what_is_left_open_is_refused_with_the_way_out(tmp_path, tiny_target_folder):
+    target = load_target(str(tiny_target_folder))
+    source = SOURCES["safeailab-eagle3 of SpecForge"]
+    with pytest.raises(ValueError, match="Convert with --layer-ids hidden_states or --layer-ids outputs"):
+        load_head(source.write(tmp_path / "specforge"), target=target)
+    folder = SOURCES["safeailab-eagle"].write(tmp_path / "pickled")
+    (folder / "model.safetensors").unlink()
+    torch.save(SOURCES["safeailab-eagle"].tensors(), folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"a pickle.*`python scripts/convert\.py --allow-pickle`"):
+        load_head(folder, target=target)
+    with pytest.raises(ValueError, match=r"head=eagle3: .*holds a head of another kind; say head=medusa"):
+        load_head(SOURCES["medusa"].write(tmp_path / "medusa"), name="eagle3", target=target)
+
+
+def test_a_shared_embedding_is_the_targets(tmp_path, tiny_target_folder):
+    target = load_target(str(tiny_target_folder))
+    folder = SOURCES["safeailab-eagle3 sharing the embedding"].write(tmp_path / "in")
+    assert torch.equal(load_head(folder, target=target).embed_tokens.weight, target.embedding_weight)
+    config = json.loads((folder / "config.json").read_text()) | {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="the head shares its target's; load it with a target"):
+        load_head(folder)
+
+
+def test_a_short_context_is_stretched_to_the_targets_without_turning_anything(tmp_path, tiny_target_folder):
+    target = load_target(str(tiny_target_folder))
+    folder = SOURCES["safeailab-eagle3"].write(tmp_path / "in")
+    config = load_head(folder, target=target).config
+    assert config.layer.max_position_embeddings == target.config.max_position_embeddings == 512
+    assert reaching(config, 100) is config
+    medusa = load_head(SOURCES["medusa"].write(tmp_path / "medusa"), target=target).config
+    assert reaching(medusa, 10**6) is medusa
+    for rope in (
+        RopeConfig(10000.0),
+        RopeConfig(10000.0, "linear", (("factor", 4.0),)),
+        RopeConfig(10000.0, "yarn", (("factor", 4.0),)),
+        RopeConfig(10000.0, "yarn", (("factor", 4.0), ("original_max_position_embeddings", 64.0))),
+    ):
+        short = replace(config, layer=replace(config.layer, rope=rope, max_position_embeddings=128))
+        long = reaching(short, 4096).layer
+        before, factor = rope_frequencies(rope, 8, 128)
+        after, same_factor = rope_frequencies(long.rope, 8, long.max_position_embeddings)
+        assert torch.equal(before, after)
+        assert factor == same_factor

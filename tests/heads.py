@@ -1,0 +1,92 @@
+"""Every head and every flag, on tiny targets: what parametrised tests run over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from models.heads import HEADS
+from models.heads.base import Head
+from models.targets.llama import LlamaTarget
+from models.vocab import build_draft_vocab
+from train.config import SCHEMAS
+from train.data import Sequences
+from train.features import compute_features
+from train.objectives import OBJECTIVES, Objective, teach
+
+DRAFT_VOCAB = 200
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle": ("eagle", {}),
+    "eagle, fc with bias": ("eagle", {"bias": True}),
+    "eagle, the target's embedding": ("eagle", {"own_embedding": False}),
+    "eagle3": ("eagle3", {"draft_vocab_size": DRAFT_VOCAB}),
+    "eagle3, whole vocabulary": ("eagle3", {}),
+    "eagle3, norm_before_residual": ("eagle3", {"norm_before_residual": True}),
+    "eagle3, norm_before_fc": ("eagle3", {"norm_before_fc": True}),
+    "eagle3.1": ("eagle3", {"fc_norm": True, "norm_output": True}),
+    "eagle3, two layers": ("eagle3", {"num_layers": 2}),
+    "eagle3, four features": ("eagle3", {"aux_layers": [0, 3, 5, 7]}),
+    "eagle3, sizes of its own": (
+        "eagle3",
+        {"hidden_size": 48, "intermediate_size": 80, "num_heads": 6, "num_kv_heads": 3, "head_dim": 8},
+    ),
+    "eagle3, trained embedding": ("eagle3", {"embed_requires_grad": True}),
+    "medusa": ("medusa", {"num_heads": 5}),
+    "medusa, two layers": ("medusa", {"num_heads": 5, "num_layers": 2}),
+    "medusa, no bias": ("medusa", {"num_heads": 5, "bias": False}),
+    "medusa, shared": ("medusa", {"num_heads": 5, "shared": True}),
+    "medusa, truncated": ("medusa", {"num_heads": 5, "draft_vocab_size": DRAFT_VOCAB}),
+    "medusa, shared and truncated": ("medusa", {"num_heads": 5, "shared": True, "draft_vocab_size": DRAFT_VOCAB}),
+    "mlp": ("mlp", {"n_predict": 5}),
+    "mlp, tied": ("mlp", {"n_predict": 5, "tie_weights": True}),
+    "mlp, one head": ("mlp", {"n_predict": 1, "tie_weights": True}),
+    "mlp, inner_dim": ("mlp", {"n_predict": 5, "inner_dim": 96}),
+    "mlp, scale_input": ("mlp", {"n_predict": 5, "scale_input": True}),
+    "p-eagle": ("p-eagle", {"draft_vocab_size": DRAFT_VOCAB, "num_layers": 4}),
+    "p-eagle, one layer": ("p-eagle", {"num_layers": 1, "mask_token_id": 7, "embed_requires_grad": False}),
+    "p-eagle, norms": ("p-eagle", {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True}),
+}
+
+
+OBJECTIVE_OF = {"eagle": "ttt", "eagle3": "ttt", "medusa": "medusa", "mlp": "mlp", "p-eagle": "p-eagle"}
+ONE_OF_EACH = ("eagle", "eagle3", "medusa", "mlp", "p-eagle, one layer")  # variants that draft five tokens or more
+
+
+def make_objective(head: Head, name: str, **settings: Any) -> Objective:
+    return OBJECTIVES[name](head, SCHEMAS["objective"][name](name=name, **settings))
+
+
+def memorise(head: Head, target: LlamaTarget, sequences: Sequences, steps: int, *, rounds: int = 60) -> Head:
+    """Trains the head on `sequences` until it knows them nearly by heart, so that drafts of every length are accepted.
+
+    `target` gives the features and may be packed.
+    """
+    objective = make_objective(head, OBJECTIVE_OF[head.name], steps=steps)
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=5e-3)
+    batch = sequences.batch(range(len(sequences)))
+    features = compute_features(target, batch, head.config.aux_layers)
+    teacher = teach(target, features.hidden, batch, head.target_ids)
+    denominators = objective.denominators(batch.assistant)
+    for _ in range(rounds):
+        loss, _ = objective(batch, features, teacher, denominators, metrics=False)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return head.requires_grad_(False)
+
+
+def make_head(target: LlamaTarget, variant: str, *, seed: int = 4, **more: Any) -> Head:
+    """A random head on the unpacked `target`; every parameter that usually starts at one or zero is moved off it."""
+    name, options = VARIANTS[variant]
+    kind = HEADS[name]
+    head = kind(kind.config_class.for_target(target.config, **options | more))
+    size = head.config.draft_vocab_size
+    head.set_vocabulary(*build_draft_vocab(torch.arange(target.config.vocab_size) % 11, size, [0]))
+    head.initialise(target, from_target=False, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if parameter.ndim == 1 or "blocks" in name:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return head

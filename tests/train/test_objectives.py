@@ -1,0 +1,315 @@
+"""Each head's objective against its published definition, computed slowly from the formulas; and what all share."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from infer.engine import Engine
+from models.attention import CausalAttention, repeat_kv
+from models.heads.base import Head
+from models.targets.llama import LlamaTarget
+from tests.heads import make_head, make_objective
+from train import alignment
+from train.data import Batch, Sequences
+from train.draft_states import draft_states
+from train.features import Features, compute_features
+from train.objectives import Objective, teach
+from train.objectives.losses import overlap, slot_losses
+from train.objectives.teacher import Teacher
+
+K = 4
+
+
+@pytest.fixture(scope="module")
+def batch(responses: Sequences) -> Batch:
+    return responses.batch(range(4))
+
+
+def features_of(head: Head, engine: Engine, batch: Batch) -> Features:
+    return compute_features(engine.target, batch, head.config.aux_layers)
+
+
+def run(made: Objective, engine: Engine, batch: Batch, generator: torch.Generator | None = None) -> tuple:
+    features = features_of(made.head, engine, batch)
+    teacher = teach(engine.target, features.hidden, batch, made.head.target_ids)
+    return made(batch, features, teacher, made.denominators(batch.assistant), True, generator)
+
+
+def served_slots(batch: Batch, depth: int) -> list[tuple[int, int]]:
+    """(row, slot) from which `depth` tokens more are drafted within the response."""
+    rows, length = batch.ids.shape
+    return [
+        (row, slot)
+        for row in range(rows)
+        for slot in range(length - 2 - depth)
+        if batch.assistant[row, slot + 1 : slot + 3 + depth].all()
+    ]
+
+
+def loss_of(made: Objective, cost, batch: Batch) -> float:  # type: ignore[no-untyped-def]
+    """Σ_k w^k mean over slots of `cost(row, slot, depth)`."""
+    total = 0.0
+    for depth in range(made.steps):
+        slots = served_slots(batch, depth)
+        total += made.config.step_weight**depth * sum(cost(row, slot, depth) for row, slot in slots) / len(slots)
+    return total
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+def test_eagle(engine: Engine, tiny_target: LlamaTarget, batch: Batch, bias: bool) -> None:
+    """1.0 SmoothL1(f^, f) + 0.1 CE(p, q), the latter here less p's entropy, at the slot after."""
+    head = make_head(tiny_target, "eagle, fc with bias" if bias else "eagle")
+    made = make_objective(head, "eagle")
+    f = features_of(head, engine, batch).hidden
+    embedded = F.embedding(alignment.shift_left(batch.ids, 1), tiny_target.embedding_weight)
+    x = F.linear(torch.cat([embedded, f], dim=-1), head.fc.weight, head.fc.bias)
+    rotary = head.rotary.rows(torch.arange(f.shape[1]).expand_as(batch.ids), x.dtype)
+    predicted = head.layers[0](x, rotary, CausalAttention())
+
+    def cost(row: int, slot: int, depth: int) -> float:
+        assert depth == 0
+        distance = F.smooth_l1_loss(predicted[row, slot], f[row, slot + 1]).item()
+        p = engine.target.logits(f[row, slot + 1]).softmax(-1)
+        log_q = F.linear(predicted[row, slot], tiny_target.lm_head.weight).log_softmax(-1)
+        return distance + 0.1 * float((p * (p.log() - log_q)).sum())
+
+    assert run(made, engine, batch)[0].item() == pytest.approx(loss_of(made, cost, batch), rel=1e-4)
+
+
+def test_eagle_learns_from_its_own_predictions_when_harmonised(
+    engine: Engine, tiny_target: LlamaTarget, batch: Batch
+) -> None:
+    head = make_head(tiny_target, "eagle")
+    one, three = (make_objective(head, "eagle", steps=steps) for steps in (1, 3))
+    loss, sums = run(three, engine, batch)
+    alone, first = run(one, engine, batch)
+    assert sums.loss[0] == pytest.approx(first.loss[0].item(), rel=1e-5)
+    assert loss.item() == pytest.approx(float((sums.loss / sums.count).sum()), rel=1e-5)
+    assert loss.item() > 2 * alone.item()
+    loss.backward()
+    assert {name for name, p in head.named_parameters() if p.grad is None} == {"embed_tokens.weight"}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("labels", ["soft", "hard"])
+@pytest.mark.parametrize("variant", ["medusa, two layers", "medusa, shared and truncated"])
+def test_medusa(engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant: str, labels: str) -> None:
+    """Σ_h 0.8^h CE(head_h(f[i]), t[i+2+h])."""
+    head = make_head(tiny_target, variant)
+    made = make_objective(head, "medusa", labels=labels, steps=K)
+    f, ids = features_of(head, engine, batch).hidden, head.target_ids
+
+    def cost(row: int, slot: int, depth: int) -> float:
+        x = f[row, slot]
+        for layer in head.blocks[depth].layers:
+            x = x + F.silu(F.linear(x, layer.weight, layer.bias))
+        log_q = F.linear(x, (head.lm_head if head.config.shared else head.lm_heads[depth]).weight).log_softmax(-1)
+        p = engine.target.logits(f[row, slot + 1 + depth]).softmax(-1)
+        if labels == "hard":
+            where = (ids == batch.ids[row, slot + 2 + depth]).nonzero()
+            return -log_q[where[0, 0]].item() if len(where) else 0.0
+        if p.argmax() not in ids:
+            return 0.0
+        p = p[ids] / p[ids].sum()
+        return float((p * (p.log() - log_q)).sum())
+
+    assert run(made, engine, batch)[0].item() == pytest.approx(loss_of(made, cost, batch), rel=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["mlp", "mlp, tied", "mlp, inner_dim", "mlp, scale_input"])
+def test_mlp(engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant: str) -> None:
+    """Σ_h CE(head_h, t[i+2+h]), each head from f[i] and t[i+1..i+1+h] by the formulas of the paper."""
+    head = make_head(tiny_target, variant)
+    made = make_objective(head, "mlp", steps=K)
+    f = features_of(head, engine, batch).hidden
+    n, inner, tied = head.config.n_predict, head.config.inner_dim, head.config.tie_weights
+    sw = 0.5 ** (0.5 / n)
+    ew = math.sqrt((1 - sw**2) * inner / 2)
+
+    def norm(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean() + 1e-6)
+
+    def cost(row: int, slot: int, depth: int) -> float:
+        s = f[row, slot]
+        if head.config.scale_input:
+            s = norm(s) / math.sqrt(2)
+        for h in range(depth + 1):
+            own = 0 if tied else h
+            e = head.emb[own].weight[batch.ids[row, slot + 1 + h]]
+            s = head.proj[min(h, 1) if tied else h].weight @ s + ew / sw * e
+            s = norm(s) * head.ln[own].weight + head.ln[own].bias
+            s = s * 0.5 * (1 + torch.erf(s / math.sqrt(2)))
+        return -(head.head[0 if tied else depth].weight @ s).log_softmax(-1)[batch.ids[row, slot + 2 + depth]].item()
+
+    assert run(made, engine, batch)[0].item() == pytest.approx(loss_of(made, cost, batch), rel=1e-4)
+
+
+class DenseAttention:
+    """Rows see what `seen` `[R, R]` says."""
+
+    def __init__(self, seen: Tensor) -> None:
+        self.seen = seen
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        groups = q.shape[1] // k.shape[1]
+        out = F.scaled_dot_product_attention(q, repeat_kv(k, groups), repeat_kv(v, groups), attn_mask=self.seen)
+        return out.transpose(1, 2).flatten(2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["p-eagle", "p-eagle, one layer", "p-eagle, norms"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_p_eagle_is_one_forward_under_its_mask(
+    engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant: str, sampled: bool
+) -> None:
+    """All rows (slot, depth) at once: they see depth-0 rows of slots up to their own, and their own shallower rows."""
+    head = make_head(tiny_target, variant)
+    features = features_of(head, engine, batch)
+    length, first = batch.ids.shape[1], 5
+    columns = None
+    if sampled:
+        made = make_objective(head, "p-eagle", steps=K, ratio=0.6, min_ratio=0.1)
+        columns = made.columns(first, length, torch.Generator().manual_seed(1))
+    by_depth = [torch.arange(first, length)] * K if columns is None else columns
+    rows = [(slot, 0) for slot in range(length)]
+    rows += [(slot, depth) for depth in range(1, K) for slot in by_depth[depth].tolist()]
+    seen = torch.tensor(
+        [[(d2 == 0 and a2 <= a) or (a2 == a and d2 <= d) for a2, d2 in rows] for a, d in rows], dtype=torch.bool
+    )
+    mask_id, mask_state = head.mask_slot()
+    masks = len(rows) - length
+    ids = torch.cat([alignment.shift_left(batch.ids, 1), torch.full((len(batch.ids), masks), mask_id)], dim=1)
+    state = torch.cat([head.fuse(features.aux), mask_state.expand(len(batch.ids), masks, -1)], dim=1)
+    positions = torch.tensor([min(a + d, length - 1) for a, d in rows]).expand_as(ids)
+    whole = head.step(ids, state, positions, DenseAttention(seen), 0)
+    begin = 0
+    states = draft_states(head, batch.ids, features.aux, K, first, columns)
+    for depth, part in enumerate(states):
+        own = whole[:, :length][:, by_depth[0]] if depth == 0 else whole[:, begin : begin + len(by_depth[depth])]
+        assert torch.allclose(part, own, atol=1e-5)
+        begin = length if depth == 0 else begin + len(by_depth[depth])
+
+
+def test_p_eagles_sample_is_nested_and_stands_for_all_slots(
+    engine: Engine, tiny_target: LlamaTarget, batch: Batch
+) -> None:
+    head = make_head(tiny_target, "p-eagle, one layer")
+    made = make_objective(head, "p-eagle", steps=K, ratio=0.5, min_ratio=0.3)
+    columns = made.columns(5, 45, torch.Generator().manual_seed(0))
+    assert [len(own) for own in columns] == alignment.sample_sizes(40, K, 0.5, 0.3) == [40, 20, 12, 12]
+    for before, own in itertools.pairwise(columns):
+        assert set(own.tolist()) <= set(before.tolist())
+        assert own.tolist() == sorted(own.tolist())
+    with torch.no_grad():
+        whole = run(made, engine, batch)[0].item()
+        drawn = [run(made, engine, batch, torch.Generator().manual_seed(seed))[0].item() for seed in range(60)]
+    assert len(set(drawn)) > 50
+    spread = torch.tensor(drawn).std().item() / math.sqrt(len(drawn))
+    assert abs(sum(drawn) / len(drawn) - whole) < 4 * spread
+
+
+def teacher_of(probs: Tensor, mass: Tensor) -> Teacher:
+    choice = probs.argmax(-1)
+    negentropy = (probs * probs.log()).sum(-1)
+    return Teacher(probs, negentropy, mass, choice, choice, torch.ones_like(choice).bool(), choice, probs)
+
+
+def test_losses_and_their_gradients() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 9, generator=generator, dtype=torch.float64, requires_grad=True)
+    probs = torch.randn(6, 9, generator=generator, dtype=torch.float64).softmax(-1)
+    mass = torch.rand(6, generator=generator, dtype=torch.float64)
+    teacher, q, p = teacher_of(probs, mass), logits.softmax(-1), probs * mass[:, None]
+    accepted = torch.minimum(p, q).sum(-1)
+    kl = (probs * (probs.log() - q.log())).sum(-1)
+    share = 0.8 * torch.exp(-3 * accepted.detach())
+    wanted = {
+        "kl": kl,
+        "ce": -q.log().gather(1, teacher.choice[:, None])[:, 0],
+        "label": -q.log().gather(1, teacher.label[:, None])[:, 0],
+        "tv": 1 - accepted,
+        "lk": -accepted.log(),
+        "lk_hybrid": share * kl + (1 - share) * (1 - accepted),
+    }
+    for loss, value in wanted.items():
+        mine = slot_losses(loss, logits, teacher, kl_scale=0.8, kl_decay=3.0)
+        assert torch.allclose(mine, value), loss
+        gradients = [torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (mine, value)]
+        assert torch.allclose(*gradients), loss
+    assert torch.allclose(overlap(logits, teacher), accepted)
+    # with the whole mass, tv is half the L1 distance
+    full = teacher_of(probs, torch.ones(6, dtype=torch.float64))
+    assert torch.allclose(slot_losses("tv", logits, full), 0.5 * (probs - q).abs().sum(-1))
+
+
+def test_a_label_outside_the_draft_vocabulary_costs_nothing() -> None:
+    probs = torch.full((2, 4), 0.25)
+    teacher = teacher_of(probs, torch.ones(2))._replace(label=torch.tensor([2, -1]))
+    assert slot_losses("label", torch.zeros(2, 4), teacher).tolist() == pytest.approx([math.log(4), 0.0])
+
+
+@torch.no_grad()
+def test_reduction_by_sequence_counts_every_sequence_alike(
+    engine: Engine, tiny_target: LlamaTarget, responses: Sequences
+) -> None:
+    ids, assistant = responses.row(0)
+    short = (ids[:-25].tolist(), assistant[:-25].tolist())
+    rows = Sequences.of([short, *(tuple(part.tolist() for part in responses.row(row)) for row in (1, 2))])
+    head = make_head(tiny_target, "eagle3")
+    by_sequence = make_objective(head, "ttt", steps=K, reduction="sequence")
+    together = run(by_sequence, engine, rows.batch([0, 1, 2]))[0].item()
+    alone = [run(by_sequence, engine, rows.batch([row]))[0].item() for row in range(3)]
+    assert together == pytest.approx(sum(alone) / 3, rel=1e-4)
+    token = run(make_objective(head, "ttt", steps=K), engine, rows.batch([0, 1, 2]))[0].item()
+    assert token != pytest.approx(together, rel=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("variant", "objective"), [("eagle", "eagle"), ("eagle3", "ttt"), ("mlp", "mlp")])
+def test_feature_noise_is_uniform_and_a_matter_of_the_generator(
+    engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant: str, objective: str
+) -> None:
+    head = make_head(tiny_target, variant)
+    made = make_objective(head, objective, feature_noise=0.2)
+    aux = features_of(head, engine, batch).aux
+    noisy = made._noisy(aux, torch.Generator().manual_seed(3))
+    difference = torch.cat([(a - b).flatten() for a, b in zip(noisy, aux, strict=True)])
+    assert difference.abs().max() <= 0.2 + 1e-5
+    assert difference.std() == pytest.approx(0.4 / math.sqrt(12), rel=0.02)
+    losses = [run(made, engine, batch, torch.Generator().manual_seed(seed))[0].item() for seed in (3, 3, 4)]
+    assert losses[0] == losses[1] != losses[2]
+    assert run(made, engine, batch)[0].item() == run(made, engine, batch)[0].item()
+
+
+@pytest.mark.parametrize(
+    ("variant", "objective", "frozen"),
+    [
+        ("eagle3, trained embedding", "ttt", set()),
+        ("eagle, the target's embedding", "eagle", set()),
+        ("medusa", "medusa", set()),
+        ("medusa, shared", "medusa", {"lm_head.weight"}),
+        ("mlp, tied", "mlp", set()),
+        ("p-eagle", "p-eagle", set()),
+        ("p-eagle, one layer", "p-eagle", {"embed_tokens.weight"}),
+    ],
+)
+def test_everything_but_what_is_frozen_learns(
+    engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant: str, objective: str, frozen: set[str]
+) -> None:
+    head = make_head(tiny_target, variant)
+    before = tiny_target.lm_head.weight.clone()
+    made = make_objective(head, objective)
+    run(made, engine, batch, torch.Generator().manual_seed(0))[0].backward()
+    learning = {name for name, p in head.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+    assert learning == {name for name, _ in head.named_parameters()} - frozen
+    assert tiny_target.lm_head.weight.grad is None
+    assert torch.equal(tiny_target.lm_head.weight, before)

@@ -1,0 +1,470 @@
+"""The ways in which a head is trained for something else than it serves: one test for each known one, over all heads.
+
+Numbered as they were collected from the bugs of other trainers and engines.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from infer.config import EngineConfig, ProposerConfig
+from infer.engine import Engine
+from infer.proposers import head_proposer
+from infer.proposers.base import Budget
+from infer.request import SamplingParams, SpeculationStats
+from models.attention import CausalAttention
+from models.heads import HEADS, load_head, save_head
+from models.heads.base import Head
+from models.targets import load_target
+from models.targets.llama import LAST, LlamaTarget
+from models.tokenizer import Tokenizer
+from models.vocab import target_ids
+from tests.conftest import MakeTarget
+from tests.heads import ONE_OF_EACH, VARIANTS, make_head, make_objective, memorise
+from tests.train.conftest import STEPS
+from train import alignment
+from train.acceptance import simulate
+from train.data import Batch, Sequences
+from train.features import Features, compute_features
+from train.objectives import teach
+from train.objectives.base import StepSums
+from train.prompts import parse_row
+
+WITH_ATTENTION = [name for name in ONE_OF_EACH if name not in ("medusa", "mlp")]
+RECURRENT = [name for name in ONE_OF_EACH if name in ("eagle", "eagle3", "mlp")]
+GREEDY = SamplingParams(max_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def head_of(engine: Engine, tiny_target: LlamaTarget, responses: Sequences) -> Callable[[str], Head]:
+    """One of each that knows `responses` nearly by heart."""
+    made: dict[str, Head] = {}
+
+    def get(variant: str) -> Head:
+        if variant not in made:
+            made[variant] = memorise(make_head(tiny_target, variant), engine.target, responses, STEPS, rounds=50)
+        return made[variant]
+
+    return get
+
+
+@pytest.fixture
+def prompts(responses: Sequences) -> list[list[int]]:
+    rows = [responses.row(index) for index in range(len(responses))]
+    return [ids[~assistant].tolist() for ids, assistant in rows]
+
+
+@pytest.fixture(scope="module")
+def hidden_states(tiny_target_folder: Path, responses: Sequences) -> Sequence[Tensor]:
+    """HF's, of the first prompt."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_folder, dtype=torch.float32).eval()
+    ids, assistant = responses.row(0)
+    with torch.no_grad():
+        return model(ids[~assistant][None], output_hidden_states=True).hidden_states
+
+
+@pytest.fixture
+def batch(responses: Sequences) -> Batch:
+    return responses.batch(range(len(responses)))
+
+
+def features_of(head: Head, engine: Engine, batch: Batch) -> Features:
+    return compute_features(engine.target, batch, head.config.aux_layers)
+
+
+def serve(engine: Engine, head: Head, prompts: Sequence[Sequence[int]], params: SamplingParams = GREEDY) -> list:
+    engine.set_proposer("head", head)
+    try:
+        return engine.generate([list(prompt) for prompt in prompts], params)
+    finally:
+        engine.set_proposer("none")
+
+
+def total(completions: Sequence) -> SpeculationStats:
+    stats = SpeculationStats()
+    for completion in completions:
+        stats.merge(completion.stats)
+    return stats
+
+
+def export(head: Head, folder: Path, target: LlamaTarget) -> Path:
+    facts = {"verifier": target.path, "verifier_architecture": "LlamaForCausalLM", "speculative_tokens": STEPS}
+    save_head(head, folder, provenance={"target_fingerprint": target.fingerprint}, **facts)  # type: ignore[arg-type]
+    return folder
+
+
+def spy(head: Head, seen: list[tuple[list[int], list[int], int]]) -> Head:
+    """Records tokens, positions and depth of every row that the head is run on. Put on a class, copies have it too."""
+    kind = type(head)
+
+    class Watched(kind):  # type: ignore[misc, valid-type]
+        def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: object, depth: int) -> Tensor:
+            seen.append((ids.flatten().tolist(), positions.flatten().tolist(), depth))
+            return super().step(ids, state, positions, attention, depth)
+
+    watched = Watched(head.config)
+    watched.load_state_dict(head.state_dict())
+    if hasattr(head, "borrowed"):
+        watched._borrowed = head.borrowed
+    return watched
+
+
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_item_01_layer_j_is_hidden_state_j(
+    variant: str, engine: Engine, hidden_states: Sequence[Tensor], head_of: Callable[[str], Head],
+    prompts: list[list[int]],
+) -> None:  # fmt: skip
+    """Training's features and the engine's are HF's hidden_states[j]: what enters layer j, before any norm."""
+    head = head_of(variant)
+    ids = torch.tensor([prompts[0]])
+    wanted = torch.cat([hidden_states[layer][0] for layer in head.config.aux_layers], dim=-1)
+    trained = torch.cat(features_of(head, engine, Batch(ids, ids > 0, (0,))).aux, dim=-1)[0]
+    assert torch.allclose(trained, wanted, atol=1e-4)
+
+    engine.set_proposer("head", head)
+    proposer = engine._head
+    assert proposer is not None
+    committed = []
+    real = proposer.commit
+
+    def commit(requests: Sequence, counts: Sequence[int], features: Tensor) -> None:
+        committed.append(features)
+        real(requests, counts, features)
+
+    proposer.commit = commit  # type: ignore[method-assign]
+    engine.generate([prompts[0]], SamplingParams(max_tokens=2))
+    engine.set_proposer("none")
+    assert torch.allclose(committed[0], wanted, atol=1e-4)
+
+
+@torch.no_grad()
+def test_item_02_the_last_feature_is_post_norm(engine: Engine, tiny_target: LlamaTarget, batch: Batch) -> None:
+    """What eagle, medusa and mlp read, and what every teacher's logits are made of, is what the LM head reads."""
+    for variant in ("eagle", "medusa", "mlp"):
+        head = make_head(tiny_target, variant)
+        assert head.config.aux_layers == (LAST,)
+        features = features_of(head, engine, batch)
+        assert torch.equal(features.aux[0], features.hidden)
+    # its argmax is the token that the engine emitted next
+    served = alignment.served(batch.assistant)
+    following = alignment.shift_left(batch.ids, 1)
+    assert torch.equal(engine.target.logits(features.hidden).argmax(-1)[served], following[served])
+    positions = torch.arange(batch.ids.shape[1]).expand_as(batch.ids)
+    raw = engine.target(batch.ids, positions, CausalAttention()).last_hidden
+    assert torch.equal(engine.target.norm(raw), features.hidden)
+    assert not torch.allclose(raw, features.hidden, atol=0.1)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_item_03_every_flag_is_written(variant: str, tiny_target: LlamaTarget, tmp_path: Path) -> None:
+    """And read back: no reader's default ever decides."""
+    head = make_head(tiny_target, variant)
+    folder = export(head, tmp_path, tiny_target)
+    written = json.loads((folder / "config.json").read_text())
+    names = {"shared": "original_lm_head"} | ({"bias": "medusa_fc_bias"} if head.name == "medusa" else {})
+    for field in dataclasses.fields(head.config):
+        if isinstance(getattr(head.config, field.name), bool):
+            assert written[names.get(field.name, field.name)] is getattr(head.config, field.name)
+    assert load_head(folder).config == head.config
+
+
+@pytest.mark.parametrize("variant", WITH_ATTENTION)
+def test_item_04_rotary_embedding_and_context_are_the_targets(
+    variant: str, make_target_folder: MakeTarget, tmp_path: Path
+) -> None:
+    rope = {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    target = load_target(str(make_target_folder(rope_parameters=rope, max_position_embeddings=300)))
+    loaded = load_head(export(make_head(target, variant), tmp_path, target), target=target)
+    assert loaded.config.layer.rope == target.config.rope
+    assert loaded.config.layer.max_position_embeddings == 300
+    mine, theirs = (own.rotary.rows(torch.arange(300), torch.float32) for own in (loaded, target))
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("variant", WITH_ATTENTION)
+def test_item_05_positions_are_the_features(
+    variant: str, engine: Engine, head_of: Callable[[str], Head], prompts: list[list[int]]
+) -> None:
+    """The row of slot i, which holds token t[i+1], stands at position i; a drafted one d further at i + d."""
+    seen: list[tuple[list[int], list[int], int]] = []
+    watched = spy(head_of(variant), seen)
+    (completion,) = serve(engine, watched, prompts[:1], SamplingParams(max_tokens=12))
+    text = prompts[0] + completion.token_ids
+    mask = watched.mask_slot()
+    slot, read = -1, []
+    for ids, positions, depth in seen:
+        if depth:
+            assert positions == [slot + depth]
+            continue
+        assert positions == list(range(positions[0], positions[0] + len(positions)))
+        own = len(ids)
+        while mask is not None and own > 1 and len(ids) - own < STEPS - 1 and ids[own - 1] == mask[0]:
+            own -= 1
+        assert ids[:own] == text[positions[0] + 1 : positions[0] + 1 + own]
+        slot = positions[own - 1]
+        read += positions[:own]
+    assert read == list(range(slot + 1))
+    assert slot >= len(prompts[0]) + 4
+    assert alignment.draft_positions(9, 2)[3].item() == 3 + 2
+
+
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_item_06_training_serves_the_slots_that_the_engine_drafts_from(
+    variant: str, engine: Engine, tiny_target: LlamaTarget, responses: Sequences, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first slot is in (the one before the response), the one of the end of text is out."""
+    ids, assistant = responses.row(0)
+    drafted: list[int] = []
+    engine.set_proposer("head", make_head(tiny_target, variant))
+    proposer = engine._head
+    assert proposer is not None
+    real = proposer.propose
+
+    def propose(requests: Sequence, budgets: Sequence[Budget]) -> object:
+        if budgets[0].depth:
+            drafted.append(len(requests[0].tokens) - 2)
+        return real(requests, budgets)
+
+    wrong = torch.tensor([383])
+    monkeypatch.setattr(proposer, "propose", propose)
+    monkeypatch.setattr(proposer, "_choose", lambda logits, positions, parameters: wrong.expand(len(logits)))
+    (completion,) = engine.generate([ids[~assistant].tolist()], GREEDY)
+    engine.set_proposer("none")
+    assert completion.token_ids == ids[assistant].tolist()
+    assert 383 not in completion.token_ids
+    served = alignment.served(assistant).nonzero()[:, 0].tolist()
+    # from the last of them only the bonus token could come, so the engine saves itself that draft
+    assert drafted == served[:-1]
+    assert served[0] == int((~assistant).sum()) - 1
+    assert served[-1] == len(ids) - 3
+
+
+@pytest.mark.parametrize("variant", ["eagle3", "p-eagle, one layer", "medusa, truncated"])
+def test_item_07_accuracy_is_over_the_whole_vocabulary_and_maps_are_checked(
+    variant: str, engine: Engine, tiny_target: LlamaTarget, batch: Batch, tmp_path: Path
+) -> None:
+    name, options = VARIANTS[variant]
+    kind = HEADS[name]
+    head = kind(kind.config_class.for_target(tiny_target.config, **options | {"draft_vocab_size": 40}))
+    used = torch.arange(40) * 9
+    head.set_vocabulary(used - torch.arange(40), torch.isin(torch.arange(384), used))
+    head.initialise(tiny_target, from_target=False)
+    objective = make_objective(head, {"eagle3": "ttt", "p-eagle": "p-eagle", "medusa": "medusa"}[name], steps=1)
+    features = features_of(head, engine, batch)
+    teacher = teach(engine.target, features.hidden, batch, head.target_ids)
+    outside = ~torch.isin(teacher.choice, used)
+    assert 0 < int(outside.sum()) < len(outside)
+    # a head that always says what the teacher says within its vocabulary is still wrong where the choice is outside
+    perfect = torch.nn.functional.one_hot(teacher.draft_choice, 40) * 50.0
+    object.__setattr__(head, "logits", lambda state, depth: perfect)
+    sums: StepSums = objective(batch, features, teacher, objective.denominators(batch.assistant))[1]
+    assert int(sums.correct) == int((~outside).sum())
+    assert int(sums.count) == len(outside)
+    object.__delattr__(head, "logits")
+
+    folder = export(head, tmp_path, tiny_target)
+    assert torch.equal(load_head(folder).target_ids, used)
+    if name != "medusa":
+        assert torch.equal(target_ids(load_head(folder).d2t), used)
+        for wrong in (used, torch.zeros(40, dtype=torch.int64)):  # ids read as offsets; a map of another vocabulary
+            head.d2t.copy_(wrong)
+            with pytest.raises(ValueError, match="d2t"):
+                load_head(export(head, tmp_path, tiny_target))
+
+
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_item_08_forced_tokens_say_what_drafted_ones_do(
+    variant: str, engine: Engine, head_of: Callable[[str], Head], prompts: list[list[int]], batch: Batch
+) -> None:
+    """Training forces the text's tokens; acceptance simulated so is nevertheless the engine's own, count by count."""
+    head = head_of(variant)
+    completions = serve(engine, head, prompts)
+    simulated = simulate(head, batch, features_of(head, engine, batch), STEPS)
+    assert simulated == total(completions)
+    assert simulated.acceptance_length > 1.3
+    assert 0 < simulated.accepted < simulated.drafted
+
+
+def test_item_09_chats_are_written_alike(tiny_tokenizer: Tokenizer) -> None:
+    """Training's prompt is the server's: one template, one generation prompt, no second beginning of text."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def f(x):"}]
+    whole = [*messages, {"role": "assistant", "content": "the answer in the data"}]
+    trained = parse_row(json.dumps({"messages": whole}), tiny_tokenizer, 400).ids
+    served = tiny_tokenizer.encode(tiny_tokenizer.render_chat(messages), add_special_tokens=False)
+    assert trained == served
+    assert tiny_tokenizer.decode(trained).endswith("# assistant:")
+    assert trained.count(0) == 0  # this template writes none
+
+
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_item_10_a_tree_holds_the_chain_and_no_draft_is_deeper_than_the_head(
+    variant: str, engine: Engine, head_of: Callable[[str], Head], prompts: list[list[int]]
+) -> None:
+    """Simulated acceptance is a chain's; a tree of the same depth accepts at least as much."""
+    head = head_of(variant)
+    chain = total(serve(engine, head, prompts))
+    before = engine.proposer_config
+    trees: list[set[tuple[int, ...]]] = []
+    try:
+        engine.set_proposer("none", config=replace(before, tree_width=3))
+        tree = total(serve(engine, head, prompts))
+        for config in (before, replace(before, tree_width=3)):
+            engine.set_proposer("head", head, config=config)
+            proposer = engine._head
+            assert proposer is not None
+            seen: set[tuple[int, ...]] = set()
+            real = proposer.propose
+
+            def propose(requests: Sequence, budgets: Sequence[Budget], real=real, seen=seen) -> object:  # type: ignore[no-untyped-def]
+                drafted = real(requests, budgets)
+                for node in range(1, int(drafted.length[0])):
+                    seen.add(tuple(drafted.token[0, drafted.path(0, node)].tolist()))
+                return drafted
+
+            proposer.propose = propose  # type: ignore[method-assign]
+            engine.generate([prompts[0]], SamplingParams(max_tokens=3))
+            trees.append(seen)
+    finally:
+        engine.set_proposer("none", config=before)
+    assert trees[0]
+    assert {path for path in trees[0] if len(path) <= 3} <= trees[1]
+    assert tree.acceptance_length >= chain.acceptance_length
+    if head.config.max_depth is not None:
+        deeper = ProposerConfig(name="head", max_draft_tokens=head.config.max_depth + 1)
+        with pytest.raises(ValueError, match=f"drafts {head.config.max_depth} tokens at most"):
+            head_proposer(head, 8, deeper)
+
+
+@pytest.mark.parametrize("variant", WITH_ATTENTION)
+def test_item_11_accepted_positions_are_read_again_with_the_targets_features(
+    variant: str, tiny_target_folder: Path, head_of: Callable[[str], Head], prompts: list[list[int]]
+) -> None:
+    """After many verifies the head's cache is what a prefill of the whole text writes."""
+    caches = []
+    text = prompts[0]
+    for speculative in (True, False):
+        target = load_target(str(tiny_target_folder))
+        drafts = ProposerConfig(name="head", max_draft_tokens=STEPS)
+        config = EngineConfig(max_tokens_in_cache=512, max_batch=1, prefix_cache=False)
+        own = Engine(target, head=head_of(variant), proposer="head", config=config, proposer_config=drafts)
+        if speculative:
+            request_id = own.add(text, SamplingParams(max_tokens=40))
+            while len(own._requests[request_id].tokens) < len(text) + 25:
+                own.step()
+            request = own._requests[request_id]
+            text, computed = list(request.tokens), request.computed
+            assert request.stats.accepted > 0
+        else:
+            request_id = own.add(text[: computed + 1], SamplingParams(max_tokens=4))
+            own.step()
+            request = own._requests[request_id]
+        own._drafting.propose([request], [Budget(1, 1)])  # reads what is pending
+        slots = [own._pool._slot(request, place) for place in range(1, computed + 1)]
+        caches.append([cache[:, :, slots].clone() for cache in own._pool.layers.caches[8:]])
+    for mine, fresh in zip(*caches, strict=True):
+        assert torch.allclose(mine, fresh, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", WITH_ATTENTION)
+def test_item_12_no_head_has_a_sliding_window(variant: str, tiny_target: LlamaTarget) -> None:
+    """Not even that of a target which has one: both sides let a head see everything."""
+    windowed = replace(tiny_target.config, architecture="MistralForCausalLM", windows=(4,) * 8)
+    name, options = VARIANTS[variant]
+    head = HEADS[name](HEADS[name].config_class.for_target(windowed, **options))
+    head.initialise(tiny_target, from_target=False)
+    windows: list[int | None] = []
+
+    def attention(layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+        windows.append(window)
+        return CausalAttention()(layer, q, k, v)
+
+    ids = torch.arange(9)[None]
+    head.step(ids, torch.zeros(1, 9, head.config.hidden_size), ids, attention, 0)
+    assert windows == [None] * head.config.layer.num_layers
+
+
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_item_13_the_dtype_that_is_measured_is_the_one_that_serves(
+    variant: str, tiny_target_folder: Path, head_of: Callable[[str], Head], prompts: list[list[int]]
+) -> None:
+    """bf16 target and head: features are the served target's; norms and probabilities are fp32 on both sides."""
+    target = load_target(str(tiny_target_folder), dtype=torch.bfloat16)
+    drafts = ProposerConfig(name="head", max_draft_tokens=STEPS)
+    config = EngineConfig(max_tokens_in_cache=2048, max_batch=8)
+    own = Engine(target, proposer="none", config=config, proposer_config=drafts)
+    answers = own.generate(prompts, GREEDY)
+    rows = [(a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * len(a.token_ids)) for a in answers]
+    batch = Sequences.of(rows).batch(range(len(rows)))
+    head = copy.deepcopy(head_of(variant)).to(torch.bfloat16)
+    completions = serve(own, head, prompts)
+    assert [c.token_ids for c in completions] == [a.token_ids for a in answers]
+    simulated = simulate(head, batch, features_of(head, own, batch), STEPS)
+    served = total(completions)
+    # bf16 rounds a batch of training and a row of serving differently in its last bits, so a tie may fall otherwise
+    assert simulated.acceptance_length == pytest.approx(served.acceptance_length, rel=0.02)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_item_14_a_borrowed_lm_head_is_the_served_one(tied: bool, make_target_folder: MakeTarget) -> None:
+    """Packed or not, tied or not; and training a head never touches the target's own weights."""
+    target = load_target(str(make_target_folder(tie_word_embeddings=tied)))
+    state = torch.randn(3, 64)
+    wanted = target.logits(state).clone()
+    head = make_head(target, "eagle, the target's embedding")
+    assert torch.equal(head.logits(state, 0), wanted)
+    served = Engine(target, head=head)._head
+    assert served is not None
+    assert torch.equal(served._head.logits(state, 0), target.logits(state))
+    assert torch.allclose(served._head.logits(state, 0), wanted, atol=1e-5)
+    fresh = load_target(target.path)
+    for variant in ONE_OF_EACH:
+        own = make_head(fresh, variant)
+        theirs = {p.data_ptr() for p in fresh.parameters()}
+        assert not theirs & {p.data_ptr() for p in own.parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
+def test_item_15_cached_prefixes_and_chunks_draft_alike(
+    variant: str, tiny_target_folder: Path, head_of: Callable[[str], Head], prompts: list[list[int]]
+) -> None:
+    """The feature of the last cached position is there: a warm request accepts what a cold one does."""
+    found = []
+    long = [prompts[0] * 5, prompts[0] * 5 + prompts[1]]
+    for config in ({"prefill_chunk": 7, "max_rows": 64}, {"prefix_cache": False}):
+        target = load_target(str(tiny_target_folder))
+        drafts = ProposerConfig(name="head", max_draft_tokens=STEPS)
+        options = EngineConfig(max_tokens_in_cache=1024, max_batch=1, page_size=8, **config)
+        own = Engine(target, head=head_of(variant), proposer="head", config=options, proposer_config=drafts)
+        for _ in range(2):  # the second time from the cache
+            found.append([(c.token_ids, c.stats) for c in own.generate(long, SamplingParams(max_tokens=12))])
+    assert all(own == found[0] for own in found)
+    assert sum(stats.drafted for _, stats in found[0]) > 0
+
+
+def test_item_16_acceptance_length_counts_the_bonus_over_all_verifies() -> None:
+    """Tokens over verifies of all requests together, not a mean of means; positions without a condition."""
+    one, other = SpeculationStats(), SpeculationStats()
+    one.record(drafted=3, accepted=3, emitted=4)
+    for _ in range(3):
+        other.record(drafted=3, accepted=0, emitted=1)
+    other.record(drafted=1, accepted=1, emitted=2)
+    merged = SpeculationStats()
+    for stats in (one, other):
+        merged.merge(stats)
+    assert (one.acceptance_length, other.acceptance_length) == (4.0, 1.25)
+    assert merged.acceptance_length == 9 / 5
+    assert merged.acceptance_by_position == [2 / 5, 1 / 4, 1 / 4]

@@ -1,0 +1,261 @@
+"""Every head as a checkpoint: what is written loads again to equal logits; what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infer.config import SCHEMAS, NewHeadConfig
+from infer.engine import Engine
+from models.attention import CausalAttention
+from models.heads import HEADS, load_head, save_head
+from models.targets import load_target
+from models.targets.llama import LAST
+from tests.heads import DRAFT_VOCAB, VARIANTS, make_head
+
+H, V = 64, 384
+SHAPES = {
+    "eagle, fc with bias": {
+        "embed_tokens.weight": (V, H),
+        "fc.weight": (H, 2 * H),
+        "fc.bias": (H,),
+        "layers.0.self_attn.q_proj.weight": (H, H),
+        "layers.0.self_attn.k_proj.weight": (32, H),
+        "layers.0.self_attn.v_proj.weight": (32, H),
+        "layers.0.self_attn.o_proj.weight": (H, H),
+        "layers.0.post_attention_layernorm.weight": (H,),
+        "layers.0.mlp.gate_proj.weight": (128, H),
+        "layers.0.mlp.up_proj.weight": (128, H),
+        "layers.0.mlp.down_proj.weight": (H, 128),
+    },
+    "medusa, two layers": {
+        f"blocks.{head}.layers.{layer}.{part}": shape
+        for head in range(5)
+        for layer in range(2)
+        for part, shape in (("weight", (H, H)), ("bias", (H,)))
+    }
+    | {f"lm_heads.{head}.weight": (V, H) for head in range(5)},
+    "medusa, shared and truncated": {
+        f"blocks.{head}.layers.0.{part}": shape
+        for head in range(5)
+        for part, shape in (("weight", (H, H)), ("bias", (H,)))
+    }
+    | {"lm_head.weight": (DRAFT_VOCAB, H), "token_map": (DRAFT_VOCAB,)},
+    "mlp, inner_dim": {
+        name: shape
+        for head in range(5)
+        for name, shape in (
+            (f"emb.{head}.weight", (V, 96)),
+            (f"proj.{head}.weight", (96, 96 if head else H)),
+            (f"ln.{head}.weight", (96,)),
+            (f"ln.{head}.bias", (96,)),
+            (f"head.{head}.weight", (V, 96)),
+        )
+    },
+    "mlp, tied": {
+        "emb.0.weight": (V, H),
+        "proj.0.weight": (H, H),
+        "proj.1.weight": (H, H),
+        "ln.0.weight": (H,),
+        "ln.0.bias": (H,),
+        "head.0.weight": (V, H),
+    },
+}
+
+
+def write(head, folder, target):
+    folder.mkdir(exist_ok=True)
+    facts = {"verifier": target.path, "verifier_architecture": "LlamaForCausalLM", "speculative_tokens": 4}
+    save_head(head, folder, provenance={"target_fingerprint": target.fingerprint}, **facts)
+    return folder
+
+
+def draft_logits(head, target, steps):
+    """Of a slot in the middle of a text, by depth, each depth reading the token 7."""
+    ids = torch.randint(1, V, (1, 12), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        aux = target(ids, torch.arange(12)[None], CausalAttention(), aux_layers=head.config.aux_layers).aux
+        state, tokens, found = head.fuse(aux), ids, []
+        for depth in range(steps):
+            state = head.step(tokens, state, torch.arange(12)[None] + depth, CausalAttention(), depth)
+            found.append(head.logits(state, depth))
+            tokens = torch.full_like(ids, 7)
+    return found
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_written_loads_again_to_equal_logits(tiny_target, tmp_path, variant):
+    head = make_head(tiny_target, variant)
+    folder = write(head, tmp_path / "head", tiny_target)
+    again = load_head(folder, name=VARIANTS[variant][0], target=tiny_target)
+    assert again.config == head.config
+    assert torch.equal(again.target_ids, head.target_ids)
+    steps = min(3, head.config.max_depth or 3)
+    mine, theirs = (draft_logits(own, tiny_target, steps) for own in (head, again))
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    second = write(again, tmp_path / "again", tiny_target)
+    assert (second / "config.json").read_text() == (folder / "config.json").read_text()
+    first, other = load_file(folder / "model.safetensors"), load_file(second / "model.safetensors")
+    assert first.keys() == other.keys()
+    assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("variant", SHAPES)
+def test_tensor_names_and_shapes_are_the_formats(tiny_target, tmp_path, variant):
+    folder = write(make_head(tiny_target, variant), tmp_path / "head", tiny_target)
+    tensors = load_file(folder / "model.safetensors")
+    assert {name: tuple(value.shape) for name, value in tensors.items()} == SHAPES[variant]
+
+
+def test_p_eagle_is_a_speculators_checkpoint(tiny_target, tmp_path):
+    folder = write(make_head(tiny_target, "p-eagle"), tmp_path / "head", tiny_target)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "peagle"
+    assert (config["mask_token_id"], config["num_depths"], config["embed_requires_grad"]) == (0, 8, True)
+    assert load_file(folder / "model.safetensors")["mask_hidden"].shape == (1, 1, 3 * H)
+
+
+def test_medusa_maps_to_absolute_ids(tiny_target, tmp_path):
+    head = make_head(tiny_target, "medusa, truncated")
+    token_map = load_file(write(head, tmp_path / "head", tiny_target) / "model.safetensors")["token_map"]
+    assert token_map.tolist() == sorted(token_map.tolist())
+    assert int(token_map[-1]) > DRAFT_VOCAB
+    assert torch.equal(head.draft_to_target(torch.arange(DRAFT_VOCAB)), token_map)
+
+
+FLAGS = {
+    "eagle": ("bias", "own_embedding"),
+    "p-eagle": ("mask_token_id", "num_depths", "norm_before_residual", "embed_requires_grad"),
+    "medusa": ("original_lm_head", "medusa_fc_bias", "truncated_vocab_size"),
+    "mlp": ("tie_weights", "scale_input", "n_predict", "top_k_tokens_per_head"),
+}
+
+
+@pytest.mark.parametrize(("variant", "flag"), [(name, flag) for name, flags in FLAGS.items() for flag in flags])
+def test_a_flag_left_out_is_an_error(tiny_target, tmp_path, variant, flag):
+    folder = write(make_head(tiny_target, variant), tmp_path / "head", tiny_target)
+    config = json.loads((folder / "config.json").read_text())
+    del config[flag]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"{flag} is missing"):
+        load_head(folder)
+
+
+@pytest.mark.parametrize("variant", ["eagle", "medusa, shared and truncated", "mlp, tied", "p-eagle"])
+def test_tensors_are_strict(tiny_target, tmp_path, variant):
+    folder = write(make_head(tiny_target, variant), tmp_path / "head", tiny_target)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, value in tensors.items():
+        save_file({other: tensor for other, tensor in tensors.items() if other != name}, path)
+        with pytest.raises(ValueError, match=f"{name}: missing"):
+            load_head(folder)
+        save_file(tensors | {name: value[:-1].contiguous() if value.shape[0] > 1 else value[..., :-1]}, path)
+        with pytest.raises(ValueError, match=r"expected \["):
+            load_head(folder)
+    save_file(tensors | {"lm_head.bias": torch.zeros(3)}, path)
+    with pytest.raises(ValueError, match=r"lm_head\.bias: not part"):
+        load_head(folder)
+
+
+def test_another_kind_of_head_is_named(tiny_target, tmp_path):
+    folder = write(make_head(tiny_target, "mlp"), tmp_path / "head", tiny_target)
+    with pytest.raises(ValueError, match=r"head=medusa: .*holds a head of another kind; say head=mlp"):
+        load_head(folder, name="medusa")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "hydra"}))
+    with pytest.raises(ValueError, match=r"of no head that we know \(eagle, eagle3, medusa, mlp, p-eagle\)"):
+        load_head(folder)
+
+
+@pytest.mark.parametrize("variant", ["eagle", "medusa", "mlp", "p-eagle"])
+def test_a_head_of_another_target_is_refused(tiny_target, make_target_folder, tmp_path, variant):
+    folder = write(make_head(tiny_target, variant), tmp_path / "head", tiny_target)
+    other = load_target(str(make_target_folder(seed=5)))
+    with pytest.raises(ValueError, match=r"another target.*head\.allow_mismatch=true"):
+        load_head(folder, target=other)
+    load_head(folder, target=other, allow_mismatch=True)
+    narrow = load_target(str(make_target_folder(hidden_size=32)))
+    with pytest.raises(ValueError, match="target_hidden_size is 64, the target's is 32"):
+        load_head(folder, target=narrow, allow_mismatch=True)
+
+
+def test_the_target_lends_its_lm_head_and_embedding_without_a_copy(tiny_target_folder, tmp_path):
+    target = load_target(str(tiny_target_folder))
+    folder = write(make_head(target, "eagle, the target's embedding"), tmp_path / "head", target)
+    assert "embed_tokens.weight" not in load_file(folder / "model.safetensors")
+    loaded = load_head(folder, target=target)
+    assert loaded.borrowed.lm_head is target.lm_head
+    engine = Engine(target, head=loaded)
+    served = engine._head._head
+    assert served.borrowed.lm_head is target.lm_head
+    assert served.borrowed.embedding is target.embedding_weight
+    assert served.borrowed.lm_head.packed is not None
+    assert not any("borrowed" in name for name, _ in served.named_parameters())
+
+
+def test_what_is_borrowed_follows_the_heads_dtype_and_stays_the_targets(tiny_target_folder):
+    target = load_target(str(tiny_target_folder))
+    head = make_head(target, "eagle")
+    assert head.borrowed.lm_head is target.lm_head
+    head.to(torch.bfloat16)
+    assert head.borrowed.lm_head.weight.dtype == head.borrowed.embedding.dtype == torch.bfloat16
+    assert target.lm_head.weight.dtype == torch.float32
+    assert torch.equal(head.borrowed.lm_head.weight, target.lm_head.weight.bfloat16())
+
+
+def test_the_last_hidden_state_is_what_the_lm_head_reads(tiny_target):
+    ids, positions = torch.arange(9)[None], torch.arange(9)[None]
+    with torch.no_grad():
+        out = tiny_target(ids, positions, CausalAttention(), aux_layers=(LAST, 3, 8))
+    assert out.aux[0] is out.hidden
+    assert out.aux[2] is out.hidden
+    with pytest.raises(ValueError, match=r"aux_layers: id 9 is outside -1\.\.8"):
+        tiny_target(ids, positions, CausalAttention(), aux_layers=(9,))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("eagle3", {"num_heads": 3, "num_kv_heads": 2}, "head.num_heads=3: must be a multiple of head.num_kv_heads=2"),
+        ("eagle3", {"hidden_size": 32, "embed_requires_grad": False}, "head.embed_requires_grad=false: needs a head"),
+        ("p-eagle", {"mask_token_id": 384}, "head.mask_token_id=384: must be a token of the target's 384"),
+        ("mlp", {"n_predict": 3, "top_k_tokens_per_head": [5, 4]}, "must be as many as head.n_predict=3"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(tiny_target, name, options, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        HEADS[name].config_class.for_target(tiny_target.config, **options)
+    assert message in str(error.value)
+
+
+def test_sizes_of_its_own_cannot_start_from_the_target(tiny_target):
+    head = make_head(tiny_target, "eagle3, sizes of its own")
+    assert head.embed_tokens.weight.requires_grad
+    with pytest.raises(ValueError, match=r"head\.init_from_target=true: needs a head of the target's sizes"):
+        head.initialise(tiny_target, from_target=True)
+
+
+def test_every_head_has_a_config_group():
+    assert set(SCHEMAS["head"]) == {*HEADS, "none"}
+    assert all(issubclass(SCHEMAS["head"][name], NewHeadConfig) for name in HEADS)
+
+
+def test_medusa_starts_as_the_lm_head_and_mlp_at_its_variances(tiny_target):
+    medusa = make_head(tiny_target, "medusa, truncated")
+    medusa.initialise(tiny_target, from_target=True)
+    features = torch.randn(5, H)
+    wanted = tiny_target.logits(features)[:, medusa.target_ids]
+    for depth in range(5):
+        with torch.no_grad():
+            assert torch.allclose(medusa.logits(features, depth), wanted, atol=1e-5)
+    mlp = HEADS["mlp"](HEADS["mlp"].config_class.for_target(tiny_target.config, inner_dim=2048, n_predict=3))
+    mlp.initialise(tiny_target, from_target=False)
+    assert mlp.emb[0].weight.std().item() == pytest.approx(2048**-0.5, rel=0.02)
+    # each state is sw * (what came) + ew * (the token), in variance, and half of the first is left after the last
+    sw, ew = mlp.config.state_weight, mlp.config.embedding_weight
+    assert sw ** (2 * 3) == pytest.approx(0.5)
+    assert sw**2 + ew**2 * 2 / 2048 == pytest.approx(1.0)

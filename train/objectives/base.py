@@ -1,0 +1,142 @@
+"""What all objectives share: which slot is compared with what at which depth, and the sums that a loss is made of.
+
+An objective says what a slot costs (`costs`), and, if need be, which slots a depth looks at (`columns`). Sums and not
+means: accumulated and distributed batches add up to the loss of one large batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from models.heads.base import Head
+from train import alignment
+from train.config import ObjectiveConfig
+from train.data import Batch
+from train.draft_states import draft_states
+from train.features import Features
+from train.objectives import teacher as teaching
+from train.objectives.losses import agreement, overlap
+from train.objectives.teacher import Teacher
+
+
+class StepSums(NamedTuple):
+    """Sums over the slots of each step, `[K]` each; a mean is a sum over `count`, of any number of batches together."""
+
+    count: Tensor
+    loss: Tensor
+    correct: Tensor  # draft's argmax == the target's, over the full vocabulary
+    overlap: Tensor  # Σ_v min(p, q) over the full vocabulary
+
+
+class Objective(nn.Module):
+    """Holds the head, so that a distributed wrapper around this module sees every parameter's use."""
+
+    def __init__(self, head: Head, config: Any) -> None:
+        super().__init__()
+        assert isinstance(config, ObjectiveConfig)
+        self.head = head
+        self.config = config
+        steps = config.steps or head.config.max_depth
+        assert steps is not None, "a head without a number of depths needs objective.steps"
+        self.steps: int = steps
+
+    def costs(self, logits: Tensor, states: Tensor, teacher: Teacher, depth: int) -> Tensor:
+        """`[N]`: what N slots cost at this depth; logits `[N, Vd]`, states `[N, S]`, as many rows of the teacher."""
+        raise NotImplementedError
+
+    def columns(self, first: int, length: int, generator: torch.Generator) -> Sequence[Tensor] | None:
+        """The slots that each depth is trained on, nested; None for all of them."""
+        return None
+
+    def denominators(self, assistant: Tensor) -> Tensor:
+        """`[K]`: what the sum of each step is divided by, known before any forward. assistant `[B, T]`."""
+        return slot_weights(alignment.step_masks(assistant, self.steps), self.config.reduction)[1]
+
+    def forward(
+        self,
+        batch: Batch,
+        features: Features,
+        teacher: Teacher,
+        denominators: Tensor,
+        metrics: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, StepSums]:
+        """The loss Σ_k w^k · Σ cost_k / denominators[k], and sums to log: `correct`, `overlap` only with `metrics`.
+
+        `denominators [K]` are of everything that one optimiser step sees. `generator` draws what is random in training;
+        without one, as in evaluation, nothing is.
+        """
+        masks = alignment.step_masks(batch.assistant, self.steps)  # [K, B, T]
+        weights, _ = slot_weights(masks, self.config.reduction)
+        length = masks.shape[2]
+        first = int(masks[0].any(0).int().argmax())
+        # Slot i at step k is taught by the row of served slot i + k: rows are numbered in slot order.
+        number = masks[0].flatten().cumsum(0).view_as(masks[0]) - 1
+        aux = features.aux if generator is None else self._noisy(features.aux, generator)
+        columns = None if generator is None else self.columns(first, length, generator)
+        every = torch.arange(first, length, device=masks.device)
+        sums, total = [], batch.ids.new_zeros((), dtype=torch.float32)
+        for step, state in enumerate(draft_states(self.head, batch.ids, aux, self.steps, first, columns)):
+            kept = every if columns is None else columns[step]
+            mask = masks[step][:, kept]
+            rows = alignment.shift_left(number, step)[:, kept][mask]
+            parts = self._compare(state[mask], weights[step][:, kept][mask], rows, teacher, step, metrics)
+            # a sample of the slots stands for all of them
+            scale = self.config.step_weight**step * len(every) / max(1, len(kept))
+            total = total + scale * parts[0] / denominators[step].clamp(min=1)
+            sums.append(torch.stack([mask.sum().float(), *(value.detach() for value in parts[1:])]))
+        return total, StepSums(*torch.stack(sums, dim=1))
+
+    def _noisy(self, aux: Sequence[Tensor], generator: torch.Generator) -> Sequence[Tensor]:
+        """U(-a, a) on every feature, against drafts that go wrong in small steps (arXiv 2401.15077)."""
+        a = self.config.feature_noise
+        if not a:
+            return aux
+        return [
+            feature + a * (2 * torch.rand(feature.shape, generator=generator, device=feature.device) - 1)
+            for feature in aux
+        ]
+
+    def _compare(
+        self, states: Tensor, weights: Tensor, rows: Tensor, teacher: Teacher, depth: int, metrics: bool
+    ) -> tuple[Tensor, ...]:
+        """Sums of weighted cost, cost, correct and overlap over the slots `states [N, S]`, taught by `rows [N]`."""
+        size = max(1, teaching.CHUNK_ELEMENTS // self.head.config.draft_vocab_size)
+        if len(states) <= size:
+            return self._compare_chunk(states, weights, rows, teacher, depth, metrics)
+        # Logits of every step together would not fit: each chunk's are computed again in the backward pass.
+        parts = [
+            checkpoint(self._compare_chunk, part, weight, index, teacher, depth, metrics, use_reentrant=False)
+            for part, weight, index in zip(states.split(size), weights.split(size), rows.split(size), strict=True)
+        ]
+        return tuple(torch.stack(column).sum(0) for column in zip(*parts, strict=True))
+
+    def _compare_chunk(
+        self, states: Tensor, weights: Tensor, rows: Tensor, teacher: Teacher, depth: int, metrics: bool
+    ) -> tuple[Tensor, ...]:
+        teacher = teacher.rows(rows)
+        logits = self.head.logits(states, depth).float()  # [N, Vd]
+        with torch.autocast(logits.device.type, enabled=False):  # a probability needs more than bf16
+            costs = self.costs(logits, states.float(), teacher, depth)
+            zero = costs.new_zeros(())
+            if not metrics:
+                return (costs * weights).sum(), costs.sum(), zero, zero
+            with torch.no_grad():
+                correct, accepted = agreement(logits, teacher).sum().float(), overlap(logits, teacher).sum()
+        return (costs * weights).sum(), costs.sum(), correct, accepted
+
+
+def slot_weights(masks: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
+    """masks `[K, B, T]` -> what each slot counts `[K, B, T]`, and by what the sum is divided `[K]`.
+
+    token: every slot the same. sequence: every sequence the same, however many slots it has.
+    """
+    counts = masks.sum(-1)  # [K, B]
+    if reduction == "token":
+        return masks.float(), counts.sum(-1).float()
+    return masks / counts.clamp(min=1)[..., None], (counts > 0).sum(-1).float()

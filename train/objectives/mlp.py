@@ -1,0 +1,21 @@
+"""The MLP speculator's objective (arXiv 2404.19124): the sum over heads of the cross-entropy with the actual token.
+
+Our sequences are the target's own samples and each slot's hidden state is the one that produced its token, which is
+what the paper calls stage 2; rows of data=jsonl that bring their own ids are stage 1, ground-truth text.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from train.config import MlpObjectiveConfig
+from train.objectives.base import Objective
+from train.objectives.losses import slot_losses
+from train.objectives.teacher import Teacher
+
+
+class NextTokens(Objective):
+    config: MlpObjectiveConfig
+
+    def costs(self, logits: Tensor, states: Tensor, teacher: Teacher, depth: int) -> Tensor:
+        return slot_losses("label", logits, teacher)

@@ -1,0 +1,31 @@
+"""P-EAGLE's objective (arXiv 2602.01469): EAGLE-3's loss at every depth of the parallel draft.
+
+Depth 0 learns from every slot. Depth d learns from a sample of max(ratio ** d, min_ratio) of them, each of which has a
+row at every shallower depth too: K depths then cost far less than K passes over the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from train import alignment
+from train.config import PEagleObjectiveConfig
+from train.objectives.base import Objective
+from train.objectives.losses import slot_losses
+from train.objectives.teacher import Teacher
+
+
+class ParallelDrafting(Objective):
+    config: PEagleObjectiveConfig
+
+    def costs(self, logits: Tensor, states: Tensor, teacher: Teacher, depth: int) -> Tensor:
+        costs = slot_losses(self.config.loss, logits, teacher)
+        return costs * teacher.in_vocab if self.config.drop_out_of_vocab else costs
+
+    def columns(self, first: int, length: int, generator: torch.Generator) -> Sequence[Tensor]:
+        sizes = alignment.sample_sizes(length - first, self.steps, self.config.ratio, self.config.min_ratio)
+        order = torch.randperm(length - first, generator=generator, device=generator.device)
+        return [first + order[:size].sort().values for size in sizes]
