@@ -7,4 +7,6 @@ source scripts/setup_env.sh dev
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
 "$PYTHON" -m pyright --pythonpath "$PYTHON"
-"$PYTHON" -m pytest -q "$@"
+# A worker per core and a thread per worker: two threads that share a core with anything else wait for each other.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+"$PYTHON" -m pytest -q -n auto --dist worksteal "$@"

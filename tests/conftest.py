@@ -15,7 +15,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 
+import contextlib
 import textwrap
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,16 @@ CHAT_TEMPLATE = (
 )
 
 MakeTarget = Callable[..., Path]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--soak",
+        type=int,
+        default=600,
+        metavar="REQUESTS",
+        help="how long tests/lossless/test_soak.py and test_lives.py go on (default 600; 10000 is the whole soak)",
+    )
 
 
 def train_tiny_tokenizer() -> Any:
@@ -110,7 +122,8 @@ def tiny_tokenizer(tiny_target_folder: Path) -> Any:
 def tiny_head_folder(tiny_target: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An exported random EAGLE-3 head for `tiny_target`, with a reduced draft vocabulary of 128."""
     from models.heads import save_head
-    from models.heads.eagle3 import Eagle3Config, Eagle3Head
+    from models.heads.eagle3 import Eagle3Head
+    from models.heads.eagle3_config import Eagle3Config
     from models.vocab import build_draft_vocab
 
     counts = torch.arange(VOCAB_SIZE).flip(0) % 7  # some order that is no prefix of the vocabulary
@@ -134,3 +147,20 @@ def tiny_head(tiny_head_folder: Path, tiny_target: Any) -> Any:
     from models.heads import load_head
 
     return load_head(tiny_head_folder, target=tiny_target)
+
+
+@pytest.fixture
+def started_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
+    """Processes that this test started, directly or not, and that have not ended."""
+    mark = f"HEADWAY_TEST={uuid.uuid4()}"
+    monkeypatch.setenv(*mark.split("="))
+
+    def started() -> list[int]:
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended a moment ago
+                if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(int(folder.name))
+        return found
+
+    return started

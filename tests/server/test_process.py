@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -112,6 +112,35 @@ def test_sigterm_lets_a_stream_finish(tiny_target_folder: Path) -> None:
         assert chunks[-1].choices[0].finish_reason == "length"
         assert process.child.wait(20) == 0
     assert "Traceback" not in process.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["drained", "lost"])
+def test_a_divided_target_is_served(tiny_target_folder: Path, started_here: Callable[[], list[int]], end: str) -> None:
+    with start(*command(tiny_target_folder, "engine.tensor_parallel=2", "server.drain_s=20")) as process:
+        url = process.wait_for(r"(http://127\.0\.0\.1:\d+): loading")[1]
+        process.wait_for("try: curl")
+        assert "2, each with a part of the target" in process.output
+        assert "(rank 0 of 2)" in process.output
+        (other,) = set(started_here()) - {process.child.pid}
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        stream = client.completions.create(
+            model="tiny", prompt="x", max_tokens=60, stream=True, seed=1, extra_body={"ignore_eos": True}
+        )
+        chunks = [next(iter(stream))]
+        if end == "drained":
+            for pid in (process.child.pid, other):  # as a supervisor would
+                os.kill(pid, signal.SIGTERM)
+            chunks += list(stream)
+            assert chunks[-1].choices[0].finish_reason == "length"
+            assert process.child.wait(20) == 0
+        else:
+            os.kill(other, signal.SIGKILL)
+            with pytest.raises(openai.APIError, match="the engine has stopped"):
+                list(stream)
+            process.wait_for(r"RankLost: engine\.tensor_parallel=2: rank 1 has ended \(signal 9\)")
+            assert process.end(signal.SIGTERM) == 1
+        assert started_here() == []
 
 
 def test_ctrl_c_while_loading(tiny_target_folder: Path) -> None:

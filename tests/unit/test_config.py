@@ -27,6 +27,7 @@ COMMANDS = {**infer_config.COMMANDS, **train_config.COMMANDS}
 FILES = sorted(path.relative_to(CONF).as_posix() for path in Path(CONF).rglob("*.yaml"))
 GIVEN = {  # what an option asks the user for
     "data/jsonl": ["data.path=x.jsonl"],
+    **{f"objective/{head}": [f"head={head}"] for head in ("eagle", "medusa", "mlp", "p-eagle")},
     "proposer/draft_model": ["proposer.draft_model=models/demo"],
     "proposer/synthetic": ["proposer.acceptance=[0.8,0.6]"],
 }
@@ -35,6 +36,7 @@ ENTRY_POINTS = {
     "serve": "infer/serve.py",
     "generate": "infer/generate.py",
     "bench": "scripts/bench.py",
+    "step_time": "scripts/step_time.py",
 }
 
 
@@ -109,7 +111,11 @@ def test_no_key_comes_or_goes_unseen() -> None:
         ("train", ["batch_size=2.5"], "batch_size: Value '2.5' of type 'float' could not be converted to Integer"),
         ("train", ["head.aux_layers=[1,x]"], "head.aux_layers[1]: Value 'x' of type 'str' could not be converted"),
         ("serve", ["engine.exact=7.5"], "engine.exact: Value '7.5' is not a valid bool"),
-        ("generate", ["head=eagel3"], "head=eagel3: no such option; did you mean eagle3? known: eagle3, none"),
+        (
+            "generate",
+            ["head=eagel3"],
+            "head=eagel3: no such option; did you mean eagle3? known: eagle, eagle3,",
+        ),
         ("train", ["experiment=x"], "experiment=x: no such option; known: demo-eagle3-hour"),
         ("train", ["data=jsonl"], "data.path: must be given, as data.path=..."),
         ("train", ["seed"], "Error parsing override 'seed'"),
@@ -130,7 +136,8 @@ def test_no_key_comes_or_goes_unseen() -> None:
         ("generate", ["color=red"], "color=red: must be one of auto, always, never"),
         ("generate", ["prompt=a", "prompts_file=b"], "prompts_file: excludes prompt"),
         ("generate", ["compare=true", "proposer=none"], "compare=true: compares speculation off and on"),
-        ("bench", ["systems=[off,vllm]"], "systems=vllm: must be one of off, ngram"),
+        ("bench", ["systems=[off,vllm]"], "systems=vllm: must be one of off, head, ngram"),
+        ("bench", ["save=../x"], "save=../x: becomes part of a file name"),
         ("bench", ["concurrency=[]"], "concurrency=[]: name at least one"),
         ("train", ["steps=null", "minutes=null"], "steps=null and minutes=null: the run would not end"),
         ("train", ["run=../x"], "run=../x: becomes a folder name"),
@@ -139,6 +146,23 @@ def test_no_key_comes_or_goes_unseen() -> None:
         ("train", ["head.fc_norm=true", "head.norm_before_fc=true"], "head.fc_norm=true: excludes head.norm_before_fc"),
         ("train", ["head.aux_layers=[2,2]"], "head.aux_layers=[2, 2]: must be distinct layer ids"),
         ("train", ["objective.step_weight=0"], "objective.step_weight=0.0: must be above 0"),
+        (
+            "train",
+            ["objective=medusa"],
+            "objective=medusa: is for head=medusa, not for head=eagle3; without",
+        ),
+        ("train", ["head=mlp", "objective.steps=5"], "objective.steps=5: this mlp head drafts 4 tokens at most"),
+        (
+            "train",
+            ["head=medusa", "objective.steps=2"],
+            "objective.steps=2: leaves some of this medusa head's 4 depths",
+        ),
+        ("train", ["head=medusa", "eval_draft_tokens=5"], "eval_draft_tokens=5: this medusa head drafts 4 tokens at"),
+        ("train", ["head=p-eagle", "objective.ratio=0"], "objective.ratio=0.0: is a share, must be above 0"),
+        ("train", ["head=mlp", "head.init_from_target=true"], "head.init_from_target=true: an MLP speculator has no"),
+        ("train", ["head=medusa", "objective.labels=any"], "objective.labels=any: must be one of soft, hard"),
+        ("train", ["objective.loss=mse"], "objective.loss=mse: must be one of kl, ce, label, tv, lk, lk_hybrid"),
+        ("train", ["objective.reduction=mean"], "objective.reduction=mean: must be one of token, sequence"),
         ("train", ["optim.betas=[0.9]"], "optim.betas=[0.9]: must be two numbers"),
         ("train", ["data.temperatures=[]"], "data.temperatures=[]: give at least one"),
     ],
@@ -147,6 +171,19 @@ def test_mistakes_are_errors_that_name_them(command: str, overrides: list[str], 
     with pytest.raises(ValueError) as error:  # noqa: PT011  # the message is compared below, as it stands
         compose(command, COMMANDS[command], overrides)
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(("head", "objective"), sorted(train_config.DEFAULT_OBJECTIVE.items()))
+def test_a_head_chooses_its_objective_unless_one_is_given(head: str, objective: str) -> None:
+    def chosen(*overrides: str) -> str:
+        return compose("train", train_config.TrainConfig, overrides).objective.name
+
+    assert chosen(f"head={head}") == objective
+    for other, heads in train_config.TRAINS.items():
+        if head in heads:
+            steps = ["objective.steps=4"] if (head, other) == ("mlp", "ttt") else []
+            assert chosen(f"head={head}", f"objective={other}", *steps) == other
+    assert chosen("experiment=demo-eagle3-hour") == "ttt"
 
 
 @pytest.mark.parametrize(
@@ -189,7 +226,11 @@ def run_command(command: str, *arguments: str, cwd: Path, **environment: str) ->
             "server.port=http",
             "error: server.port: Value 'http' of type 'str' could not be converted to Integer",
         ),
-        ("generate", "head=eagel3", "error: head=eagel3: no such option; did you mean eagle3? known: eagle3, none"),
+        (
+            "generate",
+            "head=eagel3",
+            "error: head=eagel3: no such option; did you mean eagle3? known: eagle, eagle3,",
+        ),
         ("bench", "rounds=0", "error: rounds=0: must be at least 1"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 
 from infer import config as infer_config
 from infer.cli import compose, quote_free_text
+from scripts.make_tables import rewrite
 from train import config as train_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +52,10 @@ def test_the_tree_exists() -> None:
                 folder = name
     assert len(paths) > 30
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_tables_are_what_the_result_files_say() -> None:
+    assert rewrite(README) == README
 
 
 def test_links_lead_somewhere() -> None:

@@ -1,0 +1,142 @@
+"""What the bench compares: our engine with a proposer and a draft shape, and transformers' generate. By name:
+
+    off                                    our engine, plain decoding
+    head  ngram  suffix  combined  ...     our engine with that proposer, drafting as `proposer.*` says
+    eagle3  medusa  ...                    our engine with the exported head of that name
+    head:chain5  medusa:tree16  ...        the same with a draft shape of its own
+    hf  hf_lookup                          transformers' generate, plain and with prompt lookup (one prompt at a time)
+
+The engine is one for all of ours: what differs is set before the clock starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infer.config import HEAD_NAMES, MEASURED_TREE, BenchConfig, HeadConfig, ProposerConfig
+
+Answer = tuple[list[list[int]], float | None]  # token ids and acceptance length
+TRANSFORMERS = ("hf", "hf_lookup")
+
+
+class System(NamedTuple):
+    prepare: Callable[[], None]  # once before it is timed
+    run: Callable[[list[list[int]], float], Answer]  # prompts, temperature
+
+
+def shaped(config: ProposerConfig, shape: str) -> ProposerConfig:
+    """`chain5`: five tokens in a row. `tree16`: the 16 best nodes of a beam, 4 wide and 5 deep up to 16 nodes, else
+    8 wide and 7 deep. `fixed16`: the fixed tree of that many nodes that the head was measured for. A named head that
+    drafts less far does so. Raises ValueError for another word.
+    """
+    found = re.fullmatch(r"(chain|tree|fixed)(\d+)", shape)
+    if found is None:
+        raise ValueError(f"systems: shape {shape}: must be chain<depth>, tree<nodes> or fixed<nodes>, such as chain5")
+    kind, size = found[1], int(found[2])
+    if kind == "fixed":
+        return replace(config, max_draft_tokens=5, tree=MEASURED_TREE, tree_width=1, tree_nodes=size)
+    if kind == "chain":
+        return replace(config, max_draft_tokens=size, tree_width=1, tree_nodes=None, tree=None)
+    width, depth = (4, 5) if size <= 16 else (8, 7)
+    return replace(config, max_draft_tokens=depth, tree_width=width, tree_nodes=size, tree=None)
+
+
+def engine_system(name: str, config: BenchConfig, engine: Any, heads: Mapping[str, Any]) -> System:
+    from infer.proposers.measured_tree import resolve_tree
+    from infer.request import SamplingParams, SpeculationStats
+
+    proposer, _, shape = name.partition(":")
+    own = shaped(config.proposer, shape) if shape else config.proposer
+    if proposer in heads and heads[proposer].config.max_depth is not None:
+        own = replace(own, max_draft_tokens=min(own.max_draft_tokens, heads[proposer].config.max_depth))
+    own = resolve_tree(own, folder_of(config, proposer))
+
+    def prepare() -> None:
+        if proposer in heads:
+            engine.set_proposer("head", heads[proposer], config=own)
+        else:
+            engine.set_proposer("none" if proposer == "off" else proposer, config=own)
+
+    def run(prompts: list[list[int]], temperature: float) -> Answer:
+        params = SamplingParams(
+            temperature=temperature, seed=config.seed, max_tokens=config.max_tokens, ignore_eos=True
+        )
+        completions = engine.generate(prompts, params)
+        stats = SpeculationStats()
+        for completion in completions:
+            stats.merge(completion.stats)
+        return [c.token_ids for c in completions], stats.acceptance_length if proposer != "off" else None
+
+    return System(prepare, run)
+
+
+def load_heads(config: BenchConfig, engine: Any) -> dict[str, Any]:
+    """The exported heads that systems are named after."""
+    from models.heads import load_head
+
+    names = {name.partition(":")[0] for name in config.systems} & set(HEAD_NAMES)
+    options = {"dtype": engine.dtype, "device": engine.device, "target": engine.target}
+    return {name: load_head(folder_of(config, name), name=name, **options) for name in sorted(names)}
+
+
+def folder_of(config: BenchConfig, proposer: str) -> Path:
+    """Of the head that `proposer` names, or of the configured one."""
+    head = HeadConfig(name=proposer) if proposer in HEAD_NAMES else config.head
+    return head.folder(config.output_dir, config.model.name)
+
+
+def transformers_systems(config: BenchConfig, path: str) -> dict[str, System]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    wanted = [name for name in TRANSFORMERS if name in config.systems]
+    if not wanted:
+        return {}
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.model.dtype)).eval()
+
+    def generate(prompts: list[list[int]], temperature: float, **options: Any) -> list[list[int]]:
+        ids = torch.tensor(prompts)  # all prompts have one length, so nothing is padded
+        sampling: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            min_new_tokens=config.max_tokens,
+            max_new_tokens=config.max_tokens,
+            pad_token_id=0,
+            **sampling,
+            **options,
+        )
+        return out[:, ids.shape[1] :].tolist()
+
+    def plain(prompts: list[list[int]], temperature: float) -> Answer:
+        return generate(prompts, temperature), None
+
+    def lookup(prompts: list[list[int]], temperature: float) -> Answer:
+        drafts = config.proposer.max_draft_tokens
+        answers = [generate([prompt], temperature, prompt_lookup_num_tokens=drafts)[0] for prompt in prompts]
+        return answers, None
+
+    runs = {"hf": plain, "hf_lookup": lookup}
+    return {name: System(lambda: None, runs[name]) for name in wanted}
+
+
+def make_systems(config: BenchConfig, engine: Any) -> dict[str, System]:
+    """By name, `off` first. Raises ValueError for a proposer or a head that is not there."""
+    known = {"off", *HEAD_NAMES, *engine.proposer_names}
+    for name in config.systems:
+        proposer = name.partition(":")[0]
+        if proposer not in (*known, *TRANSFORMERS):
+            raise ValueError(
+                f"systems: {name}: this engine has {', '.join(engine.proposer_names)}"
+                + ("; train a head (python train/run.py), or drop it from systems" if proposer == "head" else "")
+            )
+    heads = load_heads(config, engine)
+    ours = {name: engine_system(name, config, engine, heads) for name in config.systems if name not in TRANSFORMERS}
+    systems = ours | transformers_systems(config, str(engine.target.folder))
+    return {name: systems[name] for name in sorted(systems, key=lambda name: name != "off")}

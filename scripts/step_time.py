@@ -1,0 +1,86 @@
+"""Where the time of a step goes: in forwards of target and head, or in the Python around them.
+
+    python scripts/step_time.py model=demo head=eagle3
+    python scripts/step_time.py model=demo head=none proposer=none engine.threads=1 max_tokens=128
+
+Decodes held-out prompts of the demo's corpus one at a time, timing every forward from call to return, so it belongs on
+an idle machine without a GPU. The last line of standard output is one JSON document.
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from infer.cli import entry_point
+from infer.config import StepTimeConfig
+
+
+class Stopwatch:
+    """Adds up the time spent in the calls it wraps; a call within a wrapped call counts once."""
+
+    def __init__(self) -> None:
+        self.seconds, self.calls, self._inside = 0.0, 0, False
+
+    def wrap(self, owner: Any, name: str) -> None:
+        call: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return call(*args, **kwargs)
+            self._inside, begin = True, time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - begin
+                self.calls += 1
+                self._inside = False
+
+        setattr(owner, name, timed)
+
+
+@entry_point("step_time", StepTimeConfig)
+def main(config: StepTimeConfig) -> None:
+    from infer.engine import Engine
+    from infer.request import SamplingParams
+    from models.demo.corpus import held_out_prompts
+
+    engine = Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
+    assert engine.tokenizer is not None
+    target, head = Stopwatch(), Stopwatch()
+    for name in ("forward", "logits"):
+        target.wrap(engine.target, name)
+    if engine.head is not None:
+        for name in ("fuse", "step", "logits"):
+            head.wrap(engine.head, name)
+    params = SamplingParams(temperature=config.temperature, max_tokens=config.max_tokens, seed=0, ignore_eos=True)
+    steps: list[tuple[float, float, float]] = []  # seconds: the step, in the target, in the head
+    for prompt in held_out_prompts(engine.tokenizer, config.num_prompts, config.prompt_tokens):
+        engine.add(prompt, params)
+        engine.step()  # the prefill
+        while engine.has_work:
+            before, begin = (target.seconds, head.seconds), time.perf_counter()
+            engine.step()
+            whole = time.perf_counter() - begin
+            steps.append((whole, target.seconds - before[0], head.seconds - before[1]))
+    whole, in_target, in_head = (1000 * statistics.median(column) for column in zip(*steps, strict=True))
+    around = 1000 * statistics.median(whole - in_target - in_head for whole, in_target, in_head in steps)
+    share = statistics.median((whole - in_target - in_head) / whole for whole, in_target, in_head in steps)
+    print(f"{engine.proposer_name}: {len(steps)} steps at batch 1, medians")
+    for name, value in (("step", whole), ("target", in_target), ("head", in_head), ("around them", around)):
+        print(f"  {name:<12} {value:7.2f} ms")
+    print(f"  outside model forwards: {100 * share:.1f} % of a step")
+    document = {"proposer": engine.proposer_name, "steps": len(steps), "outside_share": share}
+    print(json.dumps(document | {"ms": {"step": whole, "target": in_target, "head": in_head, "around": around}}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""bench.py as a user runs it, on the tiny target: every kind of system, and the document that it ends with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infer.config import ProposerConfig
+from scripts.bench_systems import shaped
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ("chain5", ProposerConfig(name="head", max_draft_tokens=5)),
+        ("tree16", ProposerConfig(name="head", max_draft_tokens=5, tree_width=4, tree_nodes=16)),
+        ("fixed9", ProposerConfig(name="head", max_draft_tokens=5, tree="measured", tree_nodes=9)),
+        ("tree48", ProposerConfig(name="head", max_draft_tokens=7, tree_width=8, tree_nodes=48)),
+    ],
+)
+def test_a_shape_replaces_whatever_was_configured(shape: str, expected: ProposerConfig) -> None:
+    assert shaped(ProposerConfig(name="head", tree=[[0], [1]]), shape) == expected
+    assert shaped(ProposerConfig(name="head", tree_width=2, tree_nodes=9), shape) == expected
+
+
+def test_another_shape_is_an_error() -> None:
+    with pytest.raises(ValueError, match="shape bush7: must be chain<depth>, tree<nodes> or fixed<nodes>"):
+        shaped(ProposerConfig(name="head"), "bush7")
+
+
+@pytest.mark.slow
+def test_a_bench_compares_and_ends_with_a_document(
+    tiny_target_folder: Path, tiny_head_folder: Path, tmp_path: Path
+) -> None:
+    systems = ["off", "head:chain2", "head:tree6", "eagle3:chain1", "combined:tree6", "suffix", "hf"]
+    command = [sys.executable, "scripts/bench.py", f"model.path={tiny_target_folder}", f"head.path={tiny_head_folder}"]
+    (tmp_path / "heads" / "demo").mkdir(parents=True)
+    (tmp_path / "heads" / "demo" / "eagle3").symlink_to(tiny_head_folder)
+    command.append(f"output_dir={tmp_path}")
+    sizes = ["num_prompts=2", "prompt_tokens=16", "max_tokens=12", "rounds=2", "concurrency=[1,2]"]
+    options = [f"systems=[{','.join(systems)}]", "temperatures=[0,0.8]", *sizes]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    results = json.loads(ran.stdout.splitlines()[-1])["results"]
+    assert list(results) == ["0", "0.8"]
+    for by_concurrency in results.values():
+        assert list(by_concurrency) == ["1", "2"]
+        for cells in by_concurrency.values():
+            assert list(cells) == systems
+            assert all(cells[name]["identical"] is True for name in systems if name != "hf")
+            assert cells["hf"]["identical"] is None
+            assert all(cell["tokens_per_s"]["median"] > 0 for cell in cells.values())
+            assert cells["off"]["acceptance_length"] is None
+            assert 1 <= cells["head:tree6"]["acceptance_length"] <= 6
+
+
+def test_a_system_that_this_engine_lacks_is_named(tiny_target_folder: Path) -> None:
+    command = [
+        sys.executable,
+        "scripts/bench.py",
+        f"model.path={tiny_target_folder}",
+        "head=none",
+        "systems=[off,head]",
+    ]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 2
+    assert "systems: head: this engine has ngram, none, suffix; train a head" in ran.stderr
