@@ -19,17 +19,18 @@ import torch
 
 from infer.engine import Engine
 from infer.params import SamplingParams
-from infer.proposers.suffix import Earlier, Node
+from infer.proposers.suffix import CountedTrie, Earlier, Node
 from infer.request import Request
 from models.layers import Linear
 from tests.lossless import faults
 from tests.lossless.leftovers import PREFIX, assert_nothing_left, kept, open_files
 from tests.lossless.plain import Answer
-from tests.lossless.random_requests import is_exact, random_params, random_prompt, singles
+from tests.lossless.random_requests import FIELDS, is_exact, random_params, random_prompt, singles
 
 SEED = 1
 PRESENT = 30  # requests at any time, at most
 GROWTH_MIB = 16  # beyond the first quarter; measured: see LOG.md
+MEMORY = (Node, CountedTrie, Earlier)  # what suffix decoding remembers of its tenants: bounded, asserted by itself
 
 
 class Soak:
@@ -102,7 +103,7 @@ def held() -> tuple[float, Counter[str]]:
     kinds = [type(thing) for thing in gc.get_objects()]
     ours = [kind for kind in kinds if str(kind.__module__).startswith("infer.") or kind is torch.Tensor]
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20, Counter(kind.__name__ for kind in ours if kind is not Node)
+    return pages * resource.getpagesize() / 2**20, Counter(kind.__name__ for kind in ours if kind not in MEMORY)
 
 
 @torch.inference_mode()
@@ -161,6 +162,8 @@ def test_soak(make_small_engine, make_plain, request):
     assert Request.__name__ not in after[1]
     assert after[0] - before[0] < GROWTH_MIB, numbers
     assert open_files() == files
-    for tenant in engine._proposers["suffix"][0]._tenants.values():
+    tenants = engine._proposers["suffix"][0]._tenants
+    assert set(tenants) <= {"", *FIELDS["cache_salt"]}
+    for tenant in tenants.values():
         assert isinstance(tenant, Earlier)
         assert max(tenant.trie.size, tenant._tokens) <= engine.proposer_config.suffix_nodes
