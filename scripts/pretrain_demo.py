@@ -254,16 +254,12 @@ def export(
 ) -> dict[str, float]:
     folder = ROOT / config.export
     folder.mkdir(parents=True, exist_ok=True)
-    mlp, kv = config.intermediate_size, config.kv_heads * config.hidden_size // config.heads
     layout = {name: parts for name, parts in model.checkpoint_layout().items() if name != "lm_head.weight"}
-    sizes = {
-        name: [config.hidden_size, kv, kv] if "qkv" in name else [mlp, mlp]
-        for name, parts in layout.items()
-        if len(parts) > 1
-    }
     # Everything measured for the card is measured on the exported bf16 weights.
     model.load_state_dict({k: v.to(torch.bfloat16).float() for k, v in model.state_dict().items()})
-    tensors = {name: value.to(torch.bfloat16) for name, value in split_merged(model, layout, sizes).items()}
+    tensors = {
+        name: value.to(torch.bfloat16) for name, value in split_merged(model, layout, model.merged_sizes()).items()
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf_config(config), indent=2) + "\n")
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -129,7 +129,7 @@ class EagleObjectiveConfig(ObjectiveConfig):
 
 @dataclass
 class MedusaObjectiveConfig(ObjectiveConfig):
-    """Medusa-1: the target is frozen."""
+    """Medusa-1 (arXiv 2401.10774): the target is frozen."""
 
     step_weight: float = 0.8
     labels: str = "soft"  # soft: the target's distribution | hard: the text
@@ -137,6 +137,32 @@ class MedusaObjectiveConfig(ObjectiveConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("objective.labels", self.labels, ("soft", "hard"))
+
+
+@dataclass
+class Medusa2ObjectiveConfig(MedusaObjectiveConfig):
+    """Medusa-2: heads and target together, after the heads alone. Makes another target, whose text differs.
+
+    Loss of the second stage: KL(target as it was || target as it is) + heads_weight * the heads' loss.
+    """
+
+    heads_first: float = 0.5  # share of the run in which the target is frozen
+    heads_weight: float = 0.2
+    lora_rank: int = 32
+    lora_alpha: float = 16.0
+    lora_rate: float = 0.25  # the adapters' step size, as a share of the heads'
+    lora_on: list[str] = field(default_factory=lambda: ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.heads_first < 1:
+            raise ValueError(f"objective.heads_first={self.heads_first}: is a share, must be 0 to below 1")
+        at_least("objective.lora_rank", self.lora_rank, 1)
+        for key in ("heads_weight", "lora_alpha", "lora_rate"):
+            if not getattr(self, key) > 0:
+                raise ValueError(f"objective.{key}={getattr(self, key)}: must be above 0")
+        if not self.lora_on:
+            raise ValueError("objective.lora_on=[]: names no layer; objective=medusa trains the heads alone")
 
 
 @dataclass
@@ -292,6 +318,7 @@ TRAINS = {
     "ttt": ("eagle3", "eagle", "mlp"),
     "eagle": ("eagle",),
     "medusa": ("medusa",),
+    "medusa-2": ("medusa",),
     "mlp": ("mlp",),
     "p-eagle": ("p-eagle",),
 }
@@ -305,6 +332,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "ttt": TttConfig,
         "eagle": EagleObjectiveConfig,
         "medusa": MedusaObjectiveConfig,
+        "medusa-2": Medusa2ObjectiveConfig,
         "mlp": MlpObjectiveConfig,
         "p-eagle": PEagleObjectiveConfig,
     },

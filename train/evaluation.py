@@ -7,7 +7,7 @@ speak of the same tokens, and their acceptance lengths may be compared (DESIGN s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -48,8 +48,13 @@ def acceptance_metrics(measured: Acceptance) -> dict[str, float]:
     return metrics
 
 
+def prompts_of(sequences: Sequences) -> list[list[int]]:
+    rows = [sequences.row(index) for index in range(len(sequences))]
+    return [ids[: int(assistant.int().argmax())].tolist() for ids, assistant in rows]
+
+
 class Evaluator:
-    """`check` is called while the engine runs and may raise to stop."""
+    """`held_out`: the engine's own greedy responses. `check` is called while the engine runs and may raise to stop."""
 
     def __init__(
         self,
@@ -58,11 +63,12 @@ class Evaluator:
         held_out: Sequences,
         features: FeatureSource,
         check: Callable[[], None] = lambda: None,
+        about_target: Mapping[str, float] | None = None,
     ) -> None:
         self._config, self._engine, self._check = config, engine, check
         self._held_out, self._features = held_out, features
-        rows = [held_out.row(index) for index in range(len(held_out))]
-        self._prompts = [ids[: int(assistant.int().argmax())].tolist() for ids, assistant in rows]
+        self._prompts = prompts_of(held_out)
+        self.about_target = dict(about_target or {})  # metrics that stand beside the losses
 
     def measure(self, head: Head) -> Acceptance:
         """Greedy."""
@@ -145,4 +151,4 @@ class Evaluator:
             sums = part_sums if sums is None else StepSums(*(a + b for a, b in zip(sums, part_sums, strict=True)))
         assert sums is not None
         covered = coverage(self._held_out.ids[self._held_out.assistant], objective.head.target_ids)
-        return {"eval/loss": loss, **step_metrics("eval", sums), "eval/coverage": covered}
+        return {"eval/loss": loss, **step_metrics("eval", sums), "eval/coverage": covered, **self.about_target}

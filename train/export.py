@@ -70,8 +70,14 @@ def export_head(
     config: TrainConfig,
     provenance: Mapping[str, Any],
     measure: Callable[[Head], Measured],
+    *,
+    words: str | None = None,
+    note: str = "",
 ) -> tuple[Path, Measured]:
-    """Publishes the head in the target's dtype. `measure` sees the head as serving will load it."""
+    """Publishes the head in the target's dtype. `measure` sees the head as serving will load it.
+
+    `words` name the target on a command line; `note` is said of it on the card.
+    """
     folder = config.head.folder(config.output_dir, config.model.name)
     dtype = target.norm.weight.dtype
     atomic.sweep(folder.parent)
@@ -93,11 +99,12 @@ def export_head(
         loaded = load_head(staging, name=head.name, dtype=dtype, device=target.norm.weight.device, target=target)
         measured = measure(loaded)
         write({**record, **measured.record()})
-        (staging / "README.md").write_text(card(config, record, measured), encoding="utf-8")
+        text = card(config, record, measured, words or f"model={config.model.name}", note)
+        (staging / "README.md").write_text(text, encoding="utf-8")
     return folder, measured
 
 
-def card(config: TrainConfig, record: Mapping[str, Any], measured: Measured) -> str:
+def card(config: TrainConfig, record: Mapping[str, Any], measured: Measured, words: str, note: str) -> str:
     """The model card."""
     engine, greedy, sampled = measured.greedy.engine, measured.greedy, measured.sampled
     model, head = config.model.name, config.head.name
@@ -112,7 +119,7 @@ def card(config: TrainConfig, record: Mapping[str, Any], measured: Measured) -> 
 Drafts up to {config.eval_draft_tokens} tokens per step for `{record["target"]}`. Speculation changes no token: the head
 decides how many come per step, never which. Trained by Headway.
 
-| acceptance length τ (tokens per verify, bonus included) | greedy | temperature 1 |
+{note}| acceptance length τ (tokens per verify, bonus included) | greedy | temperature 1 |
 |---|---|---|
 | **engine** | **{engine.acceptance_length:.3f}** | {sampled.engine.acceptance_length:.3f} |
 | simulated by the trainer | {greedy.simulated.acceptance_length:.3f} (gap {100 * greedy.gap:+.2f} %) | \
@@ -127,8 +134,8 @@ Chains, on {config.eval_prompts} held-out prompts with up to {config.eval_max_to
 
 ## Serve it
 
-    python infer/serve.py model={model} head={head}
-    python infer/generate.py model={model} head={head} compare=true
+    python infer/serve.py {words} head={head}
+    python infer/generate.py {words} head={head} compare=true
 
 {FORMATS[head]} The head belongs to one target, fingerprint
 `{record["target_fingerprint"]}`; loading it for another is refused unless `head.allow_mismatch=true`.
@@ -140,16 +147,19 @@ commit `{commit[:12]}`. `provenance.json` holds the versions and the whole confi
 """
 
 
-def check_room(config: TrainConfig, head: Head, target: LlamaTarget) -> None:
-    """Refuses a run whose export could not be written, before it costs anything. Raises ValueError."""
+def check_room(config: TrainConfig, head: Head, target: LlamaTarget, besides: int = 0) -> None:
+    """Refuses a run whose export, and `besides` bytes, could not be written, before it costs anything.
+
+    Raises ValueError.
+    """
     folder = config.head.folder(config.output_dir, config.model.name)
     values = (head.state_dict()[name] for name in head.checkpoint_layout())
-    size = sum(value.numel() for value in values) * target.norm.weight.element_size()
+    size = sum(value.numel() for value in values) * target.norm.weight.element_size() + besides
     place = folder
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
     if free < size:
-        raise ValueError(f"{folder}: the exported head will need {size} bytes, {free} are free; free some space")
+        raise ValueError(f"{folder}: the export will need {size} bytes, {free} are free; free some space")
     if not os.access(place, os.W_OK):
         raise ValueError(f"{folder}: {place} is not writable; give another output_dir=")

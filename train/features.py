@@ -30,11 +30,16 @@ class FeatureSource(Protocol):
     def __call__(self, batch: Batch) -> Features: ...
 
 
-@torch.no_grad()
-def compute_features(target: LlamaTarget, batch: Batch, aux_layers: Sequence[int]) -> Features:
+def target_features(target: LlamaTarget, batch: Batch, aux_layers: Sequence[int]) -> Features:
+    """With gradients where the target has any."""
     positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
     output = target(batch.ids, positions, CausalAttention(), aux_layers=aux_layers)
     return Features(output.aux, output.hidden)
+
+
+@torch.no_grad()
+def compute_features(target: LlamaTarget, batch: Batch, aux_layers: Sequence[int]) -> Features:
+    return target_features(target, batch, aux_layers)
 
 
 def stored_layers(aux_layers: Sequence[int]) -> list[int]:

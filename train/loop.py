@@ -83,7 +83,7 @@ class Run:
         accelerator.wait_for_everyone()
         say(accelerator, f"run {config.run}: {self.folder}")
         self.prepared = prepare(config, accelerator, self.folder, self.stop)
-        check_room(config, self.prepared.head, self.prepared.target)
+        check_room(config, self.prepared.head, self.prepared.target, self.prepared.served.bytes_needed())
         self._restore()
         if accelerator.is_main_process:
             settings = dataclasses.asdict(config)
@@ -102,7 +102,7 @@ class Run:
                 begun = time.perf_counter()
                 rate = schedule.learning_rate(self.step, self.steps, config.optim, peak)
                 logged = (self.step + 1) % config.log_every == 0 or self.step + 1 == self.steps
-                result = self._forward_backward(metrics=logged)
+                result = self._forward_backward(metrics=logged, progress=(self.step + 1) / self.steps)
                 norm = self._update(result.loss, rate)
                 self.step += 1
                 self.tokens += result.tokens
@@ -129,8 +129,11 @@ class Run:
                 self._save()
                 raise
 
-    def _forward_backward(self, *, metrics: bool) -> StepResult:
-        """Gradients of one optimiser step, over its accumulated batches and all processes."""
+    def _forward_backward(self, *, metrics: bool, progress: float) -> StepResult:
+        """Gradients of one optimiser step, over its accumulated batches and all processes.
+
+        `progress`: the share of the run that is done when it is.
+        """
         prepared, config, accelerator = self.prepared, self.config, self.accelerator
         batches = [self._batch(micro) for micro in range(config.accumulate)]
         objective = self._objective()
@@ -141,7 +144,7 @@ class Run:
             features = prepared.features(batch)
             teacher = teach(prepared.target, features.hidden, batch, prepared.head.target_ids)
             generator = torch.Generator(accelerator.device).manual_seed((config.seed << 32) + self._number(micro))
-            given = (batch, features, teacher, denominators, metrics, generator)
+            given = (batch, features, teacher, denominators, metrics, generator, progress)
             if micro + 1 < len(batches):
                 with accelerator.no_sync(prepared.objective):
                     loss, part = prepared.objective(*given)
@@ -173,7 +176,7 @@ class Run:
                     f"{self.config.optim.clip} under another run="
                 )
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["scale"]
         optimizer.step()
         optimizer.zero_grad()
         return norm
@@ -196,7 +199,7 @@ class Run:
         path = checkpoint.latest_checkpoint(self.folder / "checkpoints")
         if path is None:
             return
-        state = checkpoint.load_checkpoint(path, self.prepared.head, self.prepared.optimizer)
+        state = checkpoint.load_checkpoint(path, self._objective(), self.prepared.optimizer)
         if state["data_hash"] != self.prepared.data_hash or state["processes"] != self.accelerator.num_processes:
             raise ValueError(
                 f"run={self.config.run}: {path} was written for data {state['data_hash']} by {state['processes']} "
@@ -214,14 +217,14 @@ class Run:
             "processes": self.accelerator.num_processes,
         }
         folder, keep = self.folder / "checkpoints", self.config.keep_checkpoints
-        checkpoint.save_checkpoint(folder, self.step, self.prepared.head, self.prepared.optimizer, state, keep=keep)
+        checkpoint.save_checkpoint(folder, self.step, self._objective(), self.prepared.optimizer, state, keep=keep)
 
     def _evaluate(self) -> None:
         """On the main process, while the others wait. Raises Interrupted on all of them."""
         self._alone(self._evaluate_alone)
 
     def _evaluate_alone(self) -> None:
-        evaluator = self.prepared.evaluator
+        evaluator = self.prepared.served.evaluator()
         metrics = evaluator.losses(self._objective()) | acceptance_metrics(evaluator.measure(self.prepared.head))
         self.trackers.log(self.step, metrics)
         tqdm.write(
@@ -270,7 +273,7 @@ class Run:
         for _ in range(1 + TRIAL_STEPS):
             self.stop.check()
             begun = time.perf_counter()
-            self._forward_backward(metrics=False)
+            self._forward_backward(metrics=False, progress=1.0)
             self.prepared.optimizer.zero_grad()
             times.append(time.perf_counter() - begun)
         return sorted(times[1:])[TRIAL_STEPS // 2]  # the first one warms up
@@ -283,13 +286,22 @@ class Run:
 
     def _export(self) -> dict[str, Any]:
         config, prepared = self.config, self.prepared
-        trained = sum(p.numel() for p in prepared.head.parameters() if p.requires_grad)
+        trained = sum(p.numel() for p in self._objective().parameters() if p.requires_grad)
         facts = {"run": config.run, "steps": self.steps, "tokens": self.tokens}
         facts |= {"trained_parameters": trained, "seconds": round(time.perf_counter() - self.started, 1)}
         facts |= {"data_source": prepared.data_source, "data_hash": prepared.data_hash}
         record = provenance(dataclasses.asdict(config), **facts)
-        evaluator = prepared.evaluator
-        export, measured = export_head(prepared.head, prepared.target, config, record, evaluator.measure_fully)
+        published = prepared.served.publish()
+        evaluator = published.evaluator
+        export, measured = export_head(
+            prepared.head,
+            published.target,
+            published.config,
+            record,
+            evaluator.measure_fully,
+            words=published.words,
+            note=published.note,
+        )
         greedy = measured.greedy
         metrics = evaluator.losses(self._objective()) | acceptance_metrics(greedy)
         self.trackers.log(self.step, metrics)
@@ -298,6 +310,6 @@ class Run:
         positions = " ".join(f"{share:.2f}" for share in greedy.engine.acceptance_by_position)
         say(self.accelerator, f"acceptance length τ {lengths['engine']:.3f} in the engine (by position {positions})")
         say(self.accelerator, f"exported to {export}")
-        say(self.accelerator, f"serve it: python infer/serve.py model={config.model.name} head={config.head.name}")
+        say(self.accelerator, f"serve it: python infer/serve.py {published.words} head={config.head.name}")
         seconds = round(time.perf_counter() - self.started, 1)
         return {"export": str(export), "acceptance_length": lengths, "gap": round(greedy.gap, 4), "seconds": seconds}

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from torch import Tensor
 
 from train.config import TrainConfig
@@ -38,10 +38,12 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed, if installed, would warn on standard output
     patience = timedelta(hours=6)  # the others wait while the main process evaluates
     group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=patience)
+    # While Medusa-2 trains the heads alone, its adapters have no gradient.
+    wrapper = DistributedDataParallelKwargs(find_unused_parameters=config.objective.name == "medusa-2")
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision="bf16" if config.precision == "bf16" else "no",
-        kwargs_handlers=[group] if world > 1 else None,
+        kwargs_handlers=[group, wrapper] if world > 1 else None,
     )
     assert accelerator.num_processes == world, "accelerate and the launcher disagree on the number of processes"
     assert world == 1 or str(accelerator.distributed_type) != "DistributedType.NO", "gradients would not be averaged"

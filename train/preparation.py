@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -24,16 +25,18 @@ from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from models.vocab import build_draft_vocab, coverage
 from train import atomic
-from train.config import DemoDataConfig, JsonlDataConfig, TrainConfig
+from train.config import DemoDataConfig, JsonlDataConfig, Medusa2ObjectiveConfig, TrainConfig
 from train.data import Sequences
 from train.evaluation import Evaluator
 from train.features import FeatureSource, OnlineFeatures, make_features
 from train.objectives import OBJECTIVES, Objective
+from train.objectives.medusa import MedusaTogether
 from train.parallel import any_process, say
 from train.prompts import Row, read_prompts
 from train.regenerate import collect_parts, continue_rows, sampling_params
 from train.reuse import RECIPE, copy_twin, find_twin, recipe
 from train.schedule import peak_rate
+from train.served import AdaptedTarget, FrozenTarget, ServedTarget
 from train.stopping import Interrupted, StopRequest
 
 TRAIN, HELD_OUT, SOURCE = "train.safetensors", "held_out.safetensors", "source.json"
@@ -47,7 +50,7 @@ class Prepared:
     head: Head
     objective: Objective  # around the head, as accelerate prepared it
     optimizer: torch.optim.Optimizer
-    evaluator: Evaluator
+    served: ServedTarget
     data_source: str
     data_hash: str
 
@@ -73,20 +76,25 @@ def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: S
         )
     give_vocabulary(head, config, target, sequences, tokenizer)
     head.to(accelerator.device)
-    objective = OBJECTIVES[config.objective.name](head, config.objective)
+    own = make_objective(config, head)
     optimizer = torch.optim.AdamW(
-        [parameter for parameter in head.parameters() if parameter.requires_grad],
+        parameter_groups(config, own),
         lr=peak_rate(config.optim, head.config.hidden_size),
         betas=(config.optim.betas[0], config.optim.betas[1]),
         eps=config.optim.eps,
         weight_decay=config.optim.weight_decay,
     )
-    objective, optimizer = accelerator.prepare(objective, optimizer)
+    objective, optimizer = accelerator.prepare(own, optimizer)
     show = accelerator.is_main_process
     features = make_features(
         config.features, target, head.config.aux_layers, sequences, batch_size=config.batch_size, show=show
     )
-    held_out_features = OnlineFeatures(target, head.config.aux_layers)
+    served: ServedTarget
+    if isinstance(own, MedusaTogether):
+        served = AdaptedTarget(config, own, tokenizer, pool_for(config), held_out, stop.check)
+    else:
+        features_of = OnlineFeatures(target, head.config.aux_layers)
+        served = FrozenTarget(config, target, Evaluator(config, engine, held_out, features_of, stop.check))
     say(
         accelerator,
         f"{len(sequences)} sequences, {int(sequences.offsets[-1])} tokens, {int(sequences.assistant.sum())} of them "
@@ -100,7 +108,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: S
         head=head,
         objective=objective,
         optimizer=optimizer,
-        evaluator=Evaluator(config, engine, held_out, held_out_features, stop.check),
+        served=served,
         data_source=json.loads((data / SOURCE).read_text(encoding="utf-8"))["source"],
         data_hash=whole.content_hash(),
     )
@@ -125,6 +133,29 @@ def make_head(config: HeadConfig, target: LlamaTarget) -> Head:
     return kind(kind.config_class.for_target(target.config, **options))
 
 
+def make_objective(config: TrainConfig, head: Head) -> Objective:
+    """Around a head with its vocabulary. Raises ValueError for layers to adapt that the target does not have."""
+    if isinstance(config.objective, Medusa2ObjectiveConfig):
+        return MedusaTogether(head, config.objective, unpacked_target(config, head), config.seed)
+    return OBJECTIVES[config.objective.name](head, config.objective)
+
+
+def parameter_groups(config: TrainConfig, objective: Objective) -> list[dict[str, Any]]:
+    """What is trained, in the order of its modules; `scale` is a group's share of the step size."""
+    head = [parameter for parameter in objective.head.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": head, "scale": 1.0}]
+    if isinstance(objective, MedusaTogether):
+        adapters = [parameter for parameter in objective.target.parameters() if parameter.requires_grad]
+        groups.append({"params": adapters, "scale": objective.config.lora_rate})
+    return groups
+
+
+def unpacked_target(config: TrainConfig, like: torch.nn.Module) -> LlamaTarget:
+    """A second copy: packed weights, the engine's, can neither be copied nor be differentiated through."""
+    dtype, device = getattr(torch, config.model.dtype), next(like.parameters()).device
+    return load_target(config.model.path_or_hub_id, revision=config.model.revision, dtype=dtype, device=device)
+
+
 def give_vocabulary(
     head: Head, config: TrainConfig, target: LlamaTarget, sequences: Sequences, tokenizer: Tokenizer
 ) -> None:
@@ -134,10 +165,7 @@ def give_vocabulary(
     special = {*tokenizer.special_ids, *tokenizer.eos_ids, *target.config.eos_token_ids, target.config.bos_token_id}
     forced = [token for token in special if token is not None and token < vocab_size]
     head.set_vocabulary(*build_draft_vocab(sequences.counts(vocab_size), head.config.draft_vocab_size, forced))
-    donor = target
-    if config.head.init_from_target or head.reads_lm_head:
-        # packed weights, the engine's, can neither be copied nor be differentiated through
-        donor = load_target(config.model.path_or_hub_id, revision=config.model.revision, dtype=target.norm.weight.dtype)
+    donor = unpacked_target(config, head) if config.head.init_from_target or head.reads_lm_head else target
     head.initialise(donor, from_target=config.head.init_from_target, seed=config.seed)
 
 

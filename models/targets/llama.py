@@ -146,3 +146,13 @@ class LlamaTarget(nn.Module):
             else:
                 layout[name] = (source,)
         return layout
+
+    def merged_sizes(self) -> dict[str, list[int]]:
+        """Rows of each part of the merged tensors, for writing them apart."""
+        config, sizes = self.config, dict[str, list[int]]()
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        for name, parts in self.checkpoint_layout().items():
+            if len(parts) > 1:
+                rows = self.get_parameter(name).shape[0]
+                sizes[name] = [queries, keys, keys] if "qkv_proj" in name else [rows // len(parts)] * len(parts)
+        return sizes

@@ -155,5 +155,5 @@ def test_room_is_checked_before_the_run(
 ) -> None:
     check_room(config, random_head, tiny_target)
     monkeypatch.setattr("train.export.shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
-    with pytest.raises(ValueError, match=r"heads/demo/eagle3: the exported head will need \d+ bytes, 10 are free"):
+    with pytest.raises(ValueError, match=r"heads/demo/eagle3: the export will need \d+ bytes, 10 are free"):
         check_room(config, random_head, tiny_target)

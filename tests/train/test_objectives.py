@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +14,17 @@ from torch.nn import functional as F
 from infer.engine import Engine
 from models.attention import CausalAttention, repeat_kv
 from models.heads.base import Head
+from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from tests.heads import make_head, make_objective
 from train import alignment
+from train.config import SCHEMAS
 from train.data import Batch, Sequences
 from train.draft_states import draft_states
-from train.features import Features, compute_features
+from train.features import Features, compute_features, target_features
 from train.objectives import Objective, teach
 from train.objectives.losses import overlap, slot_losses
+from train.objectives.medusa import MedusaTogether
 from train.objectives.teacher import Teacher
 
 K = 4
@@ -121,6 +125,40 @@ def test_medusa(engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant:
         return float((p * (p.log() - log_q)).sum())
 
     assert run(made, engine, batch)[0].item() == pytest.approx(loss_of(made, cost, batch), rel=1e-4)
+
+
+def test_medusa_2(engine: Engine, tiny_target_folder: Path, tiny_target: LlamaTarget, batch: Batch) -> None:
+    """Heads alone, then KL(target before || after) + λ Σ_h 0.8^h L_h, the teacher being the target before."""
+    head = make_head(tiny_target, "medusa, truncated", num_heads=K)
+    alone = make_objective(head, "medusa", steps=K)
+    config = SCHEMAS["objective"]["medusa-2"](name="medusa-2", steps=K, heads_first=0.25, heads_weight=0.3, lora_rank=4)
+    made = MedusaTogether(head, config, load_target(str(tiny_target_folder)), seed=3)
+    features = features_of(head, engine, batch)
+    teacher = teach(engine.target, features.hidden, batch, head.target_ids)
+    given = (batch, features, teacher, made.denominators(batch.assistant), True, None)
+    assert torch.equal(made(*given, 0.25)[0], alone(*given)[0])
+    # A new adapter changes nothing: no drift yet, the heads' loss as before.
+    assert made(*given, 0.3)[0].item() == pytest.approx(0.3 * alone(*given)[0].item(), rel=1e-4)
+
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in made.target.named_parameters():
+        if name.endswith("lora_b"):
+            parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
+    loss, _ = made(*given, 1.0)
+    after = target_features(made.target, batch, head.config.aux_layers)
+    assert not torch.allclose(after.hidden, features.hidden, atol=1e-3)
+    slots, drift = served_slots(batch, 0), 0.0
+    for row, slot in slots:
+        p = tiny_target.logits(features.hidden[row, slot + 1]).log_softmax(-1)
+        q = tiny_target.logits(after.hidden[row, slot + 1].detach()).log_softmax(-1)
+        drift += float((p.exp() * (p - q)).sum()) / len(slots)
+    heads = alone(batch, after, *given[2:])[0].item()
+    assert loss.item() == pytest.approx(drift + 0.3 * heads, rel=1e-4)
+
+    loss.backward()
+    learnt = {name for name, parameter in made.named_parameters() if parameter.grad is not None}
+    assert learnt == {name for name, parameter in made.named_parameters() if parameter.requires_grad}
+    assert {name.rpartition(".")[2] for name in learnt if name.startswith("target.")} == {"lora_a", "lora_b"}
 
 
 @torch.no_grad()

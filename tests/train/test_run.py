@@ -17,10 +17,14 @@ import torch
 from safetensors.torch import load_file
 
 from infer.cli import compose
+from infer.config import GenerateConfig
 from infer.engine import Engine
 from models.heads import load_head
 from models.targets import load_target
+from models.targets.llama import LAST
 from train.config import TrainConfig
+from train.data import Batch
+from train.features import compute_features
 from train.loop import Run, resume_command, train
 from train.prompts import Row
 from train.regenerate import continue_rows
@@ -195,6 +199,59 @@ def test_every_head_trains_resumes_and_is_exported(
     assert_equal(mine, theirs)
 
 
+def test_medusa_2_publishes_a_target_and_its_head(
+    settings: list[str], tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = [item for item in settings if not item.startswith(OWN)]
+    own = [*kept, "head=medusa", "head.num_heads=3", "objective=medusa-2", "steps=8", "eval_every=6"]
+    own += ["checkpoint_every=6", "eval_draft_tokens=3", "objective.lora_rank=4", "optim.lr=0.01"]
+    result = run(own, "run=whole")
+    assert result["gap"] == 0.0
+    head, folder = Path(result["export"]), tmp_path / "models" / "demo-medusa-2"
+    assert head == tmp_path / "heads" / "demo-medusa-2" / "medusa"
+
+    first, *_, last = read_metrics(tmp_path / "whole")
+    assert (first["eval/target_kl"], first["eval/target_same_tokens"]) == (pytest.approx(0, abs=1e-6), 1.0)
+    assert last["eval/target_kl"] > 1e-5
+    card = (head / "README.md").read_text()
+    assert f"model=demo model.name=demo-medusa-2 model.path={folder} head=medusa" in card
+    assert f"KL {last['eval/target_kl']:.4f} nats" in card
+    assert f"KL {last['eval/target_kl']:.4f} nats" in (folder / "README.md").read_text()
+
+    # The published folder is a target like any other: another library computes the same from it.
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.arange(20)[None]
+    target, before = load_target(str(folder)), load_target(str(tiny_target_folder))
+    logits, old = (t.logits(compute_features(t, Batch(ids, ids > 0, (0,)), (LAST,)).hidden) for t in (target, before))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+    torch.testing.assert_close(logits, theirs, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits, old, atol=1e-3)
+
+    words = [f"model.path={folder}", "model.name=demo-medusa-2", f"output_dir={tmp_path}", "head=medusa"]
+    config = compose("generate", GenerateConfig, words)
+    engine = Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
+    assert engine.proposer_name == "head"
+    with pytest.raises(ValueError, match="another target"):
+        load_head(head, name="medusa", target=before)
+
+    real = Run._between_steps
+
+    def stop(self: Run) -> None:
+        real(self)
+        if self.step == 6:
+            raise Interrupted
+
+    torn = [*own, "run=torn", f"output_dir={tmp_path / 'torn'}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_between_steps", stop)
+        assert train(compose("train", TrainConfig, torn), torn) is None
+    run(torn)
+    for path in (head, folder):
+        mine, its = (load_file(p / "model.safetensors") for p in (path, tmp_path / "torn" / path.relative_to(tmp_path)))
+        assert_equal(mine, its)
+
+
 def test_a_run_is_resumed_under_its_own_settings_only(settings: list[str], tmp_path: Path) -> None:
     run(settings, "run=one", "steps=2")
     with pytest.raises(ValueError, match=r"begun with other settings: batch_size=4 \(the run has 8\); optim.lr=0.1 \("):
@@ -282,19 +339,29 @@ def test_bf16_autocast_trains(settings: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_train_like_one(settings: list[str], tmp_path: Path) -> None:
-    run(settings, "run=single", "steps=6", "batch_size=8", f"output_dir={tmp_path / 'elsewhere'}")
+@pytest.mark.parametrize(
+    "head",
+    [
+        ["objective.steps=5", "eval_draft_tokens=5"],
+        ["head=p-eagle", *HEADS["p-eagle"], "objective.ratio=1.0"],  # no sample, which each process draws anew
+        ["head=medusa", "objective=medusa-2", "objective.heads_first=0.5", "objective.lora_rank=4"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_two_processes_train_like_one(head: list[str], settings: list[str], tmp_path: Path) -> None:
+    own = [*(item for item in settings if not item.startswith(OWN)), "steps=6", "eval_draft_tokens=3", *head]
+    run(own, "run=single", "batch_size=8", f"output_dir={tmp_path / 'elsewhere'}")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-        str(ROOT / "train" / "run.py"), *settings, "parallel=ddp", "run=double", "steps=6", "batch_size=4",
+        str(ROOT / "train" / "run.py"), *own, "parallel=ddp", "run=double", "batch_size=4",
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     summary = json.loads(result.stdout.splitlines()[-1])
     assert (summary["run"], summary["gap"]) == ("double", 0.0)
     single, double = (read_metrics(folder) for folder in (tmp_path / "elsewhere" / "single", tmp_path / "double"))
-    for key in ("train/loss", "train/loss_4", "train/accuracy_0", "train/grad_norm", "train/tokens"):
+    for key in ("train/loss", "train/loss_3", "train/accuracy_0", "train/grad_norm", "train/tokens"):
         values = [[row[key] for row in rows if key in row] for rows in (single, double)]
         assert len(values[0]) == 6
         assert values[1] == pytest.approx(values[0], rel=2e-3), key

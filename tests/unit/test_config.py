@@ -28,6 +28,7 @@ FILES = sorted(path.relative_to(CONF).as_posix() for path in Path(CONF).rglob("*
 GIVEN = {  # what an option asks the user for
     "data/jsonl": ["data.path=x.jsonl"],
     **{f"objective/{head}": [f"head={head}"] for head in ("eagle", "medusa", "mlp", "p-eagle")},
+    "objective/medusa-2": ["head=medusa"],
     "proposer/draft_model": ["proposer.draft_model=models/demo"],
     "proposer/synthetic": ["proposer.acceptance=[0.8,0.6]"],
 }

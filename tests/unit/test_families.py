@@ -14,7 +14,9 @@ from models.attention import CausalAttention
 from models.heads.eagle3 import Eagle3Head
 from models.heads.eagle3_config import Eagle3Config
 from models.targets import ARCHITECTURES, load_target
+from models.targets.writing import save_target
 from models.vocab import build_draft_vocab
+from models.weights import read_tensors
 from tests.unit.reference import (
     TOLERANCE,
     assert_equals_reference,
@@ -74,6 +76,18 @@ def make_family_folder(tmp_path_factory):
 def test_logits_and_hidden_states_equal_transformers(make_family_folder, name):
     ids = torch.randint(0, 384, (2, 90), generator=torch.Generator().manual_seed(3))
     assert_equals_reference(make_family_folder(name), ids)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_target_that_is_written_is_read_as_it_was(make_family_folder, name, tmp_path):
+    target = load_target(str(make_family_folder(name)))
+    save_target(target, tmp_path)
+    before, after = (dict(read_tensors(folder)) for folder in (target.folder, tmp_path))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+    again = load_target(str(tmp_path))
+    assert again.config == target.config
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in target.folder.iterdir()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

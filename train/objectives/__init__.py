@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from train.objectives.base import Objective, StepSums
 from train.objectives.eagle import FeatureRegression
-from train.objectives.medusa import MedusaHeads
+from train.objectives.medusa import MedusaHeads, MedusaTogether
 from train.objectives.mlp import NextTokens
 from train.objectives.p_eagle import ParallelDrafting
 from train.objectives.teacher import Teacher, teach
@@ -16,6 +16,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "ttt": TrainingTimeTest,
     "eagle": FeatureRegression,
     "medusa": MedusaHeads,
+    "medusa-2": MedusaTogether,
     "mlp": NextTokens,
     "p-eagle": ParallelDrafting,
 }

@@ -65,11 +65,13 @@ class Objective(nn.Module):
         denominators: Tensor,
         metrics: bool = True,
         generator: torch.Generator | None = None,
+        progress: float = 0.0,
     ) -> tuple[Tensor, StepSums]:
         """The loss Σ_k w^k · Σ cost_k / denominators[k], and sums to log: `correct`, `overlap` only with `metrics`.
 
         `denominators [K]` are of everything that one optimiser step sees. `generator` draws what is random in training;
-        without one, as in evaluation, nothing is.
+        without one, as in evaluation, nothing is. `progress`: the share of the run that is done, for objectives that
+        train in stages; 0 asks for the head alone.
         """
         masks = alignment.step_masks(batch.assistant, self.steps)  # [K, B, T]
         weights, _ = slot_weights(masks, self.config.reduction)

@@ -1,15 +1,25 @@
-"""Medusa-1 (arXiv 2401.10774): every head is compared with the target at its own distance, further ones counting less.
+"""Medusa (arXiv 2401.10774): every head is compared with the target at its own distance, further ones counting less.
 
-The target is frozen. Soft labels are its distribution, hard ones the tokens that the sequence holds.
+Medusa-1: the target is frozen. Soft labels are its distribution, hard ones the tokens that the sequence holds.
+Medusa-2: after the heads, the target itself learns to be foreseen, held to what it was by self-distillation.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from train.config import MedusaObjectiveConfig
-from train.objectives.base import Objective
-from train.objectives.losses import slot_losses
+from models.heads.base import Head
+from models.lora import adapt
+from models.targets.llama import LlamaTarget
+from train import alignment
+from train.config import Medusa2ObjectiveConfig, MedusaObjectiveConfig
+from train.data import Batch
+from train.features import Features, target_features
+from train.objectives import teacher as teaching
+from train.objectives.base import Objective, StepSums, slot_weights
+from train.objectives.losses import SoftCrossEntropy, slot_losses
 from train.objectives.teacher import Teacher
 
 
@@ -20,3 +30,52 @@ class MedusaHeads(Objective):
         if self.config.labels == "hard":
             return slot_losses("label", logits, teacher)
         return slot_losses("kl", logits, teacher) * teacher.in_vocab
+
+
+class MedusaTogether(MedusaHeads):
+    """Heads alone for the first part of a run, then heads and a target with adapters (models/lora.py).
+
+    The teacher is the target as it was, for the heads and for itself. `target` must not be packed; it is adapted in
+    place, and nothing else of it is trained.
+    """
+
+    config: Medusa2ObjectiveConfig
+
+    def __init__(self, head: Head, config: Medusa2ObjectiveConfig, target: LlamaTarget, seed: int = 0) -> None:
+        super().__init__(head, config)
+        adapt(target.layers, config.lora_on, rank=config.lora_rank, alpha=config.lora_alpha, seed=seed)
+        self.target = target
+
+    def forward(
+        self,
+        batch: Batch,
+        features: Features,
+        teacher: Teacher,
+        denominators: Tensor,
+        metrics: bool = True,
+        generator: torch.Generator | None = None,
+        progress: float = 0.0,
+    ) -> tuple[Tensor, StepSums]:
+        if progress <= self.config.heads_first:
+            return super().forward(batch, features, teacher, denominators, metrics, generator)
+        with torch.autocast(batch.ids.device.type, enabled=False):  # the target runs as it is served
+            own = target_features(self.target, batch, self.head.config.aux_layers)
+            drift = self.drift(batch, own.hidden, teacher) / denominators[0].clamp(min=1)
+        loss, sums = super().forward(batch, own, teacher, denominators, metrics, generator)
+        return drift + self.config.heads_weight * loss, sums
+
+    def drift(self, batch: Batch, hidden: Tensor, teacher: Teacher) -> Tensor:
+        """Σ over served slots of weight * KL(target as it was || as it is), from hidden `[B, T, H]` as it is."""
+        served = alignment.step_masks(batch.assistant, 1)
+        weights = slot_weights(served, self.config.reduction)[0][0][served[0]]  # [R], in slot order
+        rows = hidden[alignment.teacher_rows(batch.assistant)]  # [R, H]
+        size = max(1, teaching.CHUNK_ELEMENTS // self.target.config.vocab_size)
+        parts = zip(rows.split(size), teacher.hidden.split(size), weights.split(size), strict=True)
+        return torch.stack([checkpoint(self._drift_chunk, *part, use_reentrant=False) for part in parts]).sum()
+
+    def _drift_chunk(self, rows: Tensor, before: Tensor, weights: Tensor) -> Tensor:
+        with torch.no_grad():
+            log_p = self.target.logits(before).float().log_softmax(-1)
+        p = log_p.exp()
+        costs = SoftCrossEntropy.apply(self.target.logits(rows).float(), p) + torch.linalg.vecdot(p, log_p)
+        return (costs * weights).sum()

@@ -1,0 +1,36 @@
+"""Writes a target as a checkpoint folder in Hugging Face's layout, beside its config and tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from huggingface_hub import save_torch_state_dict
+
+from models.config import read_json
+from models.targets.llama import LlamaTarget
+from models.weights import split_merged
+
+BESIDE = ("*.json", "*.jinja", "tokenizer.model")  # of a checkpoint folder, besides weights and their index
+
+
+def save_target(target: LlamaTarget, folder: Path) -> None:
+    """Weights that may differ from those at `target.folder`, and all else as it lies there. `folder` is empty.
+
+    Large targets are written in shards, with their index. A tied LM head is written once, as the embedding.
+    """
+    layout = dict(target.checkpoint_layout())
+    if target.config.tie_word_embeddings:
+        layout.pop("lm_head.weight", None)
+    for pattern in BESIDE:
+        for path in sorted(target.folder.glob(pattern)):
+            if not path.name.endswith(".index.json"):
+                shutil.copyfile(path, folder / path.name)
+    config = read_json(folder / "config.json")
+    dtype = str(target.norm.weight.dtype).removeprefix("torch.")
+    config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    tensors = split_merged(target, layout, target.merged_sizes())
+    # Parts of a merged tensor share its memory, which the writer would take for tied weights.
+    save_torch_state_dict({name: value.clone() for name, value in tensors.items()}, folder, metadata={"format": "pt"})
