@@ -189,6 +189,7 @@ class ProposerConfig:
     """What drafts when serving. `auto` takes the exported head if there is one, else n-gram lookup."""
 
     name: str = MISSING  # auto | head | ngram | suffix | draft_model | combined | synthetic | none
+    adaptive: bool = False  # draft no further than pays on this machine, down to not at all; false: as far as said
     max_draft_tokens: int = 3  # longest run of drafted tokens per step and request: the depth of a chain or tree
     tree_width: int = 1  # 1: a chain; more: a beam as wide as this, the best nodes of which are proposed (EAGLE-2)
     tree_nodes: int | None = None  # drafted nodes of a tree at most; null: as many as fit, up to 63

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from infer.controller import Candidate
 from infer.proposers.base import NOTHING, Budget, NoProposer, Proposer
 from infer.proposers.combined import CombinedProposer
-from infer.request import Request
+from infer.request import Phase, Request
 from infer.tree import DraftTree
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ class Drafting:
         self._limits = {name: limit for name, (_, limit) in everyone.items()}
         self._keepers = dict.fromkeys(own for proposer in self._proposers.values() for own in keepers(proposer))
         self._context, self.default = context, default
+        self.seconds = 0.0  # spent in proposing, in all
         if default not in self._proposers:
             raise ValueError(f"proposer={default}: this engine has {', '.join(self.names)}")
 
@@ -61,8 +64,22 @@ class Drafting:
     def places(self, request: Request, budget: Budget) -> int:
         return self._of(request).places(budget) if budget.nodes else 0
 
+    def candidates(self, running: Sequence[Request]) -> tuple[int, list[Candidate]]:
+        """How many of these requests decode, and those of them that may be drafted for."""
+        decoding = [request for request in running if request.phase is Phase.DECODE]
+        allowed = ((request, self.budget(request)) for request in decoding)
+        found = [Candidate(own.request_id, self.name_for(own), budget) for own, budget in allowed if budget.nodes]
+        return len(decoding), found
+
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         """One tree per request, whoever drafts it."""
+        begin = time.perf_counter()
+        try:
+            return self._propose_all(requests, budgets)
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+    def _propose_all(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         trees: list[DraftTree] = []
         rows: list[list[int]] = []
         for own in self._groups(requests):

@@ -13,15 +13,17 @@ import copy
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from infer.adaptive import make_controller
 from infer.admission import Limits, check_request
-from infer.choosing import choose_rows
+from infer.choosing import Choices, choose_rows
 from infer.config import EngineConfig, HeadConfig, ModelConfig, ProposerConfig
+from infer.controller import AsAllowed, Never, Planner
 from infer.drafting import Drafting
 from infer.exactness import probe_exactness
 from infer.kv_cache import KVPool
@@ -37,13 +39,15 @@ from infer.proposers.draft_model import DraftModelProposer
 from infer.proposers.head import HeadProposer
 from infer.ranks import Ranks
 from infer.request import MAX_SEED, Completion, Phase, Request, SamplingParams, SpeculationStats, StepOutput
-from infer.runner import Runner
+from infer.runner import Rows, Runner
 from infer.scheduler import Scheduler
 from infer.shard import Shard
 from infer.stopping import FinishReason, StopText, cut
+from infer.survival import Survival
 from infer.tensor_parallel import LeadingShard
 from infer.threads import cpu_threads, plan_threads
-from infer.verification import rule_for, verify
+from infer.tree import DraftTree
+from infer.verification import Verdict, rule_for, verify
 from models.heads.base import Head
 from models.layers import pack
 from models.targets.llama import LlamaTarget
@@ -75,6 +79,7 @@ class Engine:
         config: EngineConfig | None = None,
         proposer_config: ProposerConfig | None = None,
         ranks: Ranks | None = None,
+        priors: Mapping[str, Sequence[float]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config or EngineConfig()
@@ -88,12 +93,13 @@ class Engine:
         self._shard = LeadingShard(target, ranks, exact=exact) if ranks else Shard(target, exact=exact)
         self.device, self.dtype = self._shard.device, self._shard.dtype
         self.context = target.config.max_position_embeddings
-        self._threads = plan_threads(self.config, self._shard)
+        self.threads = plan_threads(self.config, self._shard)
         if exact:
-            probe_exactness(self._shard, self._threads)
+            probe_exactness(self._shard, self.threads)
         self._requests: dict[str, Request] = {}
         self._ids, self._arrivals = itertools.count(), itertools.count()
         self._stats, self._clock = EngineStats(), clock
+        self._survival = Survival(priors)
         self._synthetic_rates = tuple(self.proposer_config.acceptance or ())
         self._head: HeadProposer | None = None
         self._draft_model: DraftModelProposer | None = None
@@ -130,6 +136,7 @@ class Engine:
                 config=engine,
                 proposer_config=parts.proposer,
                 ranks=ranks,
+                priors=parts.priors,
             )
 
     # ---- what a caller does -------------------------------------------------------------------------------------
@@ -235,6 +242,10 @@ class Engine:
         vocabulary = self.target.config.vocab_size
         self._proposers = dict(build_proposers(self.proposer_config, self._head, self._draft_model, vocabulary))
         self._drafting = Drafting(self._proposers, name, self.context)
+        self._planner: Planner = AsAllowed()
+        if self.proposer_config.adaptive and name != "none":
+            limits = {own: limit for own, (_, limit) in self._proposers.items()}
+            self._planner = make_controller(self, limits, self._survival)
 
     def add_proposer(self, proposer: Proposer, limit: Budget) -> None:
         """Makes a proposer of your own the default one, under its own name. Only while idle; it keeps no KV."""
@@ -246,14 +257,20 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One round: drafts and verifies every decoding request, and brings prompts forward by a chunk."""
+        begin = time.perf_counter()
         outputs = self._expire()
+        self._planner.plan(*self._drafting.candidates(self._scheduler.running))
         step = self._scheduler.schedule()
+        drafting = self._drafting.seconds
         rows = len(step.decodes) + sum(budget.nodes for budget in step.budgets) + sum(step.chunks)
-        with cpu_threads(self._threads.count(rows)):
+        with cpu_threads(self.threads.count(rows)):
             if step.decodes:
                 outputs += self._decode(step.decodes, step.budgets)
             if step.prefills:
                 outputs += self._prefill(step.prefills, step.chunks)
+        if step.decodes and not step.prefills:
+            whole, drafting = time.perf_counter() - begin, self._drafting.seconds - drafting
+            self._planner.stepped(len(step.decodes), rows, drafting, whole)
         return outputs
 
     def generate(
@@ -271,6 +288,38 @@ class Engine:
         """
         return generate(self, prompts, params, on_output=on_output, progress=progress)
 
+    # ---- for measuring what a step costs (infer/measuring.py) ----------------------------------------------------
+
+    @torch.inference_mode()
+    def rehearse(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Request]:
+        self._kept_stats, self._planner = copy.deepcopy(self._stats), Never()
+        pages = self._pool.pages_for(len(prompts[0]) + params.max_tokens) + 1
+        fitting = min(len(prompts), self._pool.free_pages // pages)
+        requests = [self._requests[self.add(prompt, params)] for prompt in prompts[:fitting]]
+        while any(request.phase is not Phase.DECODE for request in requests):
+            self.step()
+        for request in requests:
+            reserved = self._pool.reserve(request, len(request.tokens) + params.max_tokens)
+            assert reserved
+        return requests
+
+    def dismiss(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.abort(request.request_id)
+        self._pool.pages.forget()
+        self._stats, self._planner = self._kept_stats, AsAllowed()
+
+    @torch.inference_mode()
+    def try_verify(self, requests: Sequence[Request], drafts: int) -> None:
+        tree = DraftTree.chains([request.tokens[-1] for request in requests], [[1] * drafts] * len(requests))
+        with cpu_threads(self.threads.count(len(requests) * (1 + drafts))):
+            self._judge(list(requests), tree)
+
+    @torch.inference_mode()
+    def try_draft(self, requests: Sequence[Request], budget: Budget) -> None:
+        with cpu_threads(self.threads.count(len(requests) * (1 + budget.nodes))):
+            self._drafting.propose(requests, [budget] * len(requests))
+
     def close(self) -> None:
         """Ends the other ranks of a divided target, after which nothing can be computed. Without them: nothing."""
         self._shard.close()
@@ -280,11 +329,8 @@ class Engine:
     def _decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
         tree = self._drafting.propose(requests, budgets)
         self._publish(requests)
-        rows = self._runner.verify(requests, tree, self._drafting.wants_features(requests))
         lengths = tree.length.tolist()
-        logits = self._runner.logits(rows.hidden)
-        choices = choose_rows(requests, lengths, logits, rows.positions, tree)
-        verdicts = verify(requests, tree, choices, [request.rule for request in requests], self._synthetic_rates)
+        rows, choices, verdicts = self._judge(requests, tree)
         starts = [request.computed for request in requests]
         if not tree.is_chain:
             places = [[start + node for node in own.path] for start, own in zip(starts, verdicts, strict=True)]
@@ -297,6 +343,7 @@ class Engine:
             path, accepted = verdicts[b].path, len(verdicts[b].path) - 1
             path_rows = [first_row[b] + node for node in path]
             request.computed += len(path)
+            self._planner.drafted(request.request_id, self._drafting.name_for(request), depths[b], accepted)
             tokens = self._emit(request, [*(drafts[b][node] for node in path[1:]), verdicts[b].bonus])
             emitted, taken = len(tokens), min(accepted, len(tokens))
             for stats in (request.stats, self._stats.speculation):
@@ -312,6 +359,14 @@ class Engine:
         if survivors:
             self._commit(survivors, counts, rows.features[torch.tensor(kept_rows, device=self.device)])
         return outputs
+
+    def _judge(self, requests: list[Request], tree: DraftTree) -> tuple[Rows, Choices, list[Verdict]]:
+        """The target's verdict on every request's drafts. What it writes lies beyond the committed positions."""
+        rows = self._runner.verify(requests, tree, self._drafting.wants_features(requests))
+        logits = self._runner.logits(rows.hidden)
+        choices = choose_rows(requests, tree.length.tolist(), logits, rows.positions, tree)
+        rules = [request.rule for request in requests]
+        return rows, choices, verify(requests, tree, choices, rules, self._synthetic_rates)
 
     def _prefill(self, requests: list[Request], chunks: list[int]) -> list[StepOutput]:
         rows = self._runner.prefill(requests, chunks, self._drafting.wants_features(requests))
@@ -404,6 +459,7 @@ class Engine:
         request.finish_reason = reason
         self._scheduler.remove(request)
         self._drafting.release(request)
+        self._planner.forget(request.request_id)
         del self._requests[request.request_id]
 
     # ---- construction -------------------------------------------------------------------------------------------
@@ -418,6 +474,7 @@ class Engine:
     def _use_head(self, head: Head) -> None:
         """Packs a copy of `head`; the pool is made anew only if the head keeps other layers than the last one."""
         before, self._head = self._head, self._packed(head)
+        self._survival = Survival()  # what another head's drafts were worth says nothing of this one's
         if before is not None and before.kv_layers == self._head.kv_layers:
             self._head.attach(self._pool)
             self._pool.pages.forget()  # another head fills pages otherwise
@@ -460,7 +517,7 @@ class Engine:
             max_batch=self.config.max_batch,
             max_rows=self.config.max_rows,
             prefill_chunk=self.config.prefill_chunk,
-            draft_budget=lambda request: self._drafting.budget(request),
+            draft_budget=lambda request: self._planner.budget(request.request_id, self._drafting.budget(request)),
             draft_places=lambda request, budget: self._drafting.places(request, budget),
             on_preempt=lambda request: self._drafting.release(request),
             on_resume=lambda request: self._drafting.resume(request),

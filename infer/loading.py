@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from infer.config import HeadConfig, ModelConfig, ProposerConfig
-from infer.proposers.measured_tree import resolve_tree
+from infer.proposers.measured_tree import rank_accuracy, resolve_tree
 from infer.ranks import Ranks
 from models.heads import load_head
 from models.heads.base import Head
@@ -22,6 +22,7 @@ class Parts(NamedTuple):
     head: Head | None
     draft_model: LlamaTarget | None
     proposer: ProposerConfig  # as it was given, a measured tree written out
+    priors: dict[str, list[float]]  # by proposer: how often its training saw each depth accepted, if it did
 
 
 def load_parts(
@@ -41,7 +42,7 @@ def load_parts(
     part = ranks.part if ranks else None
     target = load_target(model.path_or_hub_id, revision=model.revision, dtype=dtype, device=device, part=part)
     tokenizer = Tokenizer.load(target.folder)
-    loaded = None
+    loaded, priors = None, dict[str, list[float]]()
     wanted = proposer.name == "head" or (proposer.name == "combined" and "head" in proposer.sources)
     if head is not None and head.name != "none" and (wanted or proposer.name == "auto"):
         folder = head.folder(output_dir, model.name)
@@ -55,12 +56,13 @@ def load_parts(
                 allow_mismatch=head.allow_mismatch,
             )
             proposer = resolve_tree(proposer, folder)
+            priors = {"head": [shares[0] for shares in rank_accuracy(folder) or []]}
     smaller = None
     if proposer.draft_model is not None:
         drafter = ModelConfig(name="draft", path=proposer.draft_model, revision=proposer.draft_model_revision)
         smaller = load_target(drafter.path_or_hub_id, revision=drafter.revision, dtype=dtype, device=device)
         check_same_tokenizer(tokenizer, Tokenizer.load(smaller.folder), proposer.draft_model)
-    return Parts(target, tokenizer, loaded, smaller, proposer)
+    return Parts(target, tokenizer, loaded, smaller, proposer, priors)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -27,6 +27,8 @@ from kernels.rows import AttentionRows
 from models.attention import Attention, no_attention
 from models.heads.base import Head
 
+KEPT_ROWS = 64  # features of a request that wait to be read, at most
+
 
 class HeadProposer:
     """`head` is packed for serving; the pool holds its layers from `first_layer` on. `shape` None drafts chains."""
@@ -44,7 +46,7 @@ class HeadProposer:
             self._mask_slot = head.mask_slot()
         self.set_drafts(config)
         self._pool: KVPool | None = None
-        self._pending: dict[str, Tensor] = {}  # features of committed positions that the head has not read
+        self._pending: dict[str, list[Tensor]] = {}  # features of committed positions that the head has not read
         # Of these requests it has, in this step; the features stay until the commit, should the draft be retried.
         self._read: set[str] = set()
 
@@ -73,16 +75,20 @@ class HeadProposer:
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         for request, rows in zip(requests, features.split(list(counts)), strict=True):
-            earlier = self._unread(request)
             if not self.kv_layers:  # what lies before the last position is of no use to it
-                rows, earlier = rows[-1:].clone(), None
-            self._pending[request.request_id] = rows if earlier is None else torch.cat([earlier, rows])
+                self._pending[request.request_id] = [rows[-1:].clone()]
+            elif (pieces := self._unread(request)) is None:
+                self._pending[request.request_id] = [rows]
+            else:
+                pieces.append(rows)
             self._read.discard(request.request_id)
-        # A long prompt is read chunk by chunk, so that no more than a chunk of features is ever kept.
-        prefilling = [request for request in requests if request.phase is Phase.PREFILL]
-        if prefilling and self.kv_layers:
-            self._read_pending(prefilling)
-            for request in prefilling:
+        if not self.kv_layers:
+            return
+        # A long prompt is read chunk by chunk, and a text that is not drafted for now and then: few features are kept.
+        due = [own for own in requests if own.phase is Phase.PREFILL or self._count(own) >= KEPT_ROWS]
+        if due:
+            self._read_pending(due)
+            for request in due:
                 self.release(request)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
@@ -107,20 +113,23 @@ class HeadProposer:
         return DraftTree.stack([tree for tree, _ in drafted], [own for _, own in drafted])
 
     def synced(self, request: Request) -> int:
-        pending = self._unread(request)
         # Slots before the first pending one are filled; they reach one place further than they count.
-        return request.computed if pending is None else min(request.computed, request.computed - len(pending) + 1)
+        return min(request.computed, request.computed - self._count(request) + 1)
 
     def resume(self, request: Request) -> None:
         if request.last_features is not None:
-            self._pending[request.request_id] = request.last_features[None]
+            self._pending[request.request_id] = [request.last_features[None]]
 
     def release(self, request: Request) -> None:
         self._pending.pop(request.request_id, None)
         self._read.discard(request.request_id)
 
-    def _unread(self, request: Request) -> Tensor | None:
+    def _unread(self, request: Request) -> list[Tensor] | None:
         return None if request.request_id in self._read else self._pending.get(request.request_id)
+
+    def _count(self, request: Request) -> int:
+        """Committed positions that it has not read."""
+        return sum(map(len, self._unread(request) or ()))
 
     # ---- drafting -----------------------------------------------------------------------------------------------
 
@@ -255,7 +264,7 @@ class HeadProposer:
         `masks[b]`: as many rows of a parallel head's mask slot follow; then the states of all rows `[R, S]`. A second
         time, in a step that is retried, it writes the same again.
         """
-        features = [self._pending[request.request_id] for request in requests]
+        features = [torch.cat(self._pending[request.request_id]) for request in requests]
         counts = [len(rows) for rows in features]
         starts = [request.computed - count for request, count in zip(requests, counts, strict=True)]
         shifted = [

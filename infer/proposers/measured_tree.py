@@ -27,17 +27,22 @@ def resolve_tree(config: ProposerConfig, folder: Path) -> ProposerConfig:
     """
     if config.tree != MEASURED_TREE:
         return config
-    path = folder / PROVENANCE
-    accuracy = read_json(path).get(RANK_ACCURACY) if path.is_file() else None
+    accuracy = rank_accuracy(folder)
     if accuracy is None:
         raise ValueError(
-            f"proposer.tree={MEASURED_TREE}: {path} holds no {RANK_ACCURACY}, which training writes; give the paths "
-            "themselves, proposer.tree=[[0],[1],[0,0]], or a beam, proposer.tree_width=4"
+            f"proposer.tree={MEASURED_TREE}: {folder / PROVENANCE} holds no {RANK_ACCURACY}, which training writes; "
+            "give the paths themselves, proposer.tree=[[0],[1],[0,0]], or a beam, proposer.tree_width=4"
         )
     paths, _ = best_paths(accuracy[: config.max_draft_tokens], config.tree_nodes or NODES)
     if not paths:
         raise ValueError(f"proposer.tree={MEASURED_TREE}: the head in {folder} was never right")
     return replace(config, tree=[list(path) for path in paths], tree_nodes=None)
+
+
+def rank_accuracy(folder: Path) -> list[list[float]] | None:
+    """What training measured of the exported head in `folder`, if it did."""
+    path = folder / PROVENANCE
+    return read_json(path).get(RANK_ACCURACY) if path.is_file() else None
 
 
 def best_paths(accuracy: Sequence[Sequence[float]], nodes: int) -> tuple[list[tuple[int, ...]], float]:

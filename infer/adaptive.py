@@ -1,0 +1,52 @@
+"""Makes an engine's controller: what its steps cost on this machine is measured once and kept in the user's cache."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch
+
+from infer.controller import Controller
+from infer.costs import Costs, CostTable
+from infer.measuring import kept_table, measure
+from infer.proposers.base import Budget
+from infer.survival import Survival
+from kernels.cpu.library import cache_folder, processor
+
+if TYPE_CHECKING:
+    from infer.engine import Engine
+
+COSTLY = ("head", "draft_model")  # drafters that run a model; whatever else drafts is measured if it is the default
+
+
+def make_controller(engine: Engine, limits: Mapping[str, Budget], survival: Survival) -> Controller:
+    """`limits`: what each of the engine's proposers drafts at most. Measuring takes some seconds, the first time."""
+    drafters = {name: limit for name, limit in limits.items() if name in (engine.proposer_name, *COSTLY)}
+    target, config = engine.target, engine.config
+    on_gpu = engine.device.type == "cuda"
+    key = {
+        "target": target.fingerprint or repr(target.config),
+        "head": None if engine.head is None else repr(engine.head.config),
+        "drafters": {name: list(limit) for name, limit in sorted(drafters.items())},
+        "device": torch.cuda.get_device_name(engine.device) if on_gpu else processor(),
+        "threads": list(asdict(engine.threads).values()),
+        "dtype": str(engine.dtype),
+        "torch": torch.__version__,
+        "engine": [config.max_batch, config.max_rows, config.page_size, config.exact, config.tensor_parallel],
+    }
+
+    def make() -> CostTable:
+        print("measuring what steps and drafts cost on this machine ...", file=sys.stderr, flush=True)
+        return measure(
+            engine,
+            drafters,
+            vocab_size=target.config.vocab_size,
+            context=engine.context,
+            max_batch=config.max_batch,
+            max_rows=config.max_rows,
+        )
+
+    return Controller(Costs(kept_table(cache_folder(), key, make)), survival)

@@ -1,0 +1,194 @@
+"""How far each request is drafted for, step by step: as far as it pays on this machine, down to not at all.
+
+Emitted per step is one token a request and, of every drafted node, the chance that it survives (infer/survival.py); a
+step costs what its drafts and its rows cost (infer/costs.py). Depth and rows are chosen for the whole batch so that
+tokens per second are most. What is drafted decides how many tokens a step emits, never which.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from infer.costs import Costs
+from infer.proposers.base import NOTHING, Budget
+from infer.survival import Survival
+
+MARGIN = 0.03  # by which drafting must beat plain decoding, and a new plan the one in force
+KEPT_STEPS = 4  # a plan stands that long while the batch stays as it is
+PROBE_SHARE = 0.01  # of the time saved by not drafting, spent on finding out whether it would pay again
+
+
+class Candidate(NamedTuple):
+    """A request that could be drafted for. `allowed` is a chain if it is as deep as it has nodes, else a whole tree."""
+
+    request_id: str
+    drafter: str
+    allowed: Budget
+
+
+class Planner(Protocol):
+    def plan(self, batch: int, candidates: Sequence[Candidate]) -> None:
+        """For the next step of `batch` requests, these among them."""
+        ...
+
+    def budget(self, request_id: str, allowed: Budget) -> Budget: ...
+
+    def drafted(self, request_id: str, drafter: str, depth: int, accepted: int) -> None:
+        """A draft of this depth was verified, and so many of its tokens were the target's own."""
+        ...
+
+    def stepped(self, batch: int, rows: int, drafting: float, whole: float) -> None:
+        """A step without prefill: seconds in the proposers, and in all."""
+        ...
+
+    def forget(self, request_id: str) -> None: ...
+
+
+class AsAllowed:
+    """Everyone drafts as far as it may. Learns nothing."""
+
+    def plan(self, batch: int, candidates: Sequence[Candidate]) -> None:
+        pass
+
+    def budget(self, request_id: str, allowed: Budget) -> Budget:
+        return allowed
+
+    def drafted(self, request_id: str, drafter: str, depth: int, accepted: int) -> None:
+        pass
+
+    def stepped(self, batch: int, rows: int, drafting: float, whole: float) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+class Never(AsAllowed):
+    """Nobody drafts, though proposers are kept up to date."""
+
+    def budget(self, request_id: str, allowed: Budget) -> Budget:
+        return NOTHING
+
+
+@dataclass(frozen=True)
+class Plan:
+    budgets: Mapping[str, Budget]  # of those that are drafted for
+    depth: int  # of the deepest of them
+    speed: float  # expected tokens per second
+    plain: float  # the same without drafts
+
+
+class Controller:
+    """Plans stand for a few steps, or until the batch changes."""
+
+    def __init__(self, costs: Costs, survival: Survival) -> None:
+        self.costs, self.survival = costs, survival
+        self.current = Plan({}, 0, 0.0, 0.0)
+        self._known: tuple[int, tuple[Candidate, ...]] = (0, ())
+        self._age = 0
+        self._probing = False
+        self._credit = 0.0  # seconds that may be spent on probes
+        self._turn = 0
+
+    def plan(self, batch: int, candidates: Sequence[Candidate]) -> None:
+        known = (batch, tuple(candidates))
+        self._age += 1
+        if known == self._known and self._age < KEPT_STEPS and not self._probing:
+            return
+        self._known, self._age = known, 0
+        self.current = best_plan(batch, candidates, self.costs, self.survival, self.current.depth)
+        self._probing = bool(candidates) and not self.current.budgets and self._probe(batch, candidates)
+
+    def budget(self, request_id: str, allowed: Budget) -> Budget:
+        own = self.current.budgets.get(request_id, NOTHING)
+        return Budget(min(own.nodes, allowed.nodes), min(own.depth, allowed.depth))
+
+    def drafted(self, request_id: str, drafter: str, depth: int, accepted: int) -> None:
+        if depth:
+            expected = sum(self.survival.chances(request_id, drafter, depth))
+            self.survival.record(request_id, drafter, depth, accepted, expected)
+
+    def stepped(self, batch: int, rows: int, drafting: float, whole: float) -> None:
+        self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
+        if rows == batch:
+            self._credit += PROBE_SHARE * whole
+        deep = [own for own in self._known[1] if own.request_id in self.current.budgets]
+        if rows > batch and deep and len({own.drafter for own in deep}) == 1:
+            self.costs.learn_draft(deep[0].drafter, len(deep), self.current.depth, drafting)
+
+    def forget(self, request_id: str) -> None:
+        self.survival.forget(request_id)
+
+    def _probe(self, batch: int, candidates: Sequence[Candidate]) -> bool:
+        """Drafts for one request, in turn, as soon as the steps without drafts have paid for it."""
+        plain = self.costs.verify(batch, float(batch))
+        chosen = candidates[self._turn % len(candidates)]
+        nodes, depth = chosen.allowed
+        price = self.costs.verify(batch, float(batch + nodes)) - plain + self.costs.draft(chosen.drafter, 1, depth)
+        self._credit = min(self._credit, 2 * price)
+        if price > self._credit:
+            return False
+        self._turn += 1
+        self._credit -= price
+        self.current = replace(self.current, budgets={chosen.request_id: chosen.allowed})
+        return True
+
+
+def best_plan(
+    batch: int, candidates: Sequence[Candidate], costs: Costs, survival: Survival, depth_in_force: int
+) -> Plan:
+    """The depth, and the rows down to it, of most tokens per second; plain decoding unless a plan beats it clearly.
+
+    For every depth, nodes are taken in the order of their chances, chains from the root on and trees whole, for as
+    long as the expected speed grows. The depth in force stays unless another beats it clearly.
+    """
+    plain = batch / max(costs.verify(batch, float(batch)), 1e-9)
+    plans = {0: Plan({}, 0, plain, plain)}
+    chances = {own.request_id: survival.chances(own.request_id, own.drafter, own.allowed.depth) for own in candidates}
+    for depth in range(1, max((own.allowed.depth for own in candidates), default=0) + 1):
+        pieces = sorted(divided(candidates, chances, depth), key=lambda piece: -piece.gain / piece.rows)
+        if not pieces:
+            continue
+        rows = batch + np.cumsum([float(piece.rows) for piece in pieces])
+        tokens = batch + np.cumsum([piece.gain for piece in pieces])
+        counts = Counter(own.drafter for own in candidates)
+        drafting = sum(costs.draft(drafter, count, depth) for drafter, count in counts.items())
+        speeds = tokens / (costs.verify(batch, rows) + drafting)
+        best = int(speeds.argmax())
+        budgets: dict[str, Budget] = {}
+        for piece in pieces[: best + 1]:
+            budgets[piece.request_id] = max(piece.budget, budgets.get(piece.request_id, NOTHING))
+        plans[depth] = Plan(budgets, depth, float(speeds[best]), plain)
+    chosen = max(plans.values(), key=lambda own: own.speed)
+    in_force = plans.get(depth_in_force)
+    if in_force is not None and chosen.speed < in_force.speed * (1 + MARGIN):
+        chosen = in_force
+    return chosen if chosen.speed > plain * (1 + MARGIN) else plans[0]
+
+
+class Piece(NamedTuple):
+    """More nodes for a request: what they bring, in expected tokens, and the request's budget with them."""
+
+    request_id: str
+    rows: int
+    gain: float
+    budget: Budget
+
+
+def divided(candidates: Sequence[Candidate], chances: Mapping[str, Sequence[float]], depth: int) -> list[Piece]:
+    """What may be drafted down to `depth`: a chain node by node, a tree as a whole or not at all."""
+    pieces = []
+    for own in candidates:
+        nodes, deepest = own.allowed
+        gains = chances[own.request_id]
+        if nodes == deepest:
+            reached = range(1, min(depth, deepest) + 1)
+            pieces += [Piece(own.request_id, 1, gains[place - 1], Budget(place, place)) for place in reached]
+        elif depth >= deepest:
+            pieces.append(Piece(own.request_id, nodes, sum(gains), own.allowed))
+    return pieces

@@ -1,0 +1,110 @@
+"""What a step costs on this machine: verifying B requests of R rows in all, and drafting for them.
+
+A table measured once at start-up, and a correction learnt from the steps themselves: longer contexts, other work on
+the machine. Pure arithmetic over the table; infer/measuring.py fills it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Sizes = TypeVar("Sizes", float, NDArray[np.float64])
+
+LEARNS = 0.05  # share of the newest step in a correction
+TRUSTED = (0.2, 5.0)  # a step this far off its prediction says nothing: someone else used the machine
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds at ascending sizes, linear in between; past the ends as the outer pieces go on, never below zero."""
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, size: Sizes) -> Sizes:
+        if len(self.sizes) == 1:
+            return size * 0.0 + self.seconds[0]
+        xs, ys = np.array(self.sizes), np.array(self.seconds)
+        right = np.clip(np.searchsorted(xs, size), 1, len(xs) - 1)
+        slope = (ys[right] - ys[right - 1]) / (xs[right] - xs[right - 1])
+        found: Any = np.maximum(ys[right - 1] + slope * (size - xs[right - 1]), 0.0)
+        return found
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """By batch size, ascending: seconds of a verify over its rows, of all else in a plain step, and of drafting.
+
+    `drafts[name]` are curves over the depth of what a drafter proposes.
+    """
+
+    batches: tuple[int, ...]
+    verify: tuple[Curve, ...]
+    around: tuple[float, ...]
+    drafts: dict[str, tuple[Curve, ...]]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> CostTable:
+        def curves(written: Sequence[dict[str, Any]]) -> tuple[Curve, ...]:
+            return tuple(Curve(tuple(own["sizes"]), tuple(own["seconds"])) for own in written)
+
+        drafts = {name: curves(own) for name, own in found["drafts"].items()}
+        return cls(tuple(found["batches"]), curves(found["verify"]), tuple(found["around"]), drafts)
+
+    def at(self, batch: int, curves: Sequence[Curve], size: Sizes) -> Sizes:
+        """Between the two measured batch sizes beside `batch`."""
+        right = min(bisect_left(self.batches, batch), len(self.batches) - 1)
+        if self.batches[right] == batch or right == 0:
+            return curves[right](size)
+        low, high = self.batches[right - 1], self.batches[right]
+        share = (batch - low) / (high - low)  # above 1 beyond the largest
+        return curves[right - 1](size) * (1 - share) + curves[right](size) * share
+
+
+class Costs:
+    """The table with what the steps since then have taught."""
+
+    def __init__(self, table: CostTable) -> None:
+        self.table = table
+        self._step = 1.0
+        self._draft: dict[str, float] = {}
+
+    def verify(self, batch: int, rows: Sizes) -> Sizes:
+        """Seconds of a step of `batch` requests and so many rows, all but its drafting."""
+        around = Curve(tuple(map(float, self.table.batches)), self.table.around)
+        return self._step * (self.table.at(batch, self.table.verify, rows) + around(float(batch)))
+
+    def draft(self, drafter: str, batch: int, depth: int) -> float:
+        """Seconds of drafting `depth` deep for `batch` requests; 0 for a drafter that was not measured."""
+        curves = self.table.drafts.get(drafter)
+        if curves is None or depth == 0 or batch == 0:
+            return 0.0
+        return self._draft.get(drafter, 1.0) * float(self.table.at(batch, curves, float(depth)))
+
+    def learn(self, *, batch: int, rows: int, seconds: float) -> None:
+        """A step without prefill took so long, its drafting set aside."""
+        self._step = corrected(self._step, seconds, float(self.verify(batch, float(rows))))
+
+    def learn_draft(self, drafter: str, batch: int, depth: int, seconds: float) -> None:
+        predicted = self.draft(drafter, batch, depth)
+        if predicted:
+            self._draft[drafter] = corrected(self._draft.get(drafter, 1.0), seconds, predicted)
+
+
+def corrected(factor: float, seconds: float, predicted: float) -> float:
+    """The factor moved towards what would have predicted `seconds`."""
+    if predicted <= 0:
+        return factor
+    ratio = seconds / predicted
+    if not TRUSTED[0] < ratio < TRUSTED[1]:
+        return factor
+    return factor * (1 + LEARNS * (ratio - 1))

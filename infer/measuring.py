@@ -1,0 +1,146 @@
+"""Fills the table of what steps cost (infer/costs.py) by running them, and keeps it for the next start.
+
+Requests of random tokens are decoded for a moment at several batch sizes: verifies of more and more rows, which commit
+nothing, and drafts of growing depth, which a proposer may be asked for again and again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from infer.costs import CostTable, Curve
+from infer.params import SamplingParams
+from infer.proposers.base import Budget
+from infer.request import Request
+
+log = logging.getLogger(__name__)
+
+VERSION = 1  # of what is measured and how
+PROMPT_TOKENS = 32
+REPEATS = 3
+ROWS_PER_REQUEST = (1, 2, 4, 6, 9, 17, 33, 64)
+PLAIN_TOKENS = REPEATS + 2  # that requests emit while they are measured
+
+
+class Measurable(Protocol):
+    """What an engine lets be timed."""
+
+    def rehearse(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Request]:
+        """Begins requests and brings them to decoding; fewer than asked for if no more fit beside each other."""
+        ...
+
+    def dismiss(self, requests: Sequence[Request]) -> None:
+        """Ends them, as if they had never been."""
+        ...
+
+    def step(self) -> object:
+        """Without drafts, while requests are rehearsed."""
+        ...
+
+    def try_verify(self, requests: Sequence[Request], drafts: int) -> None: ...
+
+    def try_draft(self, requests: Sequence[Request], budget: Budget) -> None: ...
+
+
+def measure(
+    engine: Measurable,
+    drafters: Mapping[str, Budget],
+    *,
+    vocab_size: int,
+    context: int,
+    max_batch: int,
+    max_rows: int,
+) -> CostTable:
+    """`drafters`: what each drafts at most per step. Takes seconds. Raises ValueError for too short a context."""
+    generator = torch.Generator().manual_seed(0)
+    widest = 1 + max(budget.nodes for budget in drafters.values())
+    prompt_tokens = min(PROMPT_TOKENS, context - widest - PLAIN_TOKENS)
+    if prompt_tokens < 1:
+        raise ValueError(
+            f"proposer.adaptive=true: drafts of {widest - 1} tokens leave nothing of a context of {context}; draft less"
+        )
+    batches, verify, around = list[int](), list[Curve](), list[float]()
+    drafts: dict[str, list[Curve]] = {name: [] for name in drafters}
+    for batch in (size for size in (1, 2, 4, 8, 16, 32, 64) if size <= max_batch):
+        prompts = torch.randint(0, vocab_size, (batch, prompt_tokens), generator=generator).tolist()
+        for name, limit in drafters.items():
+            params = SamplingParams(max_tokens=widest + PLAIN_TOKENS, ignore_eos=True, proposer=name)
+            requests = engine.rehearse(prompts, params)
+            try:
+                if len(requests) < batch:  # the pool holds no more
+                    return table(batches, verify, around, drafts)
+                if batch not in batches:
+                    curve = verify_curve(engine, requests, widest, max_rows)
+                    batches.append(batch)
+                    verify.append(curve)
+                    around.append(max(0.0, timed(engine.step) - curve.seconds[0]))
+                drafts[name].append(draft_curve(engine, requests, limit))
+            finally:
+                engine.dismiss(requests)
+    return table(batches, verify, around, drafts)
+
+
+def table(
+    batches: list[int], verify: list[Curve], around: list[float], drafts: Mapping[str, Sequence[Curve]]
+) -> CostTable:
+    """Of the batch sizes that every drafter was measured at."""
+    size = min(len(batches), *(len(own) for own in drafts.values()))
+    own = {name: tuple(curves[:size]) for name, curves in drafts.items()}
+    return CostTable(tuple(batches[:size]), tuple(verify[:size]), tuple(around[:size]), own)
+
+
+def verify_curve(engine: Measurable, requests: Sequence[Request], widest: int, max_rows: int) -> Curve:
+    batch = len(requests)
+    widths = sorted({1, 2, widest, *(width for width in ROWS_PER_REQUEST if width <= widest)})
+    widths = [width for width in widths if width <= 2 or width * batch <= max_rows]
+    seconds = [timed(lambda width=width: engine.try_verify(requests, width - 1)) for width in widths]
+    return Curve(tuple(float(batch * width) for width in widths), tuple(seconds))
+
+
+def draft_curve(engine: Measurable, requests: Sequence[Request], limit: Budget) -> Curve:
+    depths = sorted({1, (limit.depth + 1) // 2, limit.depth})
+    chain = limit.nodes == limit.depth
+    asked = [Budget(depth if chain else limit.nodes, depth) for depth in depths]
+    seconds = [timed(lambda budget=budget: engine.try_draft(requests, budget)) for budget in asked]
+    return Curve(tuple(map(float, depths)), tuple(seconds))
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds, the median of a few after one that warms up."""
+    work()
+    seconds = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
+def kept_table(folder: Path, key: Mapping[str, Any], make: Callable[[], CostTable]) -> CostTable:
+    """The table measured earlier under the same `key`, or a new one, which is kept. A damaged file is made anew."""
+    digest = hashlib.sha256(json.dumps({"version": VERSION, **key}, sort_keys=True).encode()).hexdigest()[:24]
+    file = folder / f"costs-{digest}.json"
+    try:
+        return CostTable.from_json(json.loads(file.read_text(encoding="utf-8"))["table"])
+    except (OSError, ValueError, KeyError, TypeError):
+        found = make()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".json")
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump({"key": dict(key), "table": found.to_json()}, stream)
+        os.replace(temporary, file)
+    except OSError as error:
+        log.warning("%s: what a step costs could not be kept, and is measured at every start: %s", file, error)
+    return found

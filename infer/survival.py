@@ -1,0 +1,82 @@
+"""How likely a drafted token is to be emitted, by depth: learnt from what was accepted, per request and per drafter.
+
+Depth j is reached when every shallower draft of the path was right, so the chance that it survives is the product of
+conditional acceptances down to it. Each of these is a share of recent hits, drawn towards the drafter's own share
+while the request has shown little. Evidence fades, so that a change of content is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+UNKNOWN = 0.5  # conditional acceptance of a drafter of which nothing is known
+OWN_FADES, DRAFTERS_FADE = 0.94, 0.995  # of evidence, with every draft
+PRIOR_WEIGHT = 6.0  # a drafter's share counts like that many drafts of the request's own
+LEAST_WEIGHT = 1e-3
+
+
+@dataclass
+class Shares:
+    """By depth, faded counts of drafts that got so far, and of those that were right there."""
+
+    fades: float
+    tried: list[float] = field(default_factory=list)
+    right: list[float] = field(default_factory=list)
+
+    def record(self, depth: int, accepted: int) -> None:
+        """A draft `depth` deep, of which the first `accepted` were right."""
+        reached = min(depth, accepted + 1)
+        missing = reached - len(self.tried)
+        if missing > 0:
+            self.tried += [0.0] * missing
+            self.right += [0.0] * missing
+        for place in range(reached):
+            self.tried[place] = self.fades * self.tried[place] + 1.0
+            self.right[place] = self.fades * self.right[place] + (place < accepted)
+
+    def conditional(self, depth: int, prior: Sequence[float], weight: float) -> list[float]:
+        found = []
+        for place in range(depth):
+            tried, right = (self.tried[place], self.right[place]) if place < len(self.tried) else (0.0, 0.0)
+            towards = prior[place] if place < len(prior) else (prior[-1] if prior else UNKNOWN)
+            found.append((right + weight * towards) / (tried + weight))
+        return found
+
+
+class Survival:
+    """`priors`: by drafter, the conditional acceptance by depth that its training measured."""
+
+    def __init__(self, priors: Mapping[str, Sequence[float]] | None = None) -> None:
+        self._priors = dict(priors or {})
+        self._drafters: dict[str, Shares] = {}
+        self._requests: dict[tuple[str, str], Shares] = {}
+        self._expected = self._emitted = 0.0
+
+    def record(self, request_id: str, drafter: str, depth: int, accepted: int, expected: float) -> None:
+        """What became of a draft of which `expected` tokens had been hoped to be accepted."""
+        self._drafters.setdefault(drafter, Shares(DRAFTERS_FADE)).record(depth, accepted)
+        self._requests.setdefault((request_id, drafter), Shares(OWN_FADES)).record(depth, accepted)
+        self._expected = DRAFTERS_FADE * self._expected + expected
+        self._emitted = DRAFTERS_FADE * self._emitted + accepted
+
+    def chances(self, request_id: str, drafter: str, depth: int) -> list[float]:
+        """By depth from 1 to `depth`, the chance that a draft survives to it."""
+        known = self._drafters.get(drafter) or Shares(DRAFTERS_FADE)
+        prior = known.conditional(depth, self._priors.get(drafter, ()), PRIOR_WEIGHT)
+        own = self._requests.get((request_id, drafter))
+        conditional = prior if own is None else own.conditional(depth, prior, PRIOR_WEIGHT)
+        chances, chance = [], 1.0
+        for share in conditional:
+            chance *= share
+            chances.append(chance)
+        return chances
+
+    def forget(self, request_id: str) -> None:
+        for key in [key for key in self._requests if key[0] == request_id]:
+            del self._requests[key]
+
+    @property
+    def bias(self) -> float:
+        """Calibration: accepted tokens over those expected, recently; 1 is right, below it hopes were too high."""
+        return self._emitted / self._expected if self._expected else 1.0

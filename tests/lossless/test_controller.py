@@ -1,0 +1,109 @@
+"""Whatever is planned for whom, step by step, no token changes; and the engine's own controller, measured here."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from infer.config import ProposerConfig
+from infer.controller import AsAllowed
+from infer.measuring import REPEATS
+from infer.proposers.base import NOTHING, Budget
+from infer.proposers.head import KEPT_ROWS
+from infer.request import SamplingParams
+from tests.lossless.leftovers import assert_nothing_left
+from tests.lossless.plain import GREEDY, SAMPLED, ids
+
+
+class AtRandom(AsAllowed):
+    """For whole stretches nobody drafts, longer than features may wait; then anyone, to any depth."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance, self.quiet = random.Random(seed), 0
+        self.longest = 0
+
+    def plan(self, batch, candidates) -> None:
+        self.quiet -= 1
+        if self.quiet < -20:
+            self.quiet = self.chance.choice([3, KEPT_ROWS + 9])
+            self.longest = max(self.longest, self.quiet)
+
+    def budget(self, request_id: str, allowed: Budget) -> Budget:
+        if self.quiet > 0 or self.chance.random() < 0.3:
+            return NOTHING
+        depth = self.chance.randint(1, allowed.depth) if allowed.depth else 0
+        return Budget(min(allowed.nodes, self.chance.choice([depth, allowed.nodes])), depth) if depth else NOTHING
+
+
+SHAPES = {
+    "chain": {},
+    "tree": {"tree_width": 3, "tree_nodes": 10},
+}
+
+
+@pytest.mark.parametrize(
+    ("proposer", "head", "shape", "params"),
+    [
+        ("head", None, "chain", SAMPLED),
+        ("head", None, "tree", GREEDY),
+        ("head", "eagle", "tree", SAMPLED),
+        ("head", "p-eagle, one layer", "chain", GREEDY),
+        ("combined", None, "chain", GREEDY),
+    ],
+)
+def test_no_plan_changes_a_token(make_engine, prompts, proposer, head, shape, params):
+    long = replace(params, max_tokens=150)
+    engine = make_engine(proposer=proposer, head=head, shape=SHAPES[shape], max_batch=4)
+    few = prompts[2:6]
+    engine._planner = planner = AtRandom(seed=5)
+    planned = ids(engine.generate(few, long))
+    assert planner.longest > KEPT_ROWS
+    assert engine.stats.speculation.drafted > 0
+    engine.set_proposer("none")
+    assert planned == ids(engine.generate(few, long))
+    assert_nothing_left(engine)
+
+
+def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    few = [prompt for prompt in prompts if len(prompt) < 100]
+    engine = make_engine(proposer="none", max_batch=8)
+    plain = [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)]
+
+    before = engine.stats.prompt_tokens
+    engine.set_proposer("head", config=ProposerConfig(name="auto", adaptive=True, max_draft_tokens=4))
+    assert "measuring what steps and drafts cost" in capfd.readouterr().err
+    assert engine.stats.prompt_tokens == before
+    assert_nothing_left(engine)
+    controller = engine._planner
+    table = controller.costs.table
+    assert table.batches == (1, 2, 4, 8)
+    assert set(table.drafts) == {"head"}
+    assert all(seconds > 0 for curve in (*table.verify, *table.drafts["head"]) for seconds in curve.seconds)
+    assert table.verify[3].sizes[0] == 8.0
+    assert REPEATS > 1
+    assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
+    assert engine._survival._requests == {}
+
+    engine.set_proposer("head")
+    assert "measuring" not in capfd.readouterr().err
+    assert engine._planner.costs.table == table
+    assert engine._planner.survival is controller.survival
+
+
+def test_a_context_too_short_to_measure_in(make_small_engine):
+    engine = make_small_engine()
+    engine.context = 8
+    with pytest.raises(ValueError, match="adaptive=true: drafts of 4 tokens leave nothing of a context of 8"):
+        engine.set_proposer("head", config=ProposerConfig(name="auto", adaptive=True, max_draft_tokens=4))
+
+
+def test_requests_that_ask_for_less_are_planned_within_it(make_engine, prompts):
+    engine = make_engine(proposer="head", max_batch=4)
+    engine._planner = planner = AtRandom(seed=1)
+    asked = SamplingParams(max_tokens=30, ignore_eos=True, max_draft_tokens=1)
+    for completion in engine.generate(prompts[:3], asked):
+        assert completion.stats.drafted <= completion.stats.steps
+    assert planner.quiet < 100

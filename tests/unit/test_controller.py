@@ -1,0 +1,187 @@
+"""The controller and what it decides by: costs, chances, plans against every plan there is, probes and their bound."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infer.controller import KEPT_STEPS, MARGIN, PROBE_SHARE, Candidate, Controller, best_plan
+from infer.costs import Costs, CostTable, Curve
+from infer.measuring import kept_table
+from infer.proposers.base import NOTHING, Budget
+from infer.survival import Survival
+
+
+def make_costs(row: float, draft: float, fixed: float = 10.0, around: float = 1.0) -> Costs:
+    """Milliseconds: a verify is `fixed` and `row` for every row, a draft `draft` for every level."""
+    batches = (1, 4, 16)
+    verify = tuple(Curve((b, 8.0 * b), (fixed + row * b, fixed + 8 * row * b)) for b in batches)
+    drafts = tuple(Curve((1.0, 4.0), (draft, 4 * draft)) for _ in batches)
+    return Costs(CostTable(batches, verify, (around,) * 3, {"head": drafts}))
+
+
+def chains(count: int, depth: int) -> list[Candidate]:
+    return [Candidate(str(index), "head", Budget(depth, depth)) for index in range(count)]
+
+
+def with_rates(rates: list[float]) -> Survival:
+    """Request i's drafts are right at a rate of its own at every depth, of which there is plenty of evidence."""
+    survival, chance = Survival(), random.Random(0)
+    for index, rate in enumerate(rates):
+        for _ in range(300):
+            right = next((place for place in range(4) if chance.random() > rate), 4)
+            survival.record(str(index), "head", 4, right, 0.0)
+    return survival
+
+
+def test_curves_go_on_past_their_ends_and_never_below_zero():
+    curve = Curve((2.0, 4.0), (10.0, 14.0))
+    assert [float(curve(size)) for size in (2.0, 3.0, 4.0, 6.0, -9.0)] == [10.0, 12.0, 14.0, 18.0, 0.0]
+    assert Curve((3.0,), (5.0,))(9.0) == 5.0
+
+
+def test_costs_lie_between_the_measured_batches_and_are_corrected_by_steps():
+    costs = make_costs(row=1.0, draft=2.0)
+    assert costs.verify(1, 3.0) == pytest.approx(14.0)
+    assert costs.verify(2, 6.0) == pytest.approx(17.0)
+    assert costs.verify(32, 64.0) == pytest.approx(75.0)
+    assert costs.draft("head", 2, 3) == pytest.approx(6.0)
+    assert costs.draft("ngram", 2, 3) == 0.0
+    for _ in range(200):
+        costs.learn(batch=1, rows=3, seconds=28.0)
+        costs.learn_draft("head", 2, 3, 3.0)
+    assert costs.verify(1, 1.0) == pytest.approx(24.0, rel=0.01)
+    assert costs.draft("head", 1, 1) == pytest.approx(1.0, rel=0.01)
+    costs.learn(batch=1, rows=1, seconds=1000.0)  # the machine stood still; that says nothing
+    assert costs.verify(1, 1.0) == pytest.approx(24.0, rel=0.01)
+
+
+@given(
+    rates=st.lists(st.floats(0.05, 0.95), min_size=1, max_size=3),
+    row=st.floats(0.01, 8.0),
+    draft=st.floats(0.0, 5.0),
+)
+def test_no_plan_of_chains_is_much_better_than_the_chosen_one(rates, row, draft):
+    depth, batch = 3, len(rates)
+    costs, survival = make_costs(row, draft), with_rates(rates)
+    chances = [survival.chances(str(index), "head", depth) for index in range(batch)]
+
+    def speed(depths: tuple[int, ...]) -> float:
+        tokens = batch + sum(sum(own[:asked]) for own, asked in zip(chances, depths, strict=True))
+        drafting = costs.draft("head", batch, max(depths)) if max(depths) else 0.0
+        return tokens / (costs.verify(batch, float(batch + sum(depths))) + drafting)
+
+    plan = best_plan(batch, chains(batch, depth), costs, survival, 0)
+    asked = tuple(plan.budgets.get(str(index), NOTHING).depth for index in range(batch))
+    best = max(speed(depths) for depths in itertools.product(range(depth + 1), repeat=batch))
+    assert plan.speed == pytest.approx(speed(asked), rel=1e-6)
+    assert plan.speed >= best / (1 + MARGIN) ** 2
+    assert plan.speed >= speed((0,) * batch)
+
+
+def test_cheap_rows_are_drafted_and_dear_ones_are_not():
+    survival = with_rates([0.9, 0.1])
+    cheap = best_plan(2, chains(2, 4), make_costs(row=0.1, draft=0.1), survival, 0)
+    assert cheap.budgets["0"].depth == 4
+    assert cheap.budgets.get("1", NOTHING).depth < 4
+    assert best_plan(2, chains(2, 4), make_costs(row=20.0, draft=0.1), survival, 0).budgets == {}
+    assert best_plan(2, chains(2, 4), make_costs(row=0.1, draft=50.0), survival, 0).budgets == {}
+
+
+def test_a_tree_is_drafted_whole_or_not_at_all():
+    survival = with_rates([0.8])
+    tree = [Candidate("0", "head", Budget(12, 4))]
+    assert best_plan(1, tree, make_costs(row=0.1, draft=0.1), survival, 0).budgets == {"0": Budget(12, 4)}
+    assert best_plan(1, tree, make_costs(row=5.0, draft=0.1), survival, 0).budgets == {}
+
+
+def test_the_plan_in_force_stays_while_another_is_hardly_better():
+    survival, costs = with_rates([0.6]), make_costs(row=1.0, draft=0.5)
+    depths = {best_plan(1, chains(1, 4), costs, survival, force).depth for force in range(5)}
+    assert len(depths) > 1  # each keeps its own
+    free = best_plan(1, chains(1, 4), costs, survival, 0)
+    for force in range(5):
+        assert best_plan(1, chains(1, 4), costs, survival, force).speed * (1 + MARGIN) >= free.speed
+
+
+def test_chances_follow_a_request_and_start_from_what_its_drafter_showed():
+    survival = Survival({"head": [0.9, 0.8]})
+    assert survival.chances("a", "head", 3) == pytest.approx([0.9, 0.72, 0.576])
+    for _ in range(100):
+        survival.record("a", "head", 3, 0, 0.0)
+    assert survival.chances("a", "head", 1)[0] < 0.1
+    assert survival.chances("b", "head", 1)[0] < 0.2
+    for _ in range(60):
+        survival.record("b", "head", 3, 3, 0.0)
+    assert survival.chances("b", "head", 3)[2] > 0.6 > 0.2 > survival.chances("a", "head", 1)[0]
+    survival.forget("b")
+    assert survival.chances("b", "head", 1)[0] < 0.8
+
+
+def run(controller: Controller, steps: int, rate: float, batch: int = 4, depth: int = 4) -> tuple[float, float, int]:
+    """Simulated seconds and tokens of a batch whose drafts are right at `rate`, and steps in which anybody drafted."""
+    chance, costs, seconds, tokens, drafting_steps = random.Random(1), controller.costs, 0.0, 0, 0
+    for _ in range(steps):
+        known = chains(batch, depth)
+        controller.plan(batch, known)
+        asked = {own.request_id: controller.budget(own.request_id, own.allowed).depth for own in known}
+        rows, deepest = batch + sum(asked.values()), max(asked.values())
+        drafting = costs.draft("head", batch, deepest)
+        whole = costs.verify(batch, float(rows)) + drafting
+        for name, drafted in asked.items():
+            right = next((place for place in range(drafted) if chance.random() > rate), drafted)
+            controller.drafted(name, "head", drafted, right)
+            tokens += 1 + right
+        controller.stepped(batch, rows, drafting, whole)
+        seconds, drafting_steps = seconds + whole, drafting_steps + (deepest > 0)
+    return seconds, tokens / seconds, drafting_steps
+
+
+def test_where_drafts_do_not_pay_probes_cost_a_bounded_share():
+    controller = Controller(make_costs(row=4.0, draft=3.0), Survival())
+    run(controller, 100, rate=0.3)
+    plain = controller.costs.verify(4, 4.0)
+    seconds, speed, drafted = run(controller, 1000, rate=0.3)
+    assert 0 < drafted < 100
+    assert seconds <= 1000 * plain * (1 + 1.5 * PROBE_SHARE)
+    assert speed >= (1 - 1.5 * PROBE_SHARE) * 4 / plain
+
+
+def test_it_finds_out_when_content_changes():
+    controller = Controller(make_costs(row=0.5, draft=0.7), Survival())
+    run(controller, 400, rate=0.02)
+    assert not controller.current.budgets
+    _, _, drafted = run(controller, 600, rate=0.95)
+    assert drafted > 300
+    assert controller.current.budgets
+    assert controller.survival.bias == pytest.approx(1.0, abs=0.15)
+
+
+def test_budgets_stay_within_what_is_allowed_now():
+    controller = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9]))
+    controller.plan(1, chains(1, 4))
+    assert controller.budget("0", Budget(2, 2)) == Budget(2, 2)
+    assert controller.budget("unknown", Budget(2, 2)) == NOTHING
+    assert KEPT_STEPS > 1
+
+
+def test_a_table_is_measured_once_and_a_damaged_one_anew(tmp_path):
+    made = []
+
+    def make() -> CostTable:
+        made.append(1)
+        return make_costs(1.0, 1.0).table
+
+    first = kept_table(tmp_path, {"target": "a"}, make)
+    assert kept_table(tmp_path, {"target": "a"}, make) == first
+    assert len(made) == 1
+    kept_table(tmp_path, {"target": "b"}, make)
+    assert len(made) == 2
+    for file in tmp_path.iterdir():
+        file.write_text("{")
+    assert kept_table(tmp_path, {"target": "a"}, make) == first
+    assert len(made) == 3
