@@ -36,6 +36,7 @@ def describe_proposer(name: str, asked: ProposerConfig, head: HeadConfig, model:
     if name == "none":
         return "off"
     drafts = f"up to {asked.max_draft_tokens} draft tokens per step"
+    pays = ", as far as it pays" if asked.adaptive else ""
     folder = head.folder(output_dir, model.name)
     if name == "head":
         if asked.tree is not None:
@@ -43,11 +44,11 @@ def describe_proposer(name: str, asked: ProposerConfig, head: HeadConfig, model:
         elif asked.tree_width > 1:
             drafts = f"trees {asked.tree_width} wide and {asked.max_draft_tokens} deep"
             drafts += f", {asked.tree_nodes} nodes of them" if asked.tree_nodes else ""
-        return f"head {head.name} from {short(folder)}, {drafts}"
+        return f"head {head.name} from {short(folder)}, {drafts}{pays}"
     if name != "ngram":
         sources = f" of {', '.join(asked.sources)}" if name == "combined" else ""
-        return f"{name.replace('_', ' ')}{sources}, {drafts}"
-    lookup = f"n-gram lookup, {drafts}"
+        return f"{name.replace('_', ' ')}{sources}, {drafts}{pays}"
+    lookup = f"n-gram lookup, {drafts}{pays}"
     if asked.name == "auto" and head.name != "none":
         return (
             f"{lookup} (no head at {short(folder)}; train one: python train/run.py model={model.name} head={head.name})"

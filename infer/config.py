@@ -376,9 +376,11 @@ class BenchConfig:
     seed: int = 0
     rounds: int = 3  # A, B, C, A, B, C, ...
     save: str | None = None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json
+    never_slower: float | None = None  # fail where an `auto` system is slower than `off` by more, beside noise
 
     def __post_init__(self) -> None:
         check_head_and_proposer(self.head, self.proposer)
+        at_least("never_slower", self.never_slower, 0)
         for temperature in self.temperatures:
             check_sampling(temperature, 0, 1.0)
         for system in self.systems:

@@ -3,9 +3,11 @@
     python scripts/bench.py model=demo head=eagle3
     python scripts/bench.py model=demo head=eagle3 systems=[off,head] concurrency=[1] rounds=5 save=generate
     python scripts/bench.py model=demo head=eagle3 systems=[off,head:chain5,head:tree16] temperatures=[0,0.6,1]
+    python scripts/bench.py systems=[off,off:again,head:auto5] concurrency=[1,2,4,8,16,32,64] never_slower=0.02
 
 scripts/bench_systems.py says what a system's name means. Every round runs every system once on the same prompts; a
-ratio is taken against `off` of the same round. The last line of standard output is one JSON document.
+ratio is taken against `off` of the same round. The last line of standard output is one JSON document. With
+`never_slower` the exit code is 1 if drafting as far as pays was slower than plain decoding anywhere.
 """
 
 import os
@@ -28,7 +30,7 @@ from typing import Any
 from infer.cli import entry_point
 from infer.config import HEAD_NAMES, BenchConfig
 from infer.launched import launched_rank
-from scripts.bench_systems import TRANSFORMERS, System, folder_of, make_systems
+from scripts.bench_systems import TRANSFORMERS, System, folder_of, is_adaptive, make_systems
 
 
 @dataclass
@@ -84,6 +86,26 @@ def measure(config: BenchConfig, systems: dict[str, System], prompts: list[list[
     return results
 
 
+def slower_than_plain(results: Results, slack: float) -> list[str]:
+    """Where drafting as far as pays is slower than plain decoding by more than `slack` and what plain decoding itself
+    varies, which `off:again` measured.
+    """
+    from infer.compare import Spread
+
+    complaints = []
+    for temperature, by_concurrency in results.items():
+        for concurrency, cells in by_concurrency.items():
+            noise = max(0.0, 1.0 - Spread.of(cells["off:again"].ratios).low) if "off:again" in cells else 0.0
+            for name, cell in cells.items():
+                ratio = Spread.of(cell.ratios).median if cell.ratios else 1.0
+                if is_adaptive(name) and ratio < 1.0 - noise - slack:
+                    complaints.append(
+                        f"{name} at temperature {temperature:g}, {concurrency} at once: {ratio:.3f} (plain decoding "
+                        f"repeated: down to {1 - noise:.3f}, slack {slack})"
+                    )
+    return complaints
+
+
 def print_table(results: Results) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -108,6 +130,13 @@ def print_table(results: Results) -> None:
                     {None: "", True: "yes", False: "NO"}[cell.identical],
                 )
     Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
+
+
+def result_file(name: str, model: str, machine: dict[str, Any]) -> Path:
+    hardware = (machine["gpu"] or f"{machine['cores']}-core-cpu").replace(" ", "-").lower()
+    folder = Path(HERE) / "results"
+    folder.mkdir(exist_ok=True)
+    return folder / f"{name}-{model}_{hardware}_{datetime.date.today().isoformat()}.json"
 
 
 def describe_machine() -> dict[str, Any]:
@@ -197,12 +226,15 @@ def main(config: BenchConfig) -> None:
     print_table(results)
     report = document(config, results, engine.target)
     if config.save is not None:
-        hardware = (report["machine"]["gpu"] or f"{report['machine']['cores']}-core-cpu").replace(" ", "-").lower()
-        file = Path(HERE) / "results" / f"{config.save}-{config.model.name}_{hardware}_{report['date']}.json"
-        file.parent.mkdir(exist_ok=True)
+        file = result_file(config.save, config.model.name, report["machine"])
         file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         print(f"written: {file.relative_to(Path(HERE).parent)}")
+    slower = [] if config.never_slower is None else slower_than_plain(results, config.never_slower)
+    for complaint in slower:
+        print(f"slower than plain decoding: {complaint}", file=sys.stderr)
     print(json.dumps(report), flush=True)
+    if slower:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

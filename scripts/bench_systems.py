@@ -1,9 +1,10 @@
 """What the bench compares: our engine with a proposer and a draft shape, and transformers' generate. By name:
 
-    off                                    our engine, plain decoding
+    off  off:again                         our engine, plain decoding; a second time, to see how much that varies
     head  ngram  suffix  combined  ...     our engine with that proposer, drafting as `proposer.*` says
     eagle3  medusa  ...                    our engine with the exported head of that name
     head:chain5  medusa:tree16  ...        the same with a draft shape of its own
+    head:auto5  ngram:auto3  ...           chains of up to that many tokens, as far as pays (infer/controller.py)
     hf  hf_lookup                          transformers' generate, plain and with prompt lookup (one prompt at a time)
 
 The engine is one for all of ours: what differs is set before the clock starts.
@@ -29,20 +30,25 @@ class System(NamedTuple):
 
 
 def shaped(config: ProposerConfig, shape: str) -> ProposerConfig:
-    """`chain5`: five tokens in a row. `tree16`: the 16 best nodes of a beam, 4 wide and 5 deep up to 16 nodes, else
-    8 wide and 7 deep. `fixed16`: the fixed tree of that many nodes that the head was measured for. A named head that
-    drafts less far does so. Raises ValueError for another word.
+    """`chain5`: five tokens in a row. `auto5`: as many as pay, up to five. `tree16`: the 16 best nodes of a beam, 4
+    wide and 5 deep up to 16 nodes, else 8 wide and 7 deep. `fixed16`: the fixed tree of that many nodes that the head
+    was measured for. A named head that drafts less far does so. Raises ValueError for another word.
     """
-    found = re.fullmatch(r"(chain|tree|fixed)(\d+)", shape)
+    found = re.fullmatch(r"(auto|chain|tree|fixed)(\d+)", shape)
     if found is None:
-        raise ValueError(f"systems: shape {shape}: must be chain<depth>, tree<nodes> or fixed<nodes>, such as chain5")
+        raise ValueError(f"systems: shape {shape}: must be chain<depth>, auto<depth>, tree<nodes> or fixed<nodes>")
     kind, size = found[1], int(found[2])
     if kind == "fixed":
         return replace(config, max_draft_tokens=5, tree=MEASURED_TREE, tree_width=1, tree_nodes=size)
-    if kind == "chain":
-        return replace(config, max_draft_tokens=size, tree_width=1, tree_nodes=None, tree=None)
+    if kind in ("auto", "chain"):
+        chain = replace(config, max_draft_tokens=size, tree_width=1, tree_nodes=None, tree=None)
+        return replace(chain, adaptive=kind == "auto")
     width, depth = (4, 5) if size <= 16 else (8, 7)
     return replace(config, max_draft_tokens=depth, tree_width=width, tree_nodes=size, tree=None)
+
+
+def is_adaptive(name: str) -> bool:
+    return ":auto" in name
 
 
 def engine_system(name: str, config: BenchConfig, engine: Any, heads: Mapping[str, Any]) -> System:
@@ -50,7 +56,7 @@ def engine_system(name: str, config: BenchConfig, engine: Any, heads: Mapping[st
     from infer.request import SamplingParams, SpeculationStats
 
     proposer, _, shape = name.partition(":")
-    own = shaped(config.proposer, shape) if shape else config.proposer
+    own = shaped(config.proposer, shape) if shape and proposer != "off" else config.proposer
     if proposer in heads and heads[proposer].config.max_depth is not None:
         own = replace(own, max_draft_tokens=min(own.max_draft_tokens, heads[proposer].config.max_depth))
     own = resolve_tree(own, folder_of(config, proposer))

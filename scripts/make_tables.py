@@ -43,8 +43,8 @@ def newest(name: str) -> Path:
 def label(system: str) -> str:
     """`head:tree16` of an eagle3 head -> "head, tree 16"."""
     name, _, shape = system.partition(":")
-    words = re.sub(r"(\D+)(\d+)", r", \1 \2", shape) if shape else ""
-    return NAMES.get(name, name) + words
+    words = re.sub(r"(\D+)(\d+)", r"\1 \2", shape)
+    return ", ".join(filter(None, (NAMES.get(name, name), words)))
 
 
 def speed(cell: Cell) -> str:
@@ -91,15 +91,18 @@ def by_head(result: Cell) -> str:
     """One row per head and shape: what it cost to train, τ, and speed at the fewest and the most requests."""
     temperatures = list(result["results"])
     counts = list(result["results"][temperatures[0]])
+    speeds = json.loads(newest("training").read_text(encoding="utf-8"))["heads"]
     rows = []
     for system in result["results"][temperatures[0]][counts[0]]:
         own = {(t, n): result["results"][t][n][system] for t in temperatures for n in counts}
-        head = result["heads"].get(system.partition(":")[0], {})
+        name = system.partition(":")[0]
+        head = result["heads"].get(name, {})
         simulated = [head.get(key, {}).get("simulated") for key in ("acceptance_length", "acceptance_length_sampled")]
         rows.append(
             [
                 label(system),
                 f"{head['trained_parameters'] / 1e6:.1f} M" if head else "",
+                f"{head['tokens'] / speeds[name]['tokens_per_s'] / 60:.0f} min" if head else "",
                 " / ".join(f"{value:.2f}" for value in simulated) if head and "chain" in system else "",
                 " / ".join(length(own[t, counts[0]]) for t in temperatures),
                 *(f"{speed(own['0', n])} ({ratio(own['0', n])})" for n in counts),
@@ -107,7 +110,9 @@ def by_head(result: Cell) -> str:
         )
     at = [f"tokens/s at {count}" for count in counts]
     taus = " / ".join(f"T = {temperature}" for temperature in temperatures)
-    return rows_of(["head", "trained parameters", f"simulated τ, {taus}", f"τ in the engine, {taus}", *at], rows)
+    return rows_of(
+        ["head", "trained parameters", "training", f"simulated τ, {taus}", f"τ in the engine, {taus}", *at], rows
+    )
 
 
 def plot_heads(result: Cell, path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from infer.config import ProposerConfig
+from scripts.bench import Cell, slower_than_plain
 from scripts.bench_systems import shaped
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
     [
         ("chain5", ProposerConfig(name="head", max_draft_tokens=5)),
         ("tree16", ProposerConfig(name="head", max_draft_tokens=5, tree_width=4, tree_nodes=16)),
+        ("auto4", ProposerConfig(name="head", max_draft_tokens=4, adaptive=True)),
         ("fixed9", ProposerConfig(name="head", max_draft_tokens=5, tree="measured", tree_nodes=9)),
         ("tree48", ProposerConfig(name="head", max_draft_tokens=7, tree_width=8, tree_nodes=48)),
     ],
@@ -31,15 +33,34 @@ def test_a_shape_replaces_whatever_was_configured(shape: str, expected: Proposer
 
 
 def test_another_shape_is_an_error() -> None:
-    with pytest.raises(ValueError, match="shape bush7: must be chain<depth>, tree<nodes> or fixed<nodes>"):
+    with pytest.raises(ValueError, match="shape bush7: must be chain<depth>, auto<depth>, tree<nodes> or fixed<nodes>"):
         shaped(ProposerConfig(name="head"), "bush7")
+
+
+def test_slower_than_plain_is_what_noise_does_not_explain() -> None:
+    cells = {"off": Cell(ratios=[1, 1, 1]), "off:again": Cell(ratios=[0.98, 1.0, 1.02])}
+    cells |= {"head:auto5": Cell(ratios=[0.9, 0.97, 1.2]), "head:chain5": Cell(ratios=[0.5, 0.5, 0.5])}
+    assert slower_than_plain({0.0: {4: cells}}, 0.03) == []
+    assert slower_than_plain({0.0: {4: cells}}, 0.0) == [
+        "head:auto5 at temperature 0, 4 at once: 0.970 (plain decoding repeated: down to 0.990, slack 0.0)"
+    ]
 
 
 @pytest.mark.slow
 def test_a_bench_compares_and_ends_with_a_document(
     tiny_target_folder: Path, tiny_head_folder: Path, tmp_path: Path
 ) -> None:
-    systems = ["off", "head:chain2", "head:tree6", "eagle3:chain1", "combined:tree6", "suffix", "hf"]
+    systems = [
+        "off",
+        "off:again",
+        "head:auto2",
+        "head:chain2",
+        "head:tree6",
+        "eagle3:chain1",
+        "combined:tree6",
+        "suffix",
+        "hf",
+    ]
     command = [sys.executable, "scripts/bench.py", f"model.path={tiny_target_folder}", f"head.path={tiny_head_folder}"]
     (tmp_path / "heads" / "demo").mkdir(parents=True)
     (tmp_path / "heads" / "demo" / "eagle3").symlink_to(tiny_head_folder)
