@@ -57,6 +57,7 @@ class EngineStats:
     kv_usage: float = 0.0  # share of the pool's pages in use, 0..1
     preemptions: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of these, computed for an earlier request
     generation_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
@@ -155,8 +156,9 @@ class Engine:
         stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.target.config.eos_token_ids)))
         request = Request(request_id, prompt, params, seed, list(prompt), stop_ids, arrival=next(self._arrivals))
         request.rule = rule_for(request, self._drafting.name_for(request))
+        request.added = self._clock()
         if params.deadline_s is not None:
-            request.deadline = self._clock() + params.deadline_s
+            request.deadline = request.added + params.deadline_s
         if self.config.prefix_cache and params.prompt_logprobs is None:  # these need every row of the prompt
             filled_by = self._drafting.filled_by(request)
             request.keys = BlockKeys(self._pool.pages.secret, params.cache_salt, filled_by, self.config.page_size)
@@ -248,6 +250,9 @@ class Engine:
         """One round: drafts and verifies every decoding request, and brings prompts forward by a chunk."""
         outputs = self._expire()
         step = self._scheduler.schedule()
+        for request in step.prefills:
+            if request.queued_s is None:
+                request.queued_s = self._clock() - request.added
         rows = len(step.decodes) + sum(budget.nodes for budget in step.budgets) + sum(step.chunks)
         with cpu_threads(self._threads.count(rows)):
             if step.decodes:
@@ -329,6 +334,7 @@ class Engine:
             for row, (request, token) in enumerate(zip(whole, choices.token.tolist(), strict=True)):
                 if len(request.tokens) == len(request.prompt_ids):  # not a replay
                     self._stats.prompt_tokens += len(request.prompt_ids)
+                    self._stats.cached_tokens += request.cached
                 request.phase = Phase.DECODE
                 tokens = self._emit(request, [token])
                 output = self._output(request, tokens, [False] * len(tokens))
@@ -387,7 +393,14 @@ class Engine:
 
     def _output(self, request: Request, tokens: list[int], accepted: list[bool]) -> StepOutput:
         return StepOutput(
-            request.request_id, tokens, accepted, request.stats, request.finish_reason, request.stop_reason
+            request.request_id,
+            tokens,
+            accepted,
+            request.stats,
+            request.finish_reason,
+            request.stop_reason,
+            cached_tokens=request.cached,
+            queued_s=request.queued_s or 0.0,
         )
 
     def _expired(self, request: Request) -> bool:

@@ -110,6 +110,9 @@ class Request:
     last_features: Tensor | None = None  # of position `computed - 1`, where the request began with known pages
     parent: Request | None = None  # of several answers to one prompt, the one that computes it
     arrival: int = 0  # order in which requests came
+    added: float = 0.0  # when, on the engine's clock
+    queued_s: float | None = None  # how long it waited for its first rows
+    cached: int = 0  # positions of the prompt that another request had computed
     deadline: float | None = None  # on the engine's clock
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     drafting_failed: bool = False
@@ -146,6 +149,8 @@ class StepOutput:
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, if asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # with the first output, if asked for
+    cached_tokens: int = 0  # of the prompt, computed for an earlier request
+    queued_s: float = 0.0  # from its arrival to its first rows
 
 
 @dataclass

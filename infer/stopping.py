@@ -49,11 +49,13 @@ class StopText:
     def __init__(self, stream: DetokenizeStream, stops: Sequence[str]) -> None:
         self._stream, self._strings = stream, StopStrings(stops)
         self.text = ""  # up to the stop string once one was found; what may begin one is not in it yet
+        self.decoded = 0  # characters of the text with what is held back
         self.stop: str | None = None
 
     def push(self, token: int, *, heed: bool) -> bool:
         """Whether the text ends with this token. Without `heed` it does not, whatever it says."""
         piece = self._stream.push([token])
+        self.decoded += len(piece)
         if heed:
             piece, self.stop = self._strings.push(piece)
         self.text += piece
