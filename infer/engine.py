@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,10 @@ from torch import Tensor, nn
 from infer.admission import Limits, check_request
 from infer.choosing import choose_rows
 from infer.config import EngineConfig, HeadConfig, ModelConfig, ProposerConfig
+from infer.constraint import Constraint, Constraints, without_forbidden
 from infer.drafting import Drafting
 from infer.exactness import probe_exactness
+from infer.grammar import Grammar
 from infer.kv_cache import KVPool
 from infer.launch import ranks_of
 from infer.loading import load_parts
@@ -142,10 +145,12 @@ class Engine:
         *,
         request_id: str | None = None,
         parent: str | None = None,
+        constraint: Constraint | None = None,
     ) -> str:
         """Queues a request. Raises ValueError for a prompt that is empty, too long or not of this vocabulary.
 
-        `parent`: an unfinished request with the same prompt, whose pages over it this one shares.
+        `parent`: an unfinished request with the same prompt, whose pages over it this one shares. `constraint`: what
+        `compile` made of `params.grammar`, for a caller who would not have this thread do it.
         """
         prompt = list(prompt_ids)
         check_request(prompt, params, self._limits())
@@ -165,6 +170,8 @@ class Engine:
         if params.stop:
             assert self.tokenizer is not None
             request.stop_text = StopText(self.tokenizer.stream(), params.stop)
+        if params.grammar is not None:
+            request.constraint = constraint or self.compile(params.grammar)
         if parent is not None:
             request.parent = self._requests.get(parent)
             assert request.parent is None or request.parent.prompt_ids == prompt
@@ -173,6 +180,16 @@ class Engine:
         self._requests[request_id] = request
         self._scheduler.add(request)
         return request_id
+
+    def compile(self, grammar: Grammar) -> Constraint:
+        """For one request, from any thread. Raises ValueError for a grammar that is wrong or too large."""
+        return self._constraints.compile(grammar)
+
+    @cached_property
+    def _constraints(self) -> Constraints:
+        if self.tokenizer is None:
+            raise ValueError("grammar: this engine has no tokenizer")
+        return Constraints(self.tokenizer, self.target.config.vocab_size, self.target.config.eos_token_ids)
 
     def _limits(self) -> Limits:
         vocabulary, names = self.target.config.vocab_size, self._drafting.names
@@ -283,7 +300,7 @@ class Engine:
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def _decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
-        tree = self._drafting.propose(requests, budgets)
+        tree = without_forbidden(self._drafting.propose(requests, budgets), requests)
         self._publish(requests)
         rows = self._runner.verify(requests, tree, self._drafting.wants_features(requests))
         lengths = tree.length.tolist()
@@ -377,6 +394,9 @@ class Engine:
         if self._expired(request):
             self._finish(request, "deadline")
             return []
+        if request.constraint is not None and request.constraint.error is not None:
+            self._finish(request, "error")
+            return []
         emitted, reason, request.stop_reason = cut(
             tokens,
             room=min(request.remaining, self.context - len(request.tokens)),
@@ -384,6 +404,7 @@ class Engine:
             emitted_before=request.output_length,
             min_tokens=request.params.min_tokens,
             text=request.stop_text,
+            constraint=request.constraint,
         )
         request.tokens += emitted
         self._stats.generation_tokens += len(emitted)
@@ -399,6 +420,7 @@ class Engine:
             request.stats,
             request.finish_reason,
             request.stop_reason,
+            error=request.constraint and request.constraint.error,
             cached_tokens=request.cached,
             queued_s=request.queued_s or 0.0,
         )

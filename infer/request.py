@@ -7,6 +7,7 @@ from enum import Enum
 
 from torch import Tensor
 
+from infer.constraint import Constraint
 from infer.logits import TokenCounts
 from infer.logprobs import TokenLogprob
 from infer.pages import BlockKeys
@@ -119,6 +120,7 @@ class Request:
     rule: str = "exact"  # by which drafts are accepted (infer/verification.py)
     counts: TokenCounts | None = None  # for penalties
     stop_text: StopText | None = None  # for stop strings
+    constraint: Constraint | None = None  # for a grammar
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output, if asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt from its second token on
     finish_reason: FinishReason | None = None
@@ -147,6 +149,7 @@ class StepOutput:
     stats: SpeculationStats
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: str | None = None  # with the finish reason "error"
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, if asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # with the first output, if asked for
     cached_tokens: int = 0  # of the prompt, computed for an earlier request

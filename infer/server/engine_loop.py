@@ -10,6 +10,7 @@ import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from infer.constraint import Constraint
 from infer.engine import Engine
 from infer.request import SamplingParams, StepOutput
 from infer.server.errors import ApiError, internal_error
@@ -23,6 +24,7 @@ class Add:
     prompt_ids: list[int]
     params: SamplingParams
     parent: str | None = None  # an earlier answer to the same prompt
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from infer.grammar import Grammar
 from infer.params import SamplingParams
 from infer.server.errors import field_error
 from infer.server.fields import NOTHING, Strict, drop_nothing
+from infer.server.structure import ResponseFormat, StructuredOutputs
 
 MAX_STOPS = 4  # OpenAI's bound
 MAX_STOP_LENGTH = 1024
@@ -111,6 +113,8 @@ class GenerationRequest(Strict):
     priority: int | None = Field(None, gt=-MAX_PRIORITY, lt=MAX_PRIORITY)  # as vLLM: a lower value is served earlier
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
     timeout_s: float | None = Field(None, gt=0)  # ours: the request's own deadline, if it is before the server's
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     speculative: Speculative | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -126,12 +130,23 @@ class GenerationRequest(Strict):
             raise field_error("stream_options", "only together with stream: true")
         if self.prompt_logprobs is not None and self.stream:
             raise field_error("prompt_logprobs", "not together with stream: true")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise field_error("structured_outputs", "not together with response_format")
         return self
 
     @property
     def asked_logprobs(self) -> int | None:
         """Of how many likeliest tokens, beside the chosen one."""
         raise NotImplementedError
+
+    @property
+    def structure(self) -> tuple[str, Grammar] | None:
+        """The grammar of the output, with the field that asks for it."""
+        if self.structured_outputs is not None:
+            return "structured_outputs", self.structured_outputs.grammar
+        if self.response_format is not None and (grammar := self.response_format.grammar) is not None:
+            return "response_format", grammar
+        return None
 
     @property
     def include_usage(self) -> bool:
@@ -166,6 +181,7 @@ class GenerationRequest(Strict):
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            grammar=self.structure and self.structure[1],
             logprobs=self.asked_logprobs,
             prompt_logprobs=self.prompt_logprobs,
             speculate=drafts.enabled,

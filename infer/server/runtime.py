@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from infer.constraint import Constraint
 from infer.engine import Engine
 from infer.offline import answers
 from infer.request import SamplingParams, StepOutput
@@ -101,17 +102,24 @@ class Runtime:
         """How many more answers may wait."""
         return self._max_waiting - max(0, self.in_flight - self.snapshot.running)
 
-    def submit(self, prompts: Sequence[list[int]], params: SamplingParams) -> Generation:
-        """`params.n` answers to every prompt, those to one prompt beside each other."""
-        self.check_open()
-        singles = answers(params)
-        if len(prompts) * len(singles) > self.room:
+    def check_room(self, count: int) -> None:
+        """Raises the 429 for `count` more answers than may wait; also before work is spent on a request."""
+        if count > self.room:
             raise ApiError(429, "too many requests are waiting; try again later", code="queue_full", retry_after=1)
+
+    def submit(
+        self, prompts: Sequence[list[int]], params: SamplingParams, constraint: Constraint | None = None
+    ) -> Generation:
+        """`params.n` answers to every prompt, those to one prompt beside each other; `constraint`: a copy for each."""
+        self.check_open()
+        self.check_room(len(prompts) * params.n)
+        singles = answers(params)
         jobs: list[Add] = []
         for prompt_ids in prompts:
             first = None
             for single in singles:
-                jobs.append(Add(f"r{next(self._ids)}", prompt_ids, single, first))
+                own = constraint and constraint.copy()
+                jobs.append(Add(f"r{next(self._ids)}", prompt_ids, single, first, own))
                 first = first or jobs[-1].request_id
         generation = Generation([job.request_id for job in jobs], self._abort)
         for job in jobs:

@@ -11,16 +11,19 @@ from typing import Any
 from fastapi import Request
 
 from infer.config import ServerConfig
+from infer.constraint import Constraint
 from infer.engine import Engine
 from infer.request import SamplingParams
 from infer.server.chat_protocol import Message
 from infer.server.errors import ApiError
+from infer.server.grammar_check import GrammarCheck
 from infer.server.logprobs import TokenNames
 from infer.server.metrics import Metrics
 from infer.server.middleware import tenant_of
 from infer.server.protocol import GenerationRequest
 from infer.server.runtime import Runtime
 from infer.server.session import Choice, Prompt, Session
+from infer.server.structure import check_size
 from infer.stopping import StopText
 from models.tokenizer import Tokenizer
 
@@ -45,10 +48,22 @@ class Service:
         self.names = TokenNames(self.tokenizer.token_bytes)
         self.context = min(engine.context, engine.memory.pages * engine.config.page_size)
         self.vocab_size = engine.target.config.vocab_size
+        self._compile = engine.compile
+        settings = {
+            "tokenizer": self.tokenizer.backend.to_str(),
+            "vocab_size": max(self.vocab_size, self.tokenizer.vocab_size),
+            "eos_ids": list(engine.target.config.eos_token_ids),
+            "memory_mb": self.config.grammar_memory_mb,
+        }
+        self.grammars = GrammarCheck(settings, timeout_s=self.config.grammar_timeout_s)
         self.proposer, self.proposers = engine.proposer_name, tuple(engine.proposer_names)
         self.metrics.speculative = self.proposer != "none"
         # No text of more characters than this can fit the context; saves tokenising megabytes in order to refuse them.
         self.max_characters = self.context * max(map(len, self.tokenizer.backend.get_vocab()), default=1)
+
+    async def close(self) -> None:
+        if self.attached:
+            await self.grammars.close()
 
     def check_model(self, model: str) -> None:
         if model != self.model_id:
@@ -90,6 +105,7 @@ class Service:
     ) -> Session:
         """`encode` runs in a worker thread. `default_max_tokens=None` lets the answer fill the context."""
         arrival = time.monotonic()
+        self.runtime.check_room(len(prompts) * (body.n or 1))
         encoded = await asyncio.to_thread(lambda: [encode(prompt) for prompt in prompts])
         longest = max(len(prompt.ids) for prompt in encoded)
         self._check_length(longest, max_tokens, param)
@@ -98,7 +114,8 @@ class Service:
             max_tokens = room if default_max_tokens is None else min(default_max_tokens, room)
         params = self._params(body, max_tokens, tenant_of(request))
         assert params.seed is not None
-        generation = self.runtime.submit([prompt.ids for prompt in encoded], params)
+        constraint = await self._constraint(body)
+        generation = self.runtime.submit([prompt.ids for prompt in encoded], params, constraint)
         answers = [prompt for prompt in encoded for _ in range(params.n)]
         return Session(
             generation,
@@ -154,6 +171,18 @@ class Service:
             name = str(error).partition("=")[0]
             raise ApiError(400, str(error), param=name, code="invalid_value") from error
         return replace(params, cache_salt=f"{tenant}/{params.cache_salt}")
+
+    async def _constraint(self, body: GenerationRequest) -> Constraint | None:
+        """Compiled away from the event loop and from the engine, after a process of its own has found it harmless."""
+        if body.structure is None:
+            return None
+        param, grammar = body.structure
+        check_size(grammar, param, max_bytes=self.config.max_grammar_bytes, max_depth=self.config.max_schema_depth)
+        try:
+            await self.grammars.check(grammar)
+            return await asyncio.to_thread(self._compile, grammar)
+        except ValueError as error:
+            raise ApiError(400, f"{param}: {error}", param=param, code="invalid_grammar") from error
 
     def _words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """A word is forbidden at the beginning of a text and after a space, which tokenizers write differently."""

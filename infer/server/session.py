@@ -92,7 +92,7 @@ class Choice:
     def _take_tokens(self, output: StepOutput, piece: Piece) -> None:
         before, echoed = len(self._text.text), len(self.prompt.text or "")
         count = len(self.whole.tokens)
-        stopped_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+        stopped_by_token = isinstance(output.stop_reason, int)
         for index, token in enumerate(output.token_ids):
             last = index == len(output.token_ids) - 1
             start, offset = len(self._text.text), echoed + self._text.decoded
@@ -142,6 +142,8 @@ class Session:
         except TimeoutError:
             message = f"not finished within {self._timeout:g} s (server.request_timeout_s or the request's timeout_s)"
             raise ApiError(504, message, code="timeout") from None
+        if output.error is not None:
+            raise ApiError(400, output.error, code="grammar_failed")
         choice = self.choices[index]
         piece = choice.take(output)
         self._observe(choice, output)
