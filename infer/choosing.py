@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infer.logits import TokenCounts, shape_logits
+from infer.logits import FORBIDDEN, TokenCounts, shape_logits
 from infer.logprobs import TokenLogprob, token_logprobs
 from infer.request import Request
 from infer.sampling import choice_parameters
@@ -48,20 +48,23 @@ def choose_rows(
         parameters = parameters.rows(torch.repeat_interleave(torch.tensor(counts, device=logits.device)))
     shaped, first = logits, 0
     for b, (request, count) in enumerate(zip(requests, counts, strict=True)):
-        if request.params.shapes_logits:
+        if request.params.shapes_logits or request.constraint is not None:
             if shaped is logits:
                 shaped = logits.float().clone()
             rows = slice(first, first + count)
             paths = [[]] if tree is None else drafted_paths(tree, b, count)
-            shaped[rows] = shape_logits(
-                logits[rows],
-                request.params,
-                count_tokens(request, logits.shape[1], logits.device),
-                request.tokens,
-                request.output_length,
-                paths,
-                request.stop_ids,
-            )
+            if request.params.shapes_logits:
+                shaped[rows] = shape_logits(
+                    logits[rows],
+                    request.params,
+                    count_tokens(request, logits.shape[1], logits.device),
+                    request.tokens,
+                    request.output_length,
+                    paths,
+                    request.stop_ids,
+                )
+            if request.constraint is not None:
+                shaped[rows] = shaped[rows].masked_fill(~request.constraint.masks(paths).to(shaped.device), FORBIDDEN)
         first += count
     return Choices(choose(shaped, parameters, positions), logits, shaped, parameters)
 

@@ -293,14 +293,20 @@ class ServerConfig:
     max_waiting: int = 256  # requests queued before a 429
     request_timeout_s: float = 600.0  # queued and running together
     drain_s: float = 30.0  # how long SIGTERM waits for running requests
+    max_grammar_bytes: int = 65536  # of a JSON schema, regular expression, ... of structured output
+    max_schema_depth: int = 32
+    grammar_timeout_s: float = 5.0  # for compiling one, in a process of its own
+    grammar_memory_mb: int = 1024  # of that process
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"server.port={self.port}: must be 0 to 65535")
-        for key in ("max_body_bytes", "max_prompts", "max_waiting"):
+        for key in ("max_body_bytes", "max_prompts", "max_waiting", "max_grammar_bytes", "max_schema_depth"):
             at_least(f"server.{key}", getattr(self, key), 1)
         at_least("server.request_timeout_s", self.request_timeout_s, 0.001)
         at_least("server.drain_s", self.drain_s, 0)
+        at_least("server.grammar_timeout_s", self.grammar_timeout_s, 0.001)
+        at_least("server.grammar_memory_mb", self.grammar_memory_mb, 64)
 
 
 def check_head_and_proposer(head: HeadConfig, proposer: ProposerConfig) -> None:

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +24,11 @@ from infer.adaptive import make_controller
 from infer.admission import Limits, check_request
 from infer.choosing import Choices, choose_rows
 from infer.config import EngineConfig, HeadConfig, ModelConfig, ProposerConfig
+from infer.constraint import Constraint, Constraints, without_forbidden
 from infer.controller import AsAllowed, Never, Planner
 from infer.drafting import Drafting
 from infer.exactness import probe_exactness
+from infer.grammar import Grammar
 from infer.kv_cache import KVPool
 from infer.launch import ranks_of
 from infer.loading import load_parts
@@ -61,6 +64,7 @@ class EngineStats:
     kv_usage: float = 0.0  # share of the pool's pages in use, 0..1
     preemptions: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of these, computed for an earlier request
     generation_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
@@ -148,10 +152,12 @@ class Engine:
         *,
         request_id: str | None = None,
         parent: str | None = None,
+        constraint: Constraint | None = None,
     ) -> str:
         """Queues a request. Raises ValueError for a prompt that is empty, too long or not of this vocabulary.
 
-        `parent`: an unfinished request with the same prompt, whose pages over it this one shares.
+        `parent`: an unfinished request with the same prompt, whose pages over it this one shares. `constraint`: what
+        `compile` made of `params.grammar`, for a caller who would not have this thread do it.
         """
         prompt = list(prompt_ids)
         check_request(prompt, params, self._limits())
@@ -162,14 +168,17 @@ class Engine:
         stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.target.config.eos_token_ids)))
         request = Request(request_id, prompt, params, seed, list(prompt), stop_ids, arrival=next(self._arrivals))
         request.rule = rule_for(request, self._drafting.name_for(request))
+        request.added = self._clock()
         if params.deadline_s is not None:
-            request.deadline = self._clock() + params.deadline_s
+            request.deadline = request.added + params.deadline_s
         if self.config.prefix_cache and params.prompt_logprobs is None:  # these need every row of the prompt
             filled_by = self._drafting.filled_by(request)
             request.keys = BlockKeys(self._pool.pages.secret, params.cache_salt, filled_by, self.config.page_size)
         if params.stop:
             assert self.tokenizer is not None
             request.stop_text = StopText(self.tokenizer.stream(), params.stop)
+        if params.grammar is not None:
+            request.constraint = constraint or self.compile(params.grammar)
         if parent is not None:
             request.parent = self._requests.get(parent)
             assert request.parent is None or request.parent.prompt_ids == prompt
@@ -178,6 +187,16 @@ class Engine:
         self._requests[request_id] = request
         self._scheduler.add(request)
         return request_id
+
+    def compile(self, grammar: Grammar) -> Constraint:
+        """For one request, from any thread. Raises ValueError for a grammar that is wrong or too large."""
+        return self._constraints.compile(grammar)
+
+    @cached_property
+    def _constraints(self) -> Constraints:
+        if self.tokenizer is None:
+            raise ValueError("grammar: this engine has no tokenizer")
+        return Constraints(self.tokenizer, self.target.config.vocab_size, self.target.config.eos_token_ids)
 
     def _limits(self) -> Limits:
         vocabulary, names = self.target.config.vocab_size, self._drafting.names
@@ -261,6 +280,9 @@ class Engine:
         outputs = self._expire()
         self._planner.plan(*self._drafting.candidates(self._scheduler.running))
         step = self._scheduler.schedule()
+        for request in step.prefills:
+            if request.queued_s is None:
+                request.queued_s = self._clock() - request.added
         drafting = self._drafting.seconds
         rows = len(step.decodes) + sum(budget.nodes for budget in step.budgets) + sum(step.chunks)
         with cpu_threads(self.threads.count(rows)):
@@ -327,7 +349,7 @@ class Engine:
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def _decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
-        tree = self._drafting.propose(requests, budgets)
+        tree = without_forbidden(self._drafting.propose(requests, budgets), requests)
         self._publish(requests)
         lengths = tree.length.tolist()
         rows, choices, verdicts = self._judge(requests, tree)
@@ -384,6 +406,7 @@ class Engine:
             for row, (request, token) in enumerate(zip(whole, choices.token.tolist(), strict=True)):
                 if len(request.tokens) == len(request.prompt_ids):  # not a replay
                     self._stats.prompt_tokens += len(request.prompt_ids)
+                    self._stats.cached_tokens += request.cached
                 request.phase = Phase.DECODE
                 tokens = self._emit(request, [token])
                 output = self._output(request, tokens, [False] * len(tokens))
@@ -426,6 +449,9 @@ class Engine:
         if self._expired(request):
             self._finish(request, "deadline")
             return []
+        if request.constraint is not None and request.constraint.error is not None:
+            self._finish(request, "error")
+            return []
         emitted, reason, request.stop_reason = cut(
             tokens,
             room=min(request.remaining, self.context - len(request.tokens)),
@@ -433,6 +459,7 @@ class Engine:
             emitted_before=request.output_length,
             min_tokens=request.params.min_tokens,
             text=request.stop_text,
+            constraint=request.constraint,
         )
         request.tokens += emitted
         self._stats.generation_tokens += len(emitted)
@@ -442,7 +469,15 @@ class Engine:
 
     def _output(self, request: Request, tokens: list[int], accepted: list[bool]) -> StepOutput:
         return StepOutput(
-            request.request_id, tokens, accepted, request.stats, request.finish_reason, request.stop_reason
+            request.request_id,
+            tokens,
+            accepted,
+            request.stats,
+            request.finish_reason,
+            request.stop_reason,
+            error=request.constraint and request.constraint.error,
+            cached_tokens=request.cached,
+            queued_s=request.queued_s or 0.0,
         )
 
     def _expired(self, request: Request) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from infer.grammar import Grammar
+
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 64
 ACCEPTANCE_RULES = ("exact", "block", "typical")
@@ -19,7 +21,8 @@ class SamplingParams:
 
     A row's logits go through, in this order and each only if asked for: repetition, frequency and presence penalty,
     `logit_bias`, the masks (`allowed_token_ids`, `bad_words`, and EOS and stop ids before `min_tokens`), temperature,
-    `min_p`, `top_k`, `top_p`. Penalties and masks at a row see exactly that row's own prefix.
+    `min_p`, `top_k`, `top_p`. Penalties and masks at a row see exactly that row's own prefix. A `grammar` masks last of
+    all before the temperature, and ends the output where nothing may follow.
 
     Raises ValueError naming the field.
     """
@@ -41,6 +44,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # ends the text before any of these; the engine needs a tokenizer for it
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None  # the output is of this form; the engine needs a tokenizer for it
     logprobs: int | None = None  # of the chosen token and of this many likeliest; 0: of the chosen one alone
     prompt_logprobs: int | None = None  # likewise at every prompt position but the first
     logprobs_of: Literal["raw", "processed"] = "raw"  # the target's own law, or the one that was sampled from
@@ -82,6 +86,9 @@ class SamplingParams:
             value = getattr(self, name)
             check(value is None or 0 <= value <= MAX_LOGPROBS, name, value, f"must be 0 to {MAX_LOGPROBS}, or absent")
         check(self.logprobs_of in ("raw", "processed"), "logprobs_of", self.logprobs_of, "must be raw or processed")
+        if self.grammar is not None:  # which says itself what may come, and when the output ends
+            for name in ("ignore_eos", "min_tokens", "bad_words", "allowed_token_ids"):
+                check(not getattr(self, name), name, getattr(self, name), "not together with a grammar")
         drafts_ok = self.max_draft_tokens is None or self.max_draft_tokens >= 1
         check(
             drafts_ok, "max_draft_tokens", self.max_draft_tokens, "must be at least 1; speculate=false drafts nothing"

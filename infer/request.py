@@ -7,6 +7,7 @@ from enum import Enum
 
 from torch import Tensor
 
+from infer.constraint import Constraint
 from infer.logits import TokenCounts
 from infer.logprobs import TokenLogprob
 from infer.pages import BlockKeys
@@ -110,12 +111,16 @@ class Request:
     last_features: Tensor | None = None  # of position `computed - 1`, where the request began with known pages
     parent: Request | None = None  # of several answers to one prompt, the one that computes it
     arrival: int = 0  # order in which requests came
+    added: float = 0.0  # when, on the engine's clock
+    queued_s: float | None = None  # how long it waited for its first rows
+    cached: int = 0  # positions of the prompt that another request had computed
     deadline: float | None = None  # on the engine's clock
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     drafting_failed: bool = False
     rule: str = "exact"  # by which drafts are accepted (infer/verification.py)
     counts: TokenCounts | None = None  # for penalties
     stop_text: StopText | None = None  # for stop strings
+    constraint: Constraint | None = None  # for a grammar
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output, if asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt from its second token on
     finish_reason: FinishReason | None = None
@@ -144,8 +149,11 @@ class StepOutput:
     stats: SpeculationStats
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: str | None = None  # with the finish reason "error"
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, if asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # with the first output, if asked for
+    cached_tokens: int = 0  # of the prompt, computed for an earlier request
+    queued_s: float = 0.0  # from its arrival to its first rows
 
 
 @dataclass

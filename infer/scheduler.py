@@ -125,6 +125,8 @@ class Scheduler:
             self._pool.fork(parent, request)
         else:
             self._pool.adopt(request, known)
+        if not request.output_length:  # a replay finds its own pages
+            request.cached = request.computed
         if request.computed:
             self._on_resume(request)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from infer.constraint import Constraint
 from models.tokenizer import DetokenizeStream
 
-FinishReason = Literal["stop", "length", "abort", "deadline"]
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 
 
 class StopStrings:
@@ -49,11 +50,13 @@ class StopText:
     def __init__(self, stream: DetokenizeStream, stops: Sequence[str]) -> None:
         self._stream, self._strings = stream, StopStrings(stops)
         self.text = ""  # up to the stop string once one was found; what may begin one is not in it yet
+        self.decoded = 0  # characters of the text with what is held back
         self.stop: str | None = None
 
     def push(self, token: int, *, heed: bool) -> bool:
         """Whether the text ends with this token. Without `heed` it does not, whatever it says."""
         piece = self._stream.push([token])
+        self.decoded += len(piece)
         if heed:
             piece, self.stop = self._strings.push(piece)
         self.text += piece
@@ -75,8 +78,10 @@ def cut(
     emitted_before: int,
     min_tokens: int,
     text: StopText | None,
-) -> tuple[list[int], Literal["stop", "length"] | None, int | str | None]:
+    constraint: Constraint | None = None,
+) -> tuple[list[int], Literal["stop", "length", "error"] | None, int | str | None]:
     """The tokens that are emitted of `tokens`, the reason to finish or None, and the stop id or string that was met.
+    A grammar after which nothing may follow stops without either.
 
     What follows a stop, or lies past `room`, is cut. Before `min_tokens` a stop string is no stop (stop ids cannot
     occur there: they are masked).
@@ -88,4 +93,6 @@ def cut(
             return emitted, "stop", token
         if text is not None and text.push(token, heed=emitted_before + len(emitted) >= min_tokens):
             return emitted, "stop", text.stop
+        if constraint is not None and constraint.push(token):
+            return emitted, "stop" if constraint.error is None else "error", None
     return emitted, "length" if len(emitted) == room else None, None

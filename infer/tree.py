@@ -102,6 +102,21 @@ class DraftTree:
             laws={rows[t][row]: law for t, tree in enumerate(trees) for row, law in tree.laws.items()},
         )
 
+    def only(self, kept: Sequence[Sequence[int]]) -> DraftTree:
+        """A tree of fewer nodes: in row b those of `kept[b]`, ascending, with the root and every node's parent."""
+        width = max(map(len, kept))
+        token, parent = self.token.new_zeros(len(kept), width), self.parent.new_full((len(kept), width), -1)
+        for b, nodes in enumerate(kept):
+            index = torch.tensor(list(nodes))
+            place = {node: new for new, node in enumerate(nodes)} | {-1: -1}
+            token[b, : len(nodes)] = self.token[b, index]
+            parents = [place[above] for above in self.parent[b, index].tolist()]
+            parent[b, : len(nodes)] = torch.tensor(parents, dtype=parent.dtype)
+        tree = DraftTree.assemble(token, parent, torch.tensor([len(nodes) for nodes in kept]))
+        tree.is_chain = self.is_chain
+        tree.laws = {b: law[: len(kept[b]) - 1] for b, law in self.laws.items()}  # of chains: a node's law is before it
+        return tree
+
     @cached_property
     def inside(self) -> Tensor:
         """bool `[B, N]`: which entries are nodes."""

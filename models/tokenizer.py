@@ -21,6 +21,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers.decoders import DecodeStream
 
+from models.token_bytes import token_bytes
+
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
@@ -87,12 +89,16 @@ class Tokenizer:
             raise ValueError("text: holds half of a surrogate pair, which is no character") from None
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
         """Without special tokens; bytes that are no character become U+FFFD."""
-        return self.backend.decode(list(ids), skip_special_tokens=True)
+        return self.backend.decode(list(ids), skip_special_tokens=not with_special)
 
-    def stream(self) -> DetokenizeStream:
-        return DetokenizeStream(self)
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        return token_bytes(self.backend)
+
+    def stream(self, *, with_special: bool = False) -> DetokenizeStream:
+        return DetokenizeStream(self, with_special=with_special)
 
     def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
         """The conversation's ids up to the assistant's turn. ValueError: no template, or it refuses the messages."""
@@ -123,9 +129,9 @@ class DetokenizeStream:
     byte spoils a character already shown (byte-fallback vocabularies do that); both are mended here.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+    def __init__(self, tokenizer: Tokenizer, *, with_special: bool = False) -> None:
+        self._tokenizer, self._with_special = tokenizer, with_special
+        self._stream = DecodeStream(skip_special_tokens=not with_special)
         self._held: list[int] = []  # ids whose text has not been returned
 
     def push(self, ids: Iterable[int]) -> str:
@@ -140,7 +146,7 @@ class DetokenizeStream:
 
     def flush(self) -> str:
         """What is still held back, an unfinished character as U+FFFD. Nothing may be pushed afterwards."""
-        rest = self._tokenizer.decode(self._held)
+        rest = self._tokenizer.decode(self._held, with_special=self._with_special)
         self._held.clear()
         return rest
 
@@ -150,7 +156,7 @@ class DetokenizeStream:
         except Exception as error:  # the library raises nothing more precise
             if "Invalid prefix" not in str(error):
                 raise
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=not self._with_special)
         pieces = [self._stream.step(self._tokenizer.backend, held) for held in self._held]
         return "".join(piece for piece in pieces if piece) or None
 

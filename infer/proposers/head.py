@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from infer.config import ProposerConfig
+from infer.constraint import narrowed
 from infer.kv_cache import KVPool
 from infer.kv_layers import LayerShape
 from infer.proposers.base import Budget
@@ -142,6 +143,7 @@ class HeadProposer:
         while True:
             batch = [requests[index] for index in going]
             logits = self._head.logits(state, depth)
+            logits = narrowed(batch, logits, [drafts[index] for index in going], self._draft_ids)
             # slot i drafts what the target chooses at row i + 1
             positions = torch.tensor([len(request.tokens) - 1 + depth for request in batch], device=state.device)
             for place, row in self._laws(batch, logits, parameters).items():

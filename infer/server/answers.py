@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from infer.server.errors import ApiError, internal_error
 from infer.server.protocol import GenerationRequest
-from infer.server.session import Choice, Session
+from infer.server.session import Choice, Piece, Session
 
 log = logging.getLogger("headway.server")
 T = TypeVar("T")
@@ -31,14 +31,23 @@ class AnswerFormat(Protocol):
     whole: str  # `object` of a document
     part: str  # `object` of a chunk
 
-    def choice(self, choice: Choice) -> Json: ...
+    def choice(self, choice: Choice) -> Json:
+        """A finished choice without what all formats have in common."""
+        ...
+
+    def document(self, session: Session) -> Json:
+        """What stands beside the choices."""
+        ...
 
     def opening(self, choice: Choice) -> Json | None:
         """The delta that comes before any text."""
+        ...
 
-    def delta(self, piece: str) -> Json: ...
+    def delta(self, choice: Choice, piece: Piece) -> Json | None:
+        """None: nothing to show yet."""
+        ...
 
-    def closing(self) -> Json:
+    def closing(self, choice: Choice) -> Json:
         """The delta beside the finish reason: nothing."""
         ...
 
@@ -54,15 +63,18 @@ async def answer(request: Request, session: Session, form: AnswerFormat, body: G
     try:
         if not body.stream:
             await unless_gone(request, run_to_end(session))
-            choices = [form.choice(choice) for choice in session.choices]
-            document = {**head, "choices": choices, "usage": session.usage}
+            choices = [
+                {"index": choice.index, **form.choice(choice), **shown(body, choice.whole), **ending(choice)}
+                for choice in session.choices
+            ]
+            document = {**head, "choices": choices, **form.document(session), **accounts(session)}
             return JSONResponse(document)
         # Until the first output a failure can still have a status of its own.
         first = await unless_gone(request, session.next())
     except BaseException:
         session.close()
         raise
-    return EventStream(session, events(session, form, head, first, body.include_usage))
+    return EventStream(session, events(session, form, head, first, body))
 
 
 async def run_to_end(session: Session) -> None:
@@ -71,13 +83,14 @@ async def run_to_end(session: Session) -> None:
 
 
 async def events(
-    session: Session, form: AnswerFormat, head: Json, first: tuple[Choice, str], usage: bool
+    session: Session, form: AnswerFormat, head: Json, first: tuple[Choice, Piece], body: GenerationRequest
 ) -> AsyncIterator[str]:
-    no_usage = {"usage": None} if usage else {}
-
-    def chunk(choice: Choice, delta: Json, finish_reason: str | None = None) -> str:
-        entry = {"index": choice.index, **delta, "logprobs": None, "finish_reason": finish_reason}
-        return event({**head, "choices": [entry], **no_usage})
+    def chunk(choice: Choice, delta: Json, end: Json | None = None) -> str:
+        entry = {"index": choice.index, "logprobs": None, **delta, **(end or {"finish_reason": None})}
+        usage = {}
+        if body.include_usage or body.continuous_usage:
+            usage["usage"] = session.usage if body.continuous_usage else None
+        return event({**head, "choices": [entry], **usage})
 
     try:
         for choice in session.choices:
@@ -85,21 +98,42 @@ async def events(
                 yield chunk(choice, opening)
         choice, piece = first
         while True:
-            if piece:
-                yield chunk(choice, form.delta(piece))
+            extra = shown(body, piece)
+            if (delta := form.delta(choice, piece)) is not None or extra:
+                yield chunk(choice, (delta or form.closing(choice)) | extra)
             if choice.finish_reason is not None:
-                yield chunk(choice, form.closing(), choice.finish_reason)
+                yield chunk(choice, form.closing(choice), ending(choice))
             if session.finished:
                 break
             choice, piece = await session.next()
-        if usage:
-            yield event({**head, "choices": [], "usage": session.usage})
+        if body.include_usage:
+            yield event({**head, "choices": [], **accounts(session)})
         yield "data: [DONE]\n\n"
     except ApiError as error:
         yield event(error.body)
     except Exception:
         log.exception("a stream failed")
         yield event(internal_error().body)
+
+
+def ending(choice: Choice) -> Json:
+    return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
+
+def accounts(session: Session) -> Json:
+    """Usage, and how the drafts fared where anything was drafted."""
+    speculation = session.speculation
+    return {"usage": session.usage} | ({"metrics": {"speculative_decoding": speculation}} if speculation else {})
+
+
+def shown(body: GenerationRequest, piece: Piece) -> Json:
+    """Extensions that show tokens, where they were asked for and there are any."""
+    extra: Json = {}
+    if body.return_token_ids and piece.tokens:
+        extra["token_ids"] = [token.token for token in piece.tokens]
+    if body.drafts.detail and piece.tokens:
+        extra["tokens"] = [{"id": t.token, "text": t.text, "accepted_depth": t.depth} for t in piece.tokens]
+    return extra
 
 
 def event(document: Json) -> str:

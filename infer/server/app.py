@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 
-from infer.server import chat, completions, errors
+from infer.server import chat, completions, errors, tokens
 from infer.server.errors import ApiError
 from infer.server.metrics import CONTENT_TYPE
 from infer.server.middleware import Gate
@@ -21,6 +22,7 @@ def create_app(service: Service, *, api_key: str | None) -> FastAPI:
     app.add_middleware(Gate, api_key=api_key, max_body_bytes=service.config.max_body_bytes)
     app.include_router(completions.router(service))
     app.include_router(chat.router(service))
+    app.include_router(tokens.router(service))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -30,15 +32,25 @@ def create_app(service: Service, *, api_key: str | None) -> FastAPI:
     @app.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> dict[str, Any]:
         service.runtime.check_open()
-        if model_id != service.model_id:
-            message = f"model: {model_id!r} is not served here; this server has {service.model_id!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        service.check_model(model_id)
         return card()
 
     @app.get("/health")
     async def health() -> JSONResponse:
         state = service.runtime.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        """Whether a request sent now would be taken."""
+        service.runtime.check_open()
+        if service.runtime.room < 1:
+            raise ApiError(503, "as many requests wait as may", code="queue_full", retry_after=1)
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": metadata.version("headway")}
 
     @app.get("/metrics")
     async def metrics() -> Response:

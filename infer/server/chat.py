@@ -6,31 +6,40 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from infer.server.answers import Json, answer
-from infer.server.errors import ApiError
-from infer.server.protocol import ChatRequest, Message
+from infer.server.chat_protocol import ChatRequest
+from infer.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from infer.server.service import Service
-from infer.server.session import Choice
+from infer.server.session import Choice, Piece, Prompt, Session
 
 
 class ChatFormat:
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(self, body: ChatRequest, names: TokenNames) -> None:
+        self._body, self._names = body, names
+
     def choice(self, choice: Choice) -> Json:
-        return {
-            "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": None,
-            "finish_reason": choice.finish_reason,
-        }
+        message = {"role": "assistant", "content": choice.whole.text, "refusal": None}
+        return {"message": message, "logprobs": self._logprobs(choice.whole)}
+
+    def document(self, session: Session) -> Json:
+        first, asked = session.choices[0], self._body.prompt_logprobs
+        extra = {} if asked is None else {"prompt_logprobs": prompt_logprobs(first.prompt_logprobs, asked, self._names)}
+        return extra | ({"prompt_token_ids": first.prompt.ids} if self._body.return_token_ids else {})
 
     def opening(self, choice: Choice) -> Json:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def delta(self, piece: str) -> Json:
-        return {"delta": {"content": piece}}
+    def delta(self, choice: Choice, piece: Piece) -> Json | None:
+        if not piece.text and not piece.scored:
+            return None
+        return {"delta": {"content": piece.text}, "logprobs": self._logprobs(piece)}
 
-    def closing(self) -> Json:
+    def closing(self, choice: Choice) -> Json:
         return {"delta": {}}
+
+    def _logprobs(self, piece: Piece) -> Json | None:
+        return chat_logprobs(piece.scored, self._names) if self._body.logprobs else None
 
 
 def router(service: Service) -> APIRouter:
@@ -39,17 +48,15 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         service.check(body)
-
-        def encode(messages: list[Message]) -> list[int]:
-            try:
-                text = service.tokenizer.render_chat([{"role": m.role, "content": m.text} for m in messages])
-            except ValueError as error:
-                raise ApiError(400, str(error), param="messages", code="chat_template") from error
-            return service.encode(text, "messages", add_special_tokens=False)  # the template writes them itself
-
         session = await service.start(
-            body, encode, [body.messages], param="messages", max_tokens=body.limit, default_max_tokens=None
+            request,
+            body,
+            lambda messages: Prompt(service.encode_chat(messages)),
+            [body.messages],
+            param="messages",
+            max_tokens=body.limit,
+            default_max_tokens=None,
         )
-        return await answer(request, session, ChatFormat(), body)
+        return await answer(request, session, ChatFormat(body, service.names), body)
 
     return routes

@@ -6,31 +6,44 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from infer.server.answers import Json, answer
-from infer.server.errors import ApiError
+from infer.server.logprobs import TokenNames, completion_logprobs, prompt_logprobs
 from infer.server.protocol import COMPLETION_MAX_TOKENS, CompletionRequest
 from infer.server.service import Service
-from infer.server.session import Choice
+from infer.server.session import Choice, Piece, Prompt, Session
 
 
 class CompletionFormat:
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
+    def __init__(self, body: CompletionRequest, names: TokenNames) -> None:
+        self._body, self._names = body, names
+
     def choice(self, choice: Choice) -> Json:
-        return {
-            "index": choice.index,
-            "text": choice.text,
-            "logprobs": None,
-            "finish_reason": choice.finish_reason,
-        }
+        asked = self._body.prompt_logprobs
+        extra = (
+            {} if asked is None else {"prompt_logprobs": prompt_logprobs(choice.prompt_logprobs, asked, self._names)}
+        )
+        if self._body.return_token_ids:
+            extra["prompt_token_ids"] = choice.prompt.ids
+        return {"text": choice.whole.text, "logprobs": self._logprobs(choice.whole), **extra}
+
+    def document(self, session: Session) -> Json:
+        return {}
 
     def opening(self, choice: Choice) -> None:
         return None
 
-    def delta(self, piece: str) -> Json:
-        return {"text": piece}
+    def delta(self, choice: Choice, piece: Piece) -> Json | None:
+        if not piece.text and not piece.scored:
+            return None
+        return {"text": piece.text, "logprobs": self._logprobs(piece)}
 
-    def closing(self) -> Json:
+    def closing(self, choice: Choice) -> Json:
         return {"text": ""}
+
+    def _logprobs(self, piece: Piece) -> Json | None:
+        asked = self._body.logprobs
+        return None if asked is None else completion_logprobs(piece.scored, asked, self._names)
 
 
 def router(service: Service) -> APIRouter:
@@ -39,22 +52,24 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         service.check(body)
-        prompts = body.prompts
-        if len(prompts) > service.config.max_prompts:
-            message = f"prompt: {len(prompts)} prompts; at most server.max_prompts={service.config.max_prompts}"
-            raise ApiError(400, message, param="prompt", code="invalid_value")
+        service.check_prompts(len(body.prompts))
+        special = True if body.add_special_tokens is None else body.add_special_tokens
 
-        def encode(prompt: str | list[int]) -> list[int]:
-            return service.encode(prompt, "prompt", add_special_tokens=True) if isinstance(prompt, str) else prompt
+        def encode(prompt: str | list[int]) -> Prompt:
+            ids = service.encode(prompt, "prompt", add_special_tokens=special) if isinstance(prompt, str) else prompt
+            return service.echo(ids, prompt) if body.echo else Prompt(ids)
 
+        only_prompt = body.max_tokens == 0
         session = await service.start(
+            request,
             body,
             encode,
-            prompts,
+            body.prompts,
             param="prompt",
-            max_tokens=body.max_tokens,
+            max_tokens=1 if only_prompt else body.max_tokens,
             default_max_tokens=COMPLETION_MAX_TOKENS,
+            only_prompt=only_prompt,
         )
-        return await answer(request, session, CompletionFormat(), body)
+        return await answer(request, session, CompletionFormat(body, service.names), body)
 
     return routes

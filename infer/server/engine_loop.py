@@ -10,6 +10,7 @@ import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from infer.constraint import Constraint
 from infer.engine import Engine
 from infer.request import SamplingParams, StepOutput
 from infer.server.errors import ApiError, internal_error
@@ -22,6 +23,8 @@ class Add:
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
+    parent: str | None = None  # an earlier answer to the same prompt
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Snapshot:
     kv_usage: float = 0.0
     preemptions: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     generation_tokens: int = 0
     drafts: int = 0  # verifies that had drafted tokens
     drafted: int = 0
@@ -73,6 +77,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         kv_usage=stats.kv_usage,
         preemptions=stats.preemptions,
         prompt_tokens=stats.prompt_tokens,
+        cached_tokens=stats.cached_tokens,
         generation_tokens=stats.generation_tokens,
         drafts=speculation.drafted_by_position[0] if speculation.drafted_by_position else 0,
         drafted=speculation.drafted,
@@ -120,7 +125,7 @@ class EngineLoop:
     def _add(self, command: Add) -> ApiError | None:
         """One request's failure is that request's alone."""
         try:
-            self.engine.add(command.prompt_ids, command.params, request_id=command.request_id)
+            self.engine.add(command.prompt_ids, command.params, request_id=command.request_id, parent=command.parent)
         except ValueError as error:
             return ApiError(400, str(error), param="prompt", code="invalid_prompt")
         except Exception:

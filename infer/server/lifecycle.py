@@ -100,4 +100,5 @@ async def run(
         hurry.cancel()
         http.should_exit = True
         await serving
+        await service.close()
     return 1 if service.runtime.state == "dead" else 0

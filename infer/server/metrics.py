@@ -1,7 +1,8 @@
-"""Prometheus metrics under vLLM's names, so that its dashboards and `vllm bench serve` read this server unchanged.
+"""Prometheus metrics: each under our name, `headway_...`, and under vLLM's, `vllm:...`.
 
-Counters of the engine are read from the runtime's snapshot at scrape time; latencies are observed as outputs arrive.
-Definitions: a draft is one verify that had drafted tokens, so acceptance length = 1 + accepted_tokens / drafts.
+vLLM's dashboards and `vllm bench serve` therefore read this server unchanged. Counters of the engine are read from the
+runtime's snapshot at scrape time; latencies are observed as outputs arrive. Definitions: a draft is one verify that had
+drafted tokens, so acceptance length = 1 + accepted_tokens / drafts. A server that never drafts shows none of this.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from infer.server.engine_loop import Snapshot
 
@@ -32,36 +34,64 @@ REQUEST_BUCKETS = (
 )  # fmt: skip
 
 
+OURS, VLLMS = "headway_", "vllm:"
+
+
 class Metrics:
+    """`speculative` is set once it is known whether the server drafts."""
+
     def __init__(self, model_name: str, snapshot: Callable[[], Snapshot]) -> None:
+        self.speculative = False
         self._registry = CollectorRegistry()
         self._labels = (model_name, ENGINE)
-        self._registry.register(EngineCounters(self._labels, snapshot))
+        self._registry.register(EngineCounters(self._labels, snapshot, lambda: self.speculative))
         self.first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", FIRST_TOKEN_BUCKETS)
         self.between = self._histogram(
             "inter_token_latency_seconds", "Between two outputs of one request", BETWEEN_BUCKETS
         )
+        self.queue = self._histogram("request_queue_time_seconds", "Arrival to first rows of a step", REQUEST_BUCKETS)
         self.request = self._histogram("e2e_request_latency_seconds", "Arrival to last token", REQUEST_BUCKETS)
         self._finished = Counter(
-            "vllm:request_success", "Finished prompts", (*LABELS, "finished_reason"), registry=self._registry
+            f"{OURS}request_success", "Finished answers", (*LABELS, "finished_reason"), registry=self._registry
         )
         for reason in ("stop", "length", "abort"):
             self._finished.labels(*self._labels, reason)  # so that a rate starts from 0
+        self._all = CollectorRegistry()
+        self._all.register(WithAliases(self._registry))
 
     def finished(self, reason: str, count: int = 1) -> None:
         self._finished.labels(*self._labels, reason).inc(count)
 
     def text(self) -> bytes:
-        return generate_latest(self._registry)
+        return generate_latest(self._all)
 
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(f"vllm:{name}", help_text, LABELS, buckets=buckets, registry=self._registry)
+        family = Histogram(f"{OURS}{name}", help_text, LABELS, buckets=buckets, registry=self._registry)
         return family.labels(*self._labels)
 
 
+class WithAliases(Collector):
+    """Every family of a registry, and again under vLLM's name."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        families = list(self._registry.collect())
+        yield from families
+        for family in families:
+            alias = Metric(family.name.replace(OURS, VLLMS, 1), family.documentation, family.type)
+            alias.samples = [
+                Sample(name.replace(OURS, VLLMS, 1), labels, value) for name, labels, value, *_ in family.samples
+            ]
+            yield alias
+
+
 class EngineCounters(Collector):
-    def __init__(self, labels: tuple[str, str], snapshot: Callable[[], Snapshot]) -> None:
-        self._labels, self._snapshot = labels, snapshot
+    def __init__(
+        self, labels: tuple[str, str], snapshot: Callable[[], Snapshot], speculative: Callable[[], bool]
+    ) -> None:
+        self._labels, self._snapshot, self._speculative = labels, snapshot, speculative
 
     def collect(self) -> Iterator[Metric]:
         now = self._snapshot()
@@ -70,24 +100,33 @@ class EngineCounters(Collector):
             ("num_requests_waiting", "Requests waiting for a place", now.waiting),
             ("kv_cache_usage_perc", "Share of the KV pages in use, 1 is all", now.kv_usage),
         )
-        counters = (
+        counters = [
             ("num_preemptions", "Requests put back to make room", now.preemptions),
-            ("prompt_tokens", "Prompt tokens computed", now.prompt_tokens),
+            ("prompt_tokens", "Tokens of prompts", now.prompt_tokens),
+            ("prefix_cache_queries", "Tokens of prompts that were looked up", now.prompt_tokens),
+            ("prefix_cache_hits", "Tokens of prompts that an earlier request had computed", now.cached_tokens),
             ("generation_tokens", "Tokens emitted", now.generation_tokens),
-            ("spec_decode_num_drafts", "Verifies that had drafted tokens", now.drafts),
-            ("spec_decode_num_draft_tokens", "Drafted tokens", now.drafted),
-            ("spec_decode_num_accepted_tokens", "Accepted drafted tokens", now.accepted),
-        )
+        ]
+        # A request may name a proposer where the server has none of its own.
+        drafts = self._speculative() or now.drafts > 0
+        if drafts:
+            counters += [
+                ("spec_decode_num_drafts", "Verifies that had drafted tokens", now.drafts),
+                ("spec_decode_num_draft_tokens", "Drafted tokens", now.drafted),
+                ("spec_decode_num_accepted_tokens", "Accepted drafted tokens", now.accepted),
+            ]
         for name, help_text, value in gauges:
-            gauge = GaugeMetricFamily(f"vllm:{name}", help_text, labels=LABELS)
+            gauge = GaugeMetricFamily(f"{OURS}{name}", help_text, labels=LABELS)
             gauge.add_metric(self._labels, value)
             yield gauge
         for name, help_text, value in counters:
-            counter = CounterMetricFamily(f"vllm:{name}", help_text, labels=LABELS)
+            counter = CounterMetricFamily(f"{OURS}{name}", help_text, labels=LABELS)
             counter.add_metric(self._labels, value)
             yield counter
+        if not drafts:
+            return
         positions = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            f"{OURS}spec_decode_num_accepted_tokens_per_pos",
             "Accepted drafted tokens by position in the draft",
             labels=(*LABELS, "position"),
         )

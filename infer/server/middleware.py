@@ -11,6 +11,7 @@ import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.server.errors import ApiError
@@ -79,6 +80,11 @@ class Gate:
             return whole.pop() if whole else await receive()
 
         return replay
+
+
+def tenant_of(request: Request) -> str:
+    """Whose request this is: tenants share no cached text. Without keys everybody is one tenant."""
+    return request.scope.get("headway.tenant", "")
 
 
 def digest(key: str) -> bytes:

@@ -1,158 +1,57 @@
-"""The requests of OpenAI's API that this server implements: fields, bounds, and a refusal for every other field.
+"""What completions and chats have in common on the wire, and completions: fields, bounds, and what they become.
 
-A field that is known but not implemented passes only with the value that asks for nothing (`n: 1`, `stop: null`).
-Knows the wire and `SamplingParams`; knows nothing about models, tokens or the engine.
+Every list is bounded. Knows the wire and `SamplingParams`; knows nothing about models, tokens or the engine.
 """
 
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from infer.request import SamplingParams
+from infer.grammar import Grammar
+from infer.params import SamplingParams
 from infer.server.errors import field_error
+from infer.server.fields import NOTHING, Strict, drop_nothing
+from infer.server.structure import ResponseFormat, StructuredOutputs
 
-MAX_MESSAGES = 2048
-MAX_PARTS = 256  # of one message
+MAX_STOPS = 4  # OpenAI's bound
+MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LENGTH = 256
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BIASES = 1024
+MAX_N = 32
+MAX_LOGPROBS = 20  # OpenAI's bound for chats
+MAX_PRIORITY = 2**31
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat may fill the context
 
-ANY = object()  # a field without effect here, whatever its value
-NOTHING: dict[str, tuple[Any, ...]] = {  # field -> values that ask for nothing; null always does
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "stop": ([],),
-    "suffix": ("",),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),  # without tools there is nothing to call in parallel
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "skip_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "user": (ANY,),  # OpenAI: an identifier of the end user, without effect on the answer
-    **dict.fromkeys(
-        (
-            "audio",
-            "prediction",
-            "reasoning_effort",
-            "metadata",
-            "moderation",
-            "prompt_cache_key",
-            "safety_identifier",
-            "verbosity",
-            "web_search_options",
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
-            "structured_outputs",
-            "chat_template",
-            "chat_template_kwargs",
-            "allowed_token_ids",
-            "bad_words",
-            "priority",
-            "prompt_logprobs",
-        ),
-        (),
-    ),
-}
-MESSAGE_NOTHING: dict[str, tuple[Any, ...]] = {
-    "name": (),
-    "refusal": (),
-    "audio": (),
-    "annotations": ([],),
-    "function_call": (),
-    "tool_calls": ([],),
-    "tool_call_id": (),
-    "reasoning_content": (),
-}
-
-
-def drop_nothing(values: Any, known: set[str], nothing: dict[str, tuple[Any, ...]]) -> Any:
-    """Drops the fields that ask for nothing; raises for those that ask for what is not implemented."""
-    if not isinstance(values, dict):
-        return values
-    kept = {}
-    for name, value in values.items():
-        if name in known:
-            kept[name] = value
-        elif name not in nothing:
-            raise field_error(name, "unknown field", "unknown_parameter")
-        elif value is not None and ANY not in nothing[name] and not is_one_of(value, nothing[name]):
-            allowed = " or ".join([str(option).lower() for option in nothing[name]] or ["null"])
-            raise field_error(
-                name, f"not implemented by this server; leave it out (or {allowed})", "unsupported_parameter"
-            )
-    return kept
-
-
-def is_one_of(value: Any, options: tuple[Any, ...]) -> bool:
-    """Like `in`, but 1 is not true and 0 is not false."""
-    return any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in options)
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+Count = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]
 
 
 class StreamOptions(Strict):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # the usage so far in every chunk
 
     @model_validator(mode="before")
     @classmethod
     def refuse(cls, values: Any) -> Any:
-        options = {"continuous_usage_stats": (False,), "include_obfuscation": (False, True)}  # padding is optional
+        options = {"include_obfuscation": (False, True)}  # padding is optional
         return drop_nothing(values, set(cls.model_fields), options)
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
+class Speculative(Strict):
+    """Ours: what drafts for this request. The text is the same whatever it says."""
 
-
-class Message(Strict):
-    role: Literal["system", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            check_content(values.get("content"))
-        return drop_nothing(values, set(cls.model_fields), MESSAGE_NOTHING)
-
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-
-
-def check_content(content: Any) -> None:
-    """Before pydantic tries the two forms of a content and reports both failures."""
-    if isinstance(content, str):
-        return
-    if not isinstance(content, list) or not content:
-        raise field_error("content", "must be a string or a list of text parts")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise field_error(
-                "content", 'every part must be {"type": "text", "text": ...}; this server reads text only'
-            )
+    enabled: bool = True
+    proposer: str | None = Field(None, max_length=64)  # null: the server's
+    max_draft_tokens: int | None = Field(None, ge=1, le=63)
+    detail: bool = False  # every token with the depth at which its draft was accepted, 0 for the target's own
 
 
 def check_prompt(prompt: Any) -> Any:
@@ -168,22 +67,57 @@ def is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
+def check_stop(stop: Any) -> Any:
+    """OpenAI takes one string too."""
+    return [stop] if isinstance(stop, str) else stop
+
+
+def check_bias(bias: Any) -> Any:
+    """JSON's keys are strings; these must be whole numbers."""
+    if not isinstance(bias, dict):
+        return bias
+    for token in bias:
+        if not (isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= 10):
+            raise ValueError("keys must be token ids")
+    return {int(token): value for token, value in bias.items()}
+
+
 Prompt = Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(check_prompt)]
+Stop = Annotated[list[StopString], Field(max_length=MAX_STOPS), BeforeValidator(check_stop)]
+LogitBias = Annotated[
+    dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES), BeforeValidator(check_bias)
+]
 
 
 class GenerationRequest(Strict):
-    """What completions and chats have in common."""
-
     model: str
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=0)
+    min_tokens: int | None = Field(None, ge=0)
+    n: int | None = Field(None, ge=1, le=MAX_N)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    seed: int | None = Field(None, ge=0, lt=2**63 - MAX_N)
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: Count | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = Field(None, gt=-MAX_PRIORITY, lt=MAX_PRIORITY)  # as vLLM: a lower value is served earlier
+    cache_salt: str | None = Field(None, min_length=1, max_length=256)
+    timeout_s: float | None = Field(None, gt=0)  # ours: the request's own deadline, if it is before the server's
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    speculative: Speculative | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -191,30 +125,84 @@ class GenerationRequest(Strict):
         return drop_nothing(values, set(cls.model_fields), NOTHING)
 
     @model_validator(mode="after")
-    def check_stream_options(self) -> GenerationRequest:
+    def check_combinations(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise field_error("stream_options", "only together with stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise field_error("prompt_logprobs", "not together with stream: true")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise field_error("structured_outputs", "not together with response_format")
         return self
+
+    @property
+    def asked_logprobs(self) -> int | None:
+        """Of how many likeliest tokens, beside the chosen one."""
+        raise NotImplementedError
+
+    @property
+    def structure(self) -> tuple[str, Grammar] | None:
+        """The grammar of the output, with the field that asks for it."""
+        if self.structured_outputs is not None:
+            return "structured_outputs", self.structured_outputs.grammar
+        if self.response_format is not None and (grammar := self.response_format.grammar) is not None:
+            return "response_format", grammar
+        return None
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling_params(self, max_tokens: int) -> SamplingParams:
-        """A request without a seed gets a random one, short enough for JavaScript's numbers to hold."""
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def drafts(self) -> Speculative:
+        return self.speculative or Speculative()
+
+    def sampling_params(self, max_tokens: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
+        """Raises ValueError naming the field. Without a seed: a random one that JavaScript's numbers can hold."""
+        drafts = self.drafts
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(self.top_k or 0, 0),
             top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=self.logit_bias or {},
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            bad_words=bad_words,
             seed=secrets.randbelow(2**53) if self.seed is None else self.seed,
+            n=self.n or 1,
             max_tokens=max_tokens,
+            min_tokens=self.min_tokens or 0,
+            stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            grammar=self.structure and self.structure[1],
+            logprobs=self.asked_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            speculate=drafts.enabled,
+            proposer=drafts.proposer,
+            max_draft_tokens=drafts.max_draft_tokens,
+            cache_salt=self.cache_salt or "",
+            priority=-(self.priority or 0),
         )
 
 
 class CompletionRequest(GenerationRequest):
     prompt: Prompt
+    logprobs: Count | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None  # null: as the checkpoint does it
+
+    @model_validator(mode="after")
+    def check_max_tokens(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise field_error("max_tokens", "must be at least 1; 0 only with echo: true")
+        return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -222,17 +210,13 @@ class CompletionRequest(GenerationRequest):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[return-value]
 
-
-class ChatRequest(GenerationRequest):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: int | None = Field(None, ge=1)
-
-    @model_validator(mode="after")
-    def check_limits(self) -> ChatRequest:
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise field_error("max_tokens", "contradicts max_completion_tokens; give one of them")
-        return self
-
     @property
-    def limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+    def asked_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def sampling_params(self, max_tokens: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
+        """With `echo`, the prompt is scored like the answer."""
+        params = super().sampling_params(max_tokens, bad_words)
+        if not self.echo or self.logprobs is None:
+            return params
+        return replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))

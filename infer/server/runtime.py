@@ -15,7 +15,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from infer.constraint import Constraint
 from infer.engine import Engine
+from infer.offline import answers
 from infer.request import SamplingParams, StepOutput
 from infer.server.engine_loop import Abort, Add, Command, EngineLoop, Event, Failure, Snapshot, Stop, is_last
 from infer.server.errors import ApiError
@@ -31,9 +33,9 @@ WHY_CLOSED = {
 
 
 class Generation:
-    """The prompts of one HTTP request on their way through the engine.
+    """The answers of one HTTP request on their way through the engine.
 
-    `next` gives each output with the index of its prompt until every prompt has finished. `close` must be called in
+    `next` gives each output with the index of its answer until every answer has finished. `close` must be called in
     any case: it aborts what is still running.
     """
 
@@ -59,7 +61,7 @@ class Generation:
         self._events.put_nowait(event)
 
     def close(self) -> int:
-        """How many prompts were aborted."""
+        """How many answers were aborted."""
         aborted = list(self._open)
         self._open.clear()
         for request_id in aborted:
@@ -95,15 +97,34 @@ class Runtime:
         if self.state != "ready":
             raise ApiError(503, WHY_CLOSED[self.state], code=self.state, retry_after=1)
 
-    def submit(self, prompts: Sequence[list[int]], params: SamplingParams) -> Generation:
-        self.check_open()
-        if self.in_flight - self.snapshot.running + len(prompts) > self._max_waiting:
+    @property
+    def room(self) -> int:
+        """How many more answers may wait."""
+        return self._max_waiting - max(0, self.in_flight - self.snapshot.running)
+
+    def check_room(self, count: int) -> None:
+        """Raises the 429 for `count` more answers than may wait; also before work is spent on a request."""
+        if count > self.room:
             raise ApiError(429, "too many requests are waiting; try again later", code="queue_full", retry_after=1)
-        request_ids = [f"r{next(self._ids)}" for _ in prompts]
-        generation = Generation(request_ids, self._abort)
-        for request_id, prompt_ids in zip(request_ids, prompts, strict=True):
-            self._generations[request_id] = generation
-            self._commands.put(Add(request_id, prompt_ids, params))
+
+    def submit(
+        self, prompts: Sequence[list[int]], params: SamplingParams, constraint: Constraint | None = None
+    ) -> Generation:
+        """`params.n` answers to every prompt, those to one prompt beside each other; `constraint`: a copy for each."""
+        self.check_open()
+        self.check_room(len(prompts) * params.n)
+        singles = answers(params)
+        jobs: list[Add] = []
+        for prompt_ids in prompts:
+            first = None
+            for single in singles:
+                own = constraint and constraint.copy()
+                jobs.append(Add(f"r{next(self._ids)}", prompt_ids, single, first, own))
+                first = first or jobs[-1].request_id
+        generation = Generation([job.request_id for job in jobs], self._abort)
+        for job in jobs:
+            self._generations[job.request_id] = generation
+            self._commands.put(job)
         return generation
 
     async def drain(self, seconds: float) -> None:

@@ -5,15 +5,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from fastapi import Request
+
 from infer.config import ServerConfig
+from infer.constraint import Constraint
 from infer.engine import Engine
+from infer.request import SamplingParams
+from infer.server.chat_protocol import Message
 from infer.server.errors import ApiError
+from infer.server.grammar_check import GrammarCheck
+from infer.server.logprobs import TokenNames
 from infer.server.metrics import Metrics
+from infer.server.middleware import tenant_of
 from infer.server.protocol import GenerationRequest
 from infer.server.runtime import Runtime
-from infer.server.session import Session
+from infer.server.session import Choice, Prompt, Session
+from infer.server.structure import check_size
+from infer.stopping import StopText
 from models.tokenizer import Tokenizer
 
 
@@ -34,50 +45,96 @@ class Service:
     def attach(self, engine: Engine) -> None:
         assert engine.tokenizer is not None, "the server needs text"
         self.tokenizer: Tokenizer = engine.tokenizer
+        self.names = TokenNames(self.tokenizer.token_bytes)
         self.context = min(engine.context, engine.memory.pages * engine.config.page_size)
         self.vocab_size = engine.target.config.vocab_size
-        self.speculative = engine.proposer_name != "none"
+        self._compile = engine.compile
+        settings = {
+            "tokenizer": self.tokenizer.backend.to_str(),
+            "vocab_size": max(self.vocab_size, self.tokenizer.vocab_size),
+            "eos_ids": list(engine.target.config.eos_token_ids),
+            "memory_mb": self.config.grammar_memory_mb,
+        }
+        self.grammars = GrammarCheck(settings, timeout_s=self.config.grammar_timeout_s)
+        self.proposer, self.proposers = engine.proposer_name, tuple(engine.proposer_names)
+        self.metrics.speculative = self.proposer != "none"
         # No text of more characters than this can fit the context; saves tokenising megabytes in order to refuse them.
         self.max_characters = self.context * max(map(len, self.tokenizer.backend.get_vocab()), default=1)
 
-    def check(self, request: GenerationRequest) -> None:
-        self.runtime.check_open()
-        if request.model != self.model_id:
-            message = f"model: {request.model!r} is not served here; this server has {self.model_id!r}"
+    async def close(self) -> None:
+        if self.attached:
+            await self.grammars.close()
+
+    def check_model(self, model: str) -> None:
+        if model != self.model_id:
+            message = f"model: {model!r} is not served here; this server has {self.model_id!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
-        for token in request.stop_token_ids or ():
+
+    def check(self, body: GenerationRequest) -> None:
+        self.runtime.check_open()
+        self.check_model(body.model)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            self.check_ids(name, getattr(body, name) or ())
+        asked = body.drafts.proposer
+        if asked is not None and asked not in self.proposers:
+            message = f"speculative.proposer: {asked!r} is not here; this server has {', '.join(self.proposers)}"
+            raise ApiError(400, message, param="speculative.proposer", code="invalid_value")
+
+    def check_ids(self, name: str, ids: Any) -> None:
+        for token in ids:
             if not 0 <= token < self.vocab_size:
-                message = f"stop_token_ids: {token} is outside the vocabulary of {self.vocab_size}"
-                raise ApiError(400, message, param="stop_token_ids", code="invalid_value")
+                message = f"{name}: {token} is outside the vocabulary of {self.vocab_size}"
+                raise ApiError(400, message, param=name, code="invalid_value")
+
+    def check_prompts(self, count: int) -> None:
+        if count > self.config.max_prompts:
+            message = f"prompt: {count} prompts; at most server.max_prompts={self.config.max_prompts}"
+            raise ApiError(400, message, param="prompt", code="invalid_value")
 
     async def start(
         self,
-        request: GenerationRequest,
-        encode: Callable[[Any], list[int]],
+        request: Request,
+        body: GenerationRequest,
+        encode: Callable[[Any], Prompt],
         prompts: Sequence[Any],
         *,
         param: str,
         max_tokens: int | None,
         default_max_tokens: int | None,
+        only_prompt: bool = False,
     ) -> Session:
         """`encode` runs in a worker thread. `default_max_tokens=None` lets the answer fill the context."""
         arrival = time.monotonic()
-        ids = await asyncio.to_thread(lambda: [encode(prompt) for prompt in prompts])
-        longest = max(map(len, ids))
+        self.runtime.check_room(len(prompts) * (body.n or 1))
+        encoded = await asyncio.to_thread(lambda: [encode(prompt) for prompt in prompts])
+        longest = max(len(prompt.ids) for prompt in encoded)
         self._check_length(longest, max_tokens, param)
         if max_tokens is None:
             room = self.context - longest
             max_tokens = room if default_max_tokens is None else min(default_max_tokens, room)
-        params = request.sampling_params(max_tokens)
+        params = self._params(body, max_tokens, tenant_of(request))
+        assert params.seed is not None
+        constraint = await self._constraint(body)
+        generation = self.runtime.submit([prompt.ids for prompt in encoded], params, constraint)
+        answers = [prompt for prompt in encoded for _ in range(params.n)]
         return Session(
-            generation=self.runtime.submit(ids, params),
-            streams=[self.tokenizer.stream() for _ in ids],
-            prompt_tokens=sum(map(len, ids)),
-            params=params,
+            generation,
+            [
+                Choice(
+                    index,
+                    prompt,
+                    StopText(self.tokenizer.stream(), params.stop),
+                    min_tokens=params.min_tokens,
+                    only_prompt=only_prompt,
+                )
+                for index, prompt in enumerate(answers)
+            ],
+            seed=params.seed,
+            prompt_tokens=sum(len(prompt.ids) for prompt in encoded),
             metrics=self.metrics,
-            speculative=self.speculative,
+            speculative=params.speculate and (params.proposer or self.proposer) != "none",
             arrival=arrival,
-            timeout=self.config.request_timeout_s,
+            timeout=min(self.config.request_timeout_s, body.timeout_s or self.config.request_timeout_s),
         )
 
     def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
@@ -90,6 +147,48 @@ class Service:
         if not ids:
             raise ApiError(400, f"{param}: empty; it must hold at least one token", param=param, code="empty_prompt")
         return ids
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        try:
+            text = self.tokenizer.render_chat([{"role": m.role, "content": m.text} for m in messages])
+        except ValueError as error:
+            raise ApiError(400, str(error), param="messages", code="chat_template") from error
+        return self.encode(text, "messages", add_special_tokens=False)  # the template writes them itself
+
+    def echo(self, ids: list[int], prompt: str | list[int]) -> Prompt:
+        """A prompt that is shown before its answer, as it came or decoded."""
+        self.check_ids("prompt", ids)
+        stream, offsets, length = self.tokenizer.stream(), [], 0
+        for token in ids:
+            offsets.append(length)
+            length += len(stream.push([token]))
+        return Prompt(ids, prompt if isinstance(prompt, str) else self.tokenizer.decode(ids), tuple(offsets))
+
+    def _params(self, body: GenerationRequest, max_tokens: int, tenant: str) -> SamplingParams:
+        try:
+            params = body.sampling_params(max_tokens, self._words(body.bad_words or ()))
+        except ValueError as error:
+            name = str(error).partition("=")[0]
+            raise ApiError(400, str(error), param=name, code="invalid_value") from error
+        return replace(params, cache_salt=f"{tenant}/{params.cache_salt}")
+
+    async def _constraint(self, body: GenerationRequest) -> Constraint | None:
+        """Compiled away from the event loop and from the engine, after a process of its own has found it harmless."""
+        if body.structure is None:
+            return None
+        param, grammar = body.structure
+        check_size(grammar, param, max_bytes=self.config.max_grammar_bytes, max_depth=self.config.max_schema_depth)
+        try:
+            await self.grammars.check(grammar)
+            return await asyncio.to_thread(self._compile, grammar)
+        except ValueError as error:
+            raise ApiError(400, f"{param}: {error}", param=param, code="invalid_grammar") from error
+
+    def _words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """A word is forbidden at the beginning of a text and after a space, which tokenizers write differently."""
+        forms = [form for word in words for form in (word, " " + word.lstrip(" "))]
+        ids = (tuple(self.encode(form, "bad_words", add_special_tokens=False)) for form in forms)
+        return tuple(dict.fromkeys(ids))
 
     def _check_length(self, prompt: int, max_tokens: int | None, param: str) -> None:
         if prompt + (max_tokens or 1) > self.context:

@@ -1,6 +1,6 @@
 """One HTTP request on its way through the engine: its choices, their text, its deadline, its usage and its latencies.
 
-Shared by completions and chats, streaming or not, so that all of them show the same text. Knows no wire format.
+Shared by all endpoints that generate, streaming or not, so that all of them show the same text. Knows no wire format.
 """
 
 from __future__ import annotations
@@ -8,38 +8,105 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from infer.request import FinishReason, SamplingParams, StepOutput
+from infer.logprobs import TokenLogprob
+from infer.request import FinishReason, SpeculationStats, StepOutput
 from infer.server.errors import ApiError
+from infer.server.logprobs import ScoredToken
 from infer.server.metrics import Metrics
 from infer.server.runtime import Generation
-from models.tokenizer import DetokenizeStream
+from infer.stopping import StopText
+
+
+@dataclass(frozen=True)
+class Prompt:
+    ids: list[int]
+    text: str | None = None  # if it is to be echoed
+    offsets: tuple[int, ...] = ()  # of its tokens in the text
+
+
+@dataclass(frozen=True)
+class ShownToken:
+    """A token with the text that it made certain: a later token may complete a character or break off a stop string."""
+
+    token: int
+    text: str
+    depth: int  # at which its draft was accepted; 0: the target's own choice
 
 
 @dataclass
-class Choice:
-    index: int
-    stream: DetokenizeStream
-    text: str = ""
-    finish_reason: FinishReason | None = None
-    tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    last_output: float | None = None
+class Piece:
+    """What an output added to a choice, or all of them together."""
 
-    def take(self, output: StepOutput) -> str:
-        """The new text. The token that stopped the generation counts as a token and is no text."""
-        self.tokens += len(output.token_ids)
-        piece = self.stream.push(output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids)
+    text: str = ""
+    tokens: list[ShownToken] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)  # with echo the prompt's too
+
+    def add(self, other: Piece) -> None:
+        self.text += other.text
+        self.tokens += other.tokens
+        self.scored += other.scored
+
+
+class Choice:
+    """One answer. `only_prompt`: its tokens are dropped, for somebody who wants the prompt echoed and nothing else."""
+
+    def __init__(self, index: int, prompt: Prompt, text: StopText, *, min_tokens: int, only_prompt: bool) -> None:
+        self.index, self.prompt = index, prompt
+        self.whole = Piece()
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.stats = SpeculationStats()
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.last_output: float | None = None
+        self._text, self._min_tokens, self._only_prompt = text, min_tokens, only_prompt
+        self._began = False
+
+    def take(self, output: StepOutput) -> Piece:
+        """What is new. A stop token counts as a token and is no text."""
+        piece = Piece()
+        if not self._began:
+            self._begin(output, piece)
+        if not self._only_prompt:
+            self._take_tokens(output, piece)
         if output.finish_reason is not None:
-            piece += self.stream.flush()
-            self.finish_reason = output.finish_reason
-            # Only now: until the last output the engine's thread goes on counting in it.
-            self.drafted, self.accepted = output.stats.drafted, output.stats.accepted
-        self.text += piece
+            self.finish_reason = "length" if self._only_prompt else output.finish_reason
+            self.stop_reason = None if self._only_prompt else output.stop_reason
+            self.stats = output.stats  # only now: until the last output the engine's thread goes on counting in it
+        self.whole.add(piece)
         return piece
+
+    def _begin(self, output: StepOutput, piece: Piece) -> None:
+        self._began = True
+        self.cached_tokens, self.prompt_logprobs = output.cached_tokens, output.prompt_logprobs
+        if self.prompt.text is None:
+            return
+        piece.text = self.prompt.text
+        if output.prompt_logprobs:
+            places = zip(self.prompt.ids, self.prompt.offsets, [None, *output.prompt_logprobs], strict=True)
+            piece.scored = [ScoredToken(*place) for place in places]
+
+    def _take_tokens(self, output: StepOutput, piece: Piece) -> None:
+        before, echoed = len(self._text.text), len(self.prompt.text or "")
+        count = len(self.whole.tokens)
+        stopped_by_token = isinstance(output.stop_reason, int)
+        for index, token in enumerate(output.token_ids):
+            last = index == len(output.token_ids) - 1
+            start, offset = len(self._text.text), echoed + self._text.decoded
+            if not (last and stopped_by_token):
+                self._text.push(token, heed=count + index + 1 >= self._min_tokens)
+            if last and output.finish_reason is not None:
+                self._text.finish()
+            depth = index + 1 if output.accepted[index] else 0
+            piece.tokens.append(ShownToken(token, self._text.text[start:], depth))
+            if output.logprobs:
+                piece.scored.append(ScoredToken(token, offset, output.logprobs[index]))
+        if not output.token_ids and output.finish_reason is not None:
+            self._text.finish()
+        piece.text += self._text.text[before:]
 
 
 class Session:
@@ -48,17 +115,17 @@ class Session:
     def __init__(
         self,
         generation: Generation,
-        streams: Sequence[DetokenizeStream],
+        choices: Sequence[Choice],
         *,
+        seed: int,
         prompt_tokens: int,
-        params: SamplingParams,
         metrics: Metrics,
         speculative: bool,
         arrival: float,
         timeout: float,
     ) -> None:
-        self.choices = [Choice(index, stream) for index, stream in enumerate(streams)]
-        self.seed = params.seed
+        self.choices = list(choices)
+        self.seed = seed
         self._generation, self._prompt_tokens = generation, prompt_tokens
         self._metrics, self._speculative = metrics, speculative
         self._arrival, self._timeout = arrival, timeout
@@ -67,17 +134,19 @@ class Session:
     def finished(self) -> bool:
         return self._generation.finished
 
-    async def next(self) -> tuple[Choice, str]:
+    async def next(self) -> tuple[Choice, Piece]:
         """The next piece of any choice; it may be empty. Raises ApiError for a failed or late request."""
         try:
             async with asyncio.timeout(self._arrival + self._timeout - time.monotonic()):
                 index, output = await self._generation.next()
         except TimeoutError:
-            message = f"not finished within server.request_timeout_s={self._timeout:g}"
+            message = f"not finished within {self._timeout:g} s (server.request_timeout_s or the request's timeout_s)"
             raise ApiError(504, message, code="timeout") from None
+        if output.error is not None:
+            raise ApiError(400, output.error, code="grammar_failed")
         choice = self.choices[index]
         piece = choice.take(output)
-        self._observe(choice)
+        self._observe(choice, output)
         return choice, piece
 
     def close(self) -> None:
@@ -86,24 +155,59 @@ class Session:
 
     @property
     def usage(self) -> dict[str, Any]:
-        completion_tokens = sum(choice.tokens for choice in self.choices)
+        """OpenAI's. Prompts count once, however many answers each has; details are known when all have finished."""
+        completion_tokens = sum(len(choice.whole.tokens) for choice in self.choices)
         usage: dict[str, Any] = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": self._prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
         if self._speculative:
-            accepted = sum(choice.accepted for choice in self.choices)
+            stats = self._stats
             usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": sum(choice.drafted for choice in self.choices) - accepted,
+                "accepted_prediction_tokens": stats.accepted,
+                "rejected_prediction_tokens": stats.drafted - stats.accepted,
             }
         return usage
 
-    def _observe(self, choice: Choice) -> None:
+    @property
+    def speculation(self) -> dict[str, Any] | None:
+        """vLLM's `metrics.speculative_decoding` over all choices; None where nothing could be drafted."""
+        if not self._speculative:
+            return None
+        stats = self._stats
+        histogram = [*stats.accepted_by_position, 0]
+        reached = [stats.steps, *stats.accepted_by_position]
+        return {
+            "mean_acceptance_length": stats.acceptance_length,
+            "draft_acceptance_rate": stats.accepted / stats.drafted if stats.drafted else 0.0,
+            "acceptance_histogram": [more - fewer for more, fewer in zip(reached, histogram, strict=True)],
+            "acceptance_rate_per_position": stats.acceptance_by_position,
+            "num_spec_steps": stats.steps,
+            "num_accepted_draft_tokens": stats.accepted,
+            "num_draft_tokens": stats.drafted,
+            "num_spec_tokens": len(stats.drafted_by_position),
+        }
+
+    @property
+    def _stats(self) -> SpeculationStats:
+        total = SpeculationStats()
+        for choice in self.choices:
+            total.merge(choice.stats)
+        return total
+
+    @property
+    def _cached_tokens(self) -> int:
+        """Of the prompts, each once: what its first answer found."""
+        first = {id(choice.prompt): choice.cached_tokens for choice in reversed(self.choices)}
+        return sum(first.values())
+
+    def _observe(self, choice: Choice, output: StepOutput) -> None:
         now = time.monotonic()
         if choice.last_output is None:
             self._metrics.first_token.observe(now - self._arrival)
+            self._metrics.queue.observe(output.queued_s)
         else:
             self._metrics.between.observe(now - choice.last_output)
         choice.last_output = now

@@ -31,6 +31,9 @@ class Server:
     def complete(self, **fields: Any) -> httpx.Response:
         return self.post("/v1/completions", {"model": MODEL, "prompt": "def f(", **fields})
 
+    def ids(self, text: str) -> list[int]:
+        return self.post("/tokenize", {"prompt": text}).json()["tokens"]
+
     def metrics(self) -> dict[str, float]:
         """Sample -> value, the labels that never vary left out."""
         samples = {}

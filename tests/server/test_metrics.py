@@ -10,6 +10,8 @@ from tests.server.harness import MODEL, MakeServer, Server, wait_until
 COUNTERS = (
     "num_preemptions",
     "prompt_tokens",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
     "generation_tokens",
     "request_success",
     "spec_decode_num_drafts",
@@ -18,7 +20,12 @@ COUNTERS = (
     "spec_decode_num_accepted_tokens_per_pos",
 )
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
+HISTOGRAMS = (
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_queue_time_seconds",
+    "e2e_request_latency_seconds",
+)
 
 
 def test_vllm_s_names_types_and_labels(server: Server) -> None:
@@ -30,6 +37,8 @@ def test_vllm_s_names_types_and_labels(server: Server) -> None:
         for name in names:
             family = families[f"vllm:{name}"]
             assert family.type == kind
+            ours = families[f"headway_{name}"]
+            assert [sample.value for sample in ours.samples] == [sample.value for sample in family.samples]
             for sample in family.samples:
                 assert sample.labels["model_name"] == MODEL
                 assert sample.labels["engine"] == "0"
@@ -56,9 +65,10 @@ def test_counters_add_up(make_server: MakeServer) -> None:
     assert now["vllm:generation_tokens_total"] == sum(usage["completion_tokens"] for usage in usages) == 52
     assert now["vllm:spec_decode_num_accepted_tokens_total"] == accepted
     assert now["vllm:spec_decode_num_draft_tokens_total"] == drafted
-    positions = {name: value for name, value in now.items() if "accepted_tokens_per_pos_total" in name}
+    per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    positions = {name: value for name, value in now.items() if name.startswith(per_position)}
     assert sum(positions.values()) == accepted
-    assert set(positions) <= {f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{p}"}}' for p in range(4)}
+    assert set(positions) <= {f'{per_position}{{position="{p}"}}' for p in range(4)}
     assert 0 < now["vllm:spec_decode_num_drafts_total"] <= drafted
     assert now['vllm:request_success_total{finished_reason="length"}'] == 4
     assert now['vllm:request_success_total{finished_reason="abort"}'] == 0
@@ -66,9 +76,9 @@ def test_counters_add_up(make_server: MakeServer) -> None:
     assert now["vllm:inter_token_latency_seconds_count"] > 0
 
 
-def test_without_speculation_nothing_is_drafted(make_server: MakeServer) -> None:
+def test_without_speculation_nothing_is_said_about_it(make_server: MakeServer) -> None:
     with make_server(proposer="none") as server:
         server.complete(max_tokens=5, ignore_eos=True)
         now = server.metrics()
     assert now["vllm:generation_tokens_total"] == 5
-    assert now["vllm:spec_decode_num_drafts_total"] == now["vllm:spec_decode_num_draft_tokens_total"] == 0
+    assert [name for name in now if "spec_decode" in name] == []

@@ -10,13 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from infer.server.chat_protocol import MAX_MESSAGES, MAX_PARTS, ChatRequest
 from infer.server.errors import from_validation
+from infer.server.fields import NOTHING
 from infer.server.protocol import (
-    MAX_MESSAGES,
-    MAX_PARTS,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_N,
     MAX_STOP_TOKEN_IDS,
-    NOTHING,
-    ChatRequest,
+    MAX_STOPS,
     CompletionRequest,
     GenerationRequest,
 )
@@ -34,33 +38,24 @@ def refusal(kind: type[GenerationRequest], body: Any) -> dict[str, Any]:
 
 
 ASKING: dict[str, Any] = {
-    "n": 2,
     "best_of": 2,
-    "echo": True,
-    "stop": ["\n"],
     "suffix": "end",
-    "logprobs": 1,
-    "top_logprobs": 2,
-    "presence_penalty": 0.1,
-    "frequency_penalty": -1,
-    "repetition_penalty": 1.1,
-    "min_p": 0.1,
-    "min_tokens": 1,
-    "logit_bias": {"1": 5},
-    "response_format": {"type": "json_object"},
-    "tools": [{"type": "function"}],
-    "tool_choice": "required",
     "functions": [{}],
     "function_call": "f",
     "modalities": ["audio"],
     "skip_special_tokens": False,
+    "spaces_between_special_tokens": False,
+    "include_stop_str_in_output": True,
+    "use_beam_search": True,
+    "length_penalty": 1.5,
     "add_generation_prompt": False,
+    "continue_final_message": True,
     "store": True,
     "service_tier": "flex",
 }
 
 
-@pytest.mark.parametrize("name", sorted(set(NOTHING) - {"user", "parallel_tool_calls"}))
+@pytest.mark.parametrize("name", sorted(set(NOTHING) - {"user", "safety_identifier"}))
 def test_a_field_that_is_not_implemented_is_refused_by_name(name: str) -> None:
     value = ASKING.get(name, "something")
     for kind, body in ((CompletionRequest, PLAIN), (ChatRequest, CHAT)):
@@ -81,6 +76,7 @@ def test_what_asks_for_nothing_passes(name: str, values: tuple[Any, ...]) -> Non
 def test_a_boolean_is_no_number() -> None:
     assert refusal(CompletionRequest, PLAIN | {"n": True})["param"] == "n"
     assert refusal(CompletionRequest, PLAIN | {"echo": 0})["param"] == "echo"
+    assert refusal(CompletionRequest, PLAIN | {"best_of": True})["param"] == "best_of"
 
 
 @pytest.mark.parametrize(
@@ -102,6 +98,38 @@ def test_a_boolean_is_no_number() -> None:
         ("max_tokens", "5"),
         ("stream", "yes"),
         ("stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1)),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [1] * (MAX_ALLOWED_TOKEN_IDS + 1)),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", ["a"] * (MAX_STOPS + 1)),
+        ("stop", ["a" * 2000]),
+        ("stop", [1]),
+        ("n", 0),
+        ("n", MAX_N + 1),
+        ("min_p", 1.5),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", float("inf")),
+        ("repetition_penalty", 0),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"1": 101}),
+        ("logit_bias", {"1": None}),
+        ("logit_bias", [1]),
+        ("logit_bias", {str(token): 1 for token in range(MAX_BIASES + 1)}),
+        ("bad_words", [""]),
+        ("bad_words", ["a"] * (MAX_BAD_WORDS + 1)),
+        ("logprobs", MAX_LOGPROBS + 1),
+        ("logprobs", -1),
+        ("prompt_logprobs", MAX_LOGPROBS + 1),
+        ("min_tokens", -1),
+        ("priority", 2**40),
+        ("cache_salt", ""),
+        ("timeout_s", 0),
+        ("speculative", True),
+        ("speculative", {"max_draft_tokens": 0}),
+        ("speculative", {"max_draft_tokens": 64}),
+        ("speculative", {"colour": 1}),
         ("model", 5),
         ("prompt", ""),
         ("prompt", []),
@@ -161,6 +189,12 @@ def test_contradictions_are_refused() -> None:
     assert refusal(CompletionRequest, PLAIN | {"stream_options": {"include_usage": True}})["param"] == "stream_options"
     assert refusal(ChatRequest, CHAT | {"max_tokens": 1, "max_completion_tokens": 2})["param"] == "max_tokens"
     assert ChatRequest.model_validate(CHAT | {"max_tokens": 2, "max_completion_tokens": 2}).limit == 2
+    assert refusal(ChatRequest, CHAT | {"top_logprobs": 2})["param"] == "top_logprobs"
+    assert refusal(ChatRequest, CHAT | {"echo": True})["param"] == "echo"
+    assert refusal(CompletionRequest, PLAIN | {"max_tokens": 0})["param"] == "max_tokens"
+    assert CompletionRequest.model_validate(PLAIN | {"max_tokens": 0, "echo": True}).max_tokens == 0
+    streamed = {"stream": True, "prompt_logprobs": 1}
+    assert refusal(CompletionRequest, PLAIN | streamed)["param"] == "prompt_logprobs"
 
 
 def test_defaults_are_openai_s() -> None:

@@ -162,3 +162,18 @@ def copy_tokenizer(source: Path, target: Path, **changes: Any) -> Path:
     content = json.loads(settings_file.read_text()) | changes
     settings_file.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
     return target
+
+
+def test_the_bytes_of_tokens(tiny_tokenizer: Tokenizer) -> None:
+    ids = tiny_tokenizer.encode(TEXT)
+    assert b"".join(tiny_tokenizer.token_bytes[token] for token in ids) == TEXT.encode()
+    assert tiny_tokenizer.token_bytes[tiny_tokenizer.eos_ids[0]] == b"<|endoftext|>"
+
+
+def test_the_bytes_of_tokens_with_byte_fallback() -> None:
+    vocab = {"<unk>": 0, "▁a": 1, "日": 2} | {f"<0x{byte:02X}>": byte + 3 for byte in range(256)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens(["<s>"])
+    table = Tokenizer(backend).token_bytes
+    assert (table[1], table[2], table[3 + 0xE6], table[-1]) == (b" a", "日".encode(), b"\xe6", b"<s>")

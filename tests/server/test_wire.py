@@ -37,7 +37,9 @@ def test_a_completion_stream_line_by_line(server: Server) -> None:
         assert choice["finish_reason"] is None
         assert choice["text"]
         assert chunk["usage"] is None
-    assert last["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}]
+    assert last["choices"] == [
+        {"index": 0, "text": "", "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    ]
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == 6
 

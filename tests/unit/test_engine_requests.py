@@ -129,7 +129,7 @@ def test_a_deadline_ends_what_runs_and_what_waits(tiny_target_folder):
 
 def test_tokens_that_come_after_the_deadline_are_not_emitted(tiny_target_folder):
     """It passes while the step runs."""
-    times = iter([0.0] * 3 + [9.0] * 20)  # added, two looks at the first step, then late
+    times = iter([0.0] * 4 + [9.0] * 20)  # added, three looks at the first step, then late
     engine = Engine(load_target(str(tiny_target_folder)), proposer="none", clock=lambda: next(times))
     engine.add([1, 2, 3], SamplingParams(max_tokens=9, deadline_s=1.0, ignore_eos=True), request_id="a")
     (first,) = engine.step()

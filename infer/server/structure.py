@@ -1,0 +1,93 @@
+"""Structured output on the wire: OpenAI's `response_format` and vLLM's `structured_outputs`, and what they ask for."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from infer.grammar import Grammar
+from infer.server.errors import ApiError, field_error
+from infer.server.fields import Strict
+
+MAX_CHOICES = 1024
+MAX_GRAMMAR_TEXT = 2**20  # of the wire; server.max_grammar_bytes is the operator's bound
+
+
+class JsonSchemaFormat(Strict):
+    """`strict` changes nothing: the schema is always enforced."""
+
+    name: str = Field(max_length=64)
+    description: str | None = Field(None, max_length=4096)
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def check_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise field_error("json_schema", "goes with type: json_schema, and must be there with it")
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        if self.json_schema is not None:
+            return Grammar("json_schema", json.dumps(self.json_schema.schema_))
+        return Grammar("json_object") if self.type == "json_object" else None
+
+
+class StructuredOutputs(Strict):
+    """vLLM's; one of these."""
+
+    json_: dict[str, Any] | Annotated[str, Field(max_length=MAX_GRAMMAR_TEXT)] | None = Field(None, alias="json")
+    regex: str | None = Field(None, min_length=1, max_length=MAX_GRAMMAR_TEXT)
+    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    grammar_: str | None = Field(None, alias="grammar", min_length=1, max_length=MAX_GRAMMAR_TEXT)
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def check_one(self) -> StructuredOutputs:
+        asked = [self.json_ is not None, self.regex, self.choice, self.grammar_, self.json_object]
+        if sum(map(bool, asked)) != 1:
+            raise field_error("structured_outputs", "give one of json, regex, choice, grammar, json_object")
+        if isinstance(self.json_, str):
+            try:
+                Grammar("json_schema", self.json_)
+            except ValueError as error:
+                raise field_error("json", str(error)) from error
+        return self
+
+    @property
+    def grammar(self) -> Grammar:
+        if self.json_ is not None:
+            return Grammar("json_schema", self.json_ if isinstance(self.json_, str) else json.dumps(self.json_))
+        if self.regex:
+            return Grammar("regex", self.regex)
+        if self.choice:
+            return Grammar("choice", json.dumps(self.choice))
+        return Grammar("lark", self.grammar_) if self.grammar_ else Grammar("json_object")
+
+
+def check_size(grammar: Grammar, param: str, *, max_bytes: int, max_depth: int) -> None:
+    """Raises ApiError for a grammar that is not even looked at."""
+    size = len(grammar.text.encode("utf-8", "replace"))
+    if size > max_bytes:
+        message = f"{param}: {size} bytes; at most server.max_grammar_bytes={max_bytes}"
+        raise ApiError(400, message, param=param, code="grammar_too_large")
+    if grammar.kind == "json_schema" and depth(json.loads(grammar.text)) > max_depth:
+        message = f"{param}: nested deeper than server.max_schema_depth={max_depth}"
+        raise ApiError(400, message, param=param, code="grammar_too_large")
+
+
+def depth(document: Any) -> int:
+    """Levels of objects and lists; without recursion, which a document could exhaust."""
+    level, layer = 0, [document]
+    while layer := [inner for inner in layer if isinstance(inner, dict | list)]:
+        level += 1
+        layer = [item for inner in layer for item in (inner.values() if isinstance(inner, dict) else inner)]
+    return level

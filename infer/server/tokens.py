@@ -1,0 +1,88 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the model's tokenizer, as vLLM offers it and lm-eval asks it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import Field, model_validator
+
+from infer.server.chat_protocol import MAX_MESSAGES, Message
+from infer.server.errors import field_error
+from infer.server.fields import Strict, drop_nothing
+from infer.server.service import Service
+
+MAX_TOKENS = 2**20  # of one /detokenize
+
+
+class TokenizeRequest(Strict):
+    """A text, or a conversation through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse(cls, values: Any) -> Any:
+        nothing = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
+        return drop_nothing(values, set(cls.model_fields), nothing)
+
+    @model_validator(mode="after")
+    def check_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise field_error("prompt", "give prompt or messages, one of them")
+        if self.messages is not None and self.add_special_tokens:
+            raise field_error("add_special_tokens", "a chat template writes them itself")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    model: str | None = None
+    tokens: Annotated[list[int], Field(max_length=MAX_TOKENS)]
+
+
+def router(service: Service) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        service.runtime.check_open()
+        if body.model is not None:
+            service.check_model(body.model)
+
+        def ids() -> list[int]:
+            if body.messages is not None:
+                return service.encode_chat(body.messages)
+            special = True if body.add_special_tokens is None else body.add_special_tokens
+            return service.encode(body.prompt or "", "prompt", add_special_tokens=special) if body.prompt else []
+
+        tokens = await asyncio.to_thread(ids)
+        answer = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
+        return answer | ({"token_strs": [service.names(token) for token in tokens]} if body.return_token_strs else {})
+
+    @routes.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        service.runtime.check_open()
+        if body.model is not None:
+            service.check_model(body.model)
+        service.check_ids("tokens", body.tokens)
+        return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens, with_special=True)}
+
+    @routes.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        service.runtime.check_open()
+        tokenizer = service.tokenizer
+        specials = {name: tokenizer.special_tokens.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+        return {
+            **specials,
+            "vocab_size": tokenizer.vocab_size,
+            "eos_token_ids": list(tokenizer.eos_ids),
+            "chat_template": tokenizer.chat_template,
+            "max_model_len": service.context,
+        }
+
+    return routes

@@ -1,0 +1,175 @@
+"""Structured output over HTTP, as OpenAI's client asks for it and as vLLM's do; hostile grammars cost their request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from typing import Any
+
+import jsonschema
+import openai
+import pydantic
+import pytest
+
+from infer.grammar import Grammar
+from infer.server.grammar_check import GrammarCheck, GrammarRefused
+from infer.server.structure import depth
+from tests.server.harness import MODEL, MakeServer, Server
+from tests.server.test_wire import read_events
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"word": {"type": "string", "maxLength": 5}, "kind": {"enum": ["noun", "verb"]}},
+    "required": ["word", "kind"],
+    "additionalProperties": False,
+}
+MESSAGES: list[Any] = [{"role": "user", "content": "a word"}]
+
+
+@pytest.fixture(scope="module")
+def no_space(server: Server) -> dict[str, int]:
+    """A random model would fill its answer with white space."""
+    names = server.post("/detokenize", {"tokens": list(range(384))}).json()
+    assert names
+    return {str(token): -100 for form in (" ", "\n", "\t", "\r", "  ", "    ") for token in server.ids(form)}
+
+
+def format_of(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.3, "seed": 3}])
+def test_a_schema_is_kept_and_drafts_change_nothing(
+    server: Server, no_space: dict[str, int], sampling: dict[str, Any]
+) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 80, "logit_bias": no_space, **sampling}
+    body["response_format"] = format_of(SCHEMA)
+    on = server.post("/v1/chat/completions", body).json()
+    off = server.post("/v1/chat/completions", body | {"speculative": {"enabled": False}}).json()
+    (choice,) = on["choices"]
+    assert choice["finish_reason"] == "stop"
+    jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    assert off["choices"] == on["choices"]
+    assert on["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+    events = read_events(server.post("/v1/chat/completions", body | {"stream": True}).text)
+    streamed = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    assert streamed == choice["message"]["content"]
+
+
+def test_several_answers_each_keep_it(server: Server, no_space: dict[str, int]) -> None:
+    answer = server.complete(
+        prompt=["a", "b"], n=2, max_tokens=80, seed=1, logit_bias=no_space, response_format=format_of(SCHEMA)
+    ).json()
+    assert len(answer["choices"]) == 4
+    for choice in answer["choices"]:
+        jsonschema.validate(json.loads(choice["text"]), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"regex": "[0-9]{3}-[a-f]{2}"}, "[0-9]{3}-[a-f]{2}"),
+        ({"choice": ["left", "right"]}, "left|right"),
+        ({"grammar": 'start: "(" /[xyz]{1,3}/ ")"'}, r"\([xyz]{1,3}\)"),
+        ({"json": {"enum": [1, 2]}}, "1|2"),
+        ({"json": '{"type": "boolean"}'}, "true|false"),
+    ],
+)
+def test_vllm_s_ways_of_asking(server: Server, asked: dict[str, Any], pattern: str) -> None:
+    choice = server.complete(max_tokens=40, structured_outputs=asked).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert re.fullmatch(pattern, choice["text"].strip())
+
+
+def test_any_json_object(server: Server, no_space: dict[str, int]) -> None:
+    body: dict[str, Any] = {"max_tokens": 120, "temperature": 0, "logit_bias": no_space}
+    for asked in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}):
+        choice = server.complete(**body, **asked).json()["choices"][0]
+        assert choice["text"].startswith("{")
+        if choice["finish_reason"] == "stop":
+            assert isinstance(json.loads(choice["text"]), dict)
+
+
+def test_openai_s_client_parses_a_model(client: openai.OpenAI, no_space: dict[str, int]) -> None:
+    class Word(pydantic.BaseModel):
+        length: int = pydantic.Field(ge=0, le=99)
+        good: bool
+
+    answer = client.chat.completions.parse(
+        model=MODEL, messages=MESSAGES, response_format=Word, max_tokens=80, logit_bias=no_space
+    )
+    assert isinstance(answer.choices[0].message.parsed, Word)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "colour": 1}}, "response_format.colour"),
+        ({"response_format": format_of({"type": "wibble"})}, "response_format"),
+        ({"response_format": format_of({"$ref": "https://example.org/schema"})}, "response_format"),
+        ({"response_format": format_of({"$ref": "#/nowhere"})}, "response_format"),
+        ({"response_format": format_of({"type": "string", "pattern": "(?=a)"})}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs.structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "(a{1000}){1000}"}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens"),
+        ({"guided_json": {}}, "guided_json"),
+    ],
+)
+def test_a_bad_grammar_is_a_400(server: Server, fields: dict[str, Any], param: str) -> None:
+    answer = server.complete(max_tokens=5, **fields)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_a_deep_schema_is_a_400(server: Server) -> None:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(40):
+        schema = {"type": "array", "items": schema}
+    assert depth(schema) == 41
+    error = server.complete(response_format=format_of(schema)).json()["error"]
+    assert error["code"] == "grammar_too_large"
+
+
+def test_a_grammar_that_compiles_for_too_long_is_given_up(make_server: MakeServer) -> None:
+    """And the server goes on, with the next grammar too."""
+    with make_server(grammar_timeout_s=0.25) as server:
+        good = {"structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 9}
+        assert server.complete(**good).status_code == 200
+        began = time.monotonic()
+        slow = server.complete(structured_outputs={"regex": "(a{1000}){1000}"})
+        assert time.monotonic() - began < 3
+        assert (slow.status_code, slow.json()["error"]["code"]) == (400, "invalid_grammar")
+        assert server.complete(structured_outputs={"choice": ["on", "off"]}, max_tokens=9).status_code == 200
+
+
+def test_a_process_that_bursts_or_hangs_is_replaced(tiny_tokenizer: Any) -> None:
+    settings = {"tokenizer": tiny_tokenizer.backend.to_str(), "vocab_size": 384, "eos_ids": [0], "memory_mb": 1024}
+
+    async def main() -> None:
+        check = GrammarCheck(settings, timeout_s=10)
+        await check.check(Grammar("regex", "a+"))
+        assert check._process is not None
+        first = check._process.pid
+        check._process.kill()  # as the kernel would
+        with pytest.raises(GrammarRefused, match="grammar_memory_mb"):
+            await check.check(Grammar("regex", "b+"))
+        await check.check(Grammar("regex", "b+"))
+        assert check._process.pid != first
+        with pytest.raises(GrammarRefused, match="json_schema: Invalid type"):
+            await check.check(Grammar("json_schema", '{"type": "wibble"}'))
+        await check.close()
+        await check.check(Grammar("regex", "a+"))  # known to be good, so nobody is asked
+        assert check._process is None
+
+    asyncio.run(main())
