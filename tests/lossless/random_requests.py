@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from infer.grammar import Grammar
 from infer.request import SamplingParams
 
 VOCAB_SIZE = 96  # of the small target (conftest.py): END, then the bytes from "!" on
@@ -36,6 +37,7 @@ FIELDS = {
     "priority": (-1, 3),
     "deadline_s": (0.01, 0.5),
 }
+GRAMMARS = (Grammar("regex", "([A-M]{2,9}|[0-9]+)x?"), Grammar("choice", '["AB", "ABC", "!?"]'))
 SHARE = 0.12  # of the requests that ask for any one field
 
 
@@ -47,6 +49,10 @@ def random_params(chance: random.Random) -> SamplingParams:
         if chance.random() < SHARE:
             asked[name] = chance.choice(values)
     if chance.random() < SHARE:
+        for name in ("ignore_eos", "bad_words", "allowed_token_ids"):  # a grammar says that itself
+            asked.pop(name, None)
+        asked["grammar"] = chance.choice(GRAMMARS)
+    elif chance.random() < SHARE:
         asked["min_tokens"] = chance.randrange(1, min(asked["max_tokens"], 12) + 1)
     return SamplingParams(**asked)
 
