@@ -31,8 +31,8 @@ from tests.lossless.random_requests import FIELDS, is_exact, random_params, rand
 SEED = 1
 PRESENT = 30  # requests at any time, at most
 GROWTH_MIB = 16  # beyond the first quarter; measured: see LOG.md
-# What suffix decoding remembers of its tenants: bounded, asserted by itself. An engine's compiler of grammars: one, made
-# when the first grammar comes.
+# What suffix decoding remembers of its tenants: bounded, asserted by itself. And an engine's compiler of grammars: one,
+# made when the first grammar comes.
 MEMORY = (Node, CountedTrie, Earlier, Constraints)
 
 
