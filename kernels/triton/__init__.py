@@ -25,7 +25,7 @@ if os.environ.get(INTERPRET) == "1":
 
 
 def in_use(device: torch.device) -> bool:
-    """Whether operations on tensors of this device run in Triton. Raises ValueError for a switch that makes no sense."""
+    """Whether operations on tensors of this device run in Triton. Raises ValueError if the switch makes no sense."""
     switch = os.environ.get(SWITCH, "auto")
     if switch not in ("auto", "torch", "triton"):
         raise ValueError(f"{SWITCH}={switch}: one of auto, torch, triton")

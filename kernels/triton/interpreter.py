@@ -21,10 +21,8 @@ def dot_in_order(builder: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
     if a.data.ndim != 2 or a.dtype.primitive_bitwidth == 8 or b.dtype.primitive_bitwidth == 8:
         return _dot(builder, a, b, d, *options)
     assert tl.bfloat16 not in (a.dtype.scalar, b.dtype.scalar), "the interpreter keeps bf16 as integers: upcast first"
-    left, right, out = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype), d.data.copy()
-    product = np.empty_like(out)
-    for k in range(left.shape[1]):
-        out += np.multiply(left[:, k, None], right[k], out=product)
+    left, right = (np.ascontiguousarray(x.data, dtype=d.data.dtype) for x in (a, b))
+    out = d.data + np.einsum("mk,kn->mn", left, right)  # not optimised: along k for a whole line of n at a time
     return TensorHandle(out, d.dtype.scalar)
 
 
