@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from kernels import triton as switch
-from tests.heads import VARIANTS
 from tests.lossless.conftest import make_small_engine  # noqa: F401
 from tests.lossless.plain import GREEDY, SAMPLED, ids
 
