@@ -155,5 +155,13 @@ class KVPool:
         committed = torch.tensor(starts, device=self.device).repeat_interleave(width)
         longest = max(starts) + MAX_NODES
         return AttentionRows(
-            table, request, committed, offsets.repeat(count), words.flatten(), self.page_size, longest, first
+            table,
+            request,
+            committed,
+            offsets.repeat(count),
+            words.flatten(),
+            self.page_size,
+            longest,
+            (width,) * count,
+            first,
         )

@@ -102,13 +102,15 @@ def pack_rows(rows: AttentionRows) -> tuple[list[int], list[Tensor]]:
     """What `unpack_rows` needs to make them again; of the tables the part that any row looks at."""
     table = rows.table[:, : -(-rows.longest // rows.page_size)]
     tensors = [table, rows.request, rows.committed, rows.offset]
-    return [rows.page_size, rows.longest, rows.first], tensors if rows.words is None else [*tensors, rows.words]
+    numbers = [rows.page_size, rows.longest, rows.first, len(rows.counts), *rows.counts]
+    return numbers, tensors if rows.words is None else [*tensors, rows.words]
 
 
 def unpack_rows(numbers: Sequence[int], tensors: Sequence[Tensor]) -> tuple[AttentionRows, list[int]]:
     """The rows, and the numbers that came after theirs."""
-    page_size, longest, first, *rest = numbers
+    page_size, longest, first, requests, *rest = numbers
+    counts, aux = tuple(rest[:requests]), rest[requests:]
     table, request, committed, offset, *words = tensors
     return AttentionRows(
-        table, request, committed, offset, words[0] if words else None, page_size, longest, first
-    ), rest
+        table, request, committed, offset, words[0] if words else None, page_size, longest, counts, first
+    ), aux

@@ -1,12 +1,13 @@
-"""Paged attention for plain decoding, chains, trees and prefill chunks: one contract, two forms.
+"""Paged attention for plain decoding, chains, trees and prefill chunks: one contract, three forms.
 
 Contract: a row's bits depend on its own request's keys alone, in order of position - not on how many rows its request
 verifies, on the shape of the draft, nor on the batch. Softmax and sums are fp32. `plan_attention` addresses a step's
 rows once; the plan is then called per layer with the rotated q, k, v of these rows: it writes k and v into the cache
 and answers what the rows see.
 
-On a CPU the C kernel (kernels/cpu/attention.c) does it; the torch form (kernels/tiles.py) serves other devices, and
-machines without a C compiler.
+On a CUDA device the Triton kernels do it (kernels/triton/attention.py), on a CPU the C kernel
+(kernels/cpu/attention.c); the torch form (kernels/tiles.py) serves machines without a C compiler, and sizes that the
+others do not take.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from kernels.cpu import attention as cpu
 from kernels.rows import AttentionRows
 from kernels.tiles import KV_TILE, TiledAttention
+from kernels.triton import in_use
 
 
 class PagedAttention(Protocol):
@@ -35,6 +37,11 @@ class PagedAttention(Protocol):
 def plan_attention(
     rows: AttentionRows, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> PagedAttention:
+    if in_use(rows.table.device):
+        from kernels.triton import attention as gpu
+
+        if gpu.supported(num_heads, num_kv_heads, head_dim, dtype):
+            return gpu.TritonAttention(rows, num_heads, num_kv_heads, head_dim, dtype)
     if cpu.supported(head_dim, dtype, rows.table.device):
         return cpu.NativeAttention(rows, num_heads, num_kv_heads, head_dim)
     return TiledAttention(rows, num_heads, num_kv_heads)

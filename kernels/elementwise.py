@@ -1,7 +1,8 @@
 """The row-wise operations of a decoder layer: RMSNorm, rotary embedding, gated SiLU.
 
-On a CPU without gradients the C forms run (kernels/cpu/rows.c): torch's own need five to eight calls each, which on a
-small model cost more than the arithmetic. With gradients, on other devices, for odd sizes or mixed dtypes it is torch.
+Without gradients a CUDA device runs the Triton forms (kernels/triton/elementwise.py), a CPU those in C
+(kernels/cpu/rows.c): torch's own need five to eight calls each, which cost more than the arithmetic. With gradients, on
+other devices, for odd sizes or mixed dtypes it is torch.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.library import KINDS, LANES, library
+from kernels.triton import in_use
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x `[..., H]` over its root mean square (arXiv 1910.07467), statistics in fp32 as HF's Llama computes them."""
+    if _in_triton(x, weight):
+        from kernels.triton import elementwise as gpu
+
+        return gpu.rms_norm(_rows(x), weight, eps).view(x.shape)
     native = _native(x.shape[-1], x, weight)
     if native is None:
         return F.rms_norm(x, weight.shape, weight, eps)
     size = x.shape[-1]
-    rows = x.reshape(-1, size)
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
+    rows = _rows(x)
     out = torch.empty(x.shape, dtype=x.dtype)
     native.rms_norm(
         rows.data_ptr(), weight.data_ptr(), out.data_ptr(), rows.shape[0], rows.stride(0), size, eps, KINDS[x.dtype]
@@ -31,9 +35,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of x + delta, both `[..., H]`, and that sum itself, in one pass over them."""
+    if _in_triton(x, delta, weight):
+        from kernels.triton import elementwise as gpu
+
+        normed, total = gpu.add_rms_norm(_rows(x), _rows(delta), weight, eps)
+        return normed.view(x.shape), total.view(x.shape)
+    total = x + delta
+    return rms_norm(total, weight, eps), total
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`[..., 2 I]`, gate and up beside each other -> silu(gate) * up `[..., I]`."""
     size = gate_up.shape[-1] // 2
+    if _in_triton(gate_up):
+        from kernels.triton import elementwise as gpu
+
+        return gpu.silu_mul(_rows(gate_up)).view(*gate_up.shape[:-1], size)
     native = _native(size, gate_up)
     if native is None:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -47,8 +66,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x `[..., heads, D]`, its two halves rotated against each other by `cos`, `sin` `[..., 1, D]`."""
     heads, dim = x.shape[-2:]
+    by_rows = x.ndim == 3 and x.stride()[1:] == (dim, 1)
+    if by_rows and _in_triton(x, cos, sin):
+        from kernels.triton import elementwise as gpu
+
+        return gpu.rotate(x, cos.contiguous(), sin.contiguous())
     native = _native(dim // 2, x, cos, sin)
-    if native is None or x.ndim != 3 or x.stride()[1:] != (dim, 1):
+    if native is None or not by_rows:
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat([-second, first], -1) * sin
     out = torch.empty(x.shape, dtype=x.dtype)
@@ -56,6 +80,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pointers = (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr())
     native.rotate(*pointers, x.shape[0], x.stride(0), heads, dim, KINDS[x.dtype])
     return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """`[..., H]` -> `[R, H]`, each row without gaps."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _in_triton(*tensors: Tensor) -> bool:
+    first = tensors[0]
+    plain = first.is_floating_point() and all(tensor.dtype is first.dtype for tensor in tensors)
+    return plain and not torch.is_grad_enabled() and in_use(first.device)
 
 
 def _native(size: int, *tensors: Tensor) -> ctypes.CDLL | None:

@@ -1,36 +1,66 @@
 """Linear layers for serving. Contract: the bits of a row do not depend on how many rows share the call.
 
-On a CPU the weight is prepacked for oneDNN, whose rows agree for every count >= 2 (shared fact, probed at start-up by
-`assert_row_invariant`), so a single row is padded to two. Elsewhere rows go through in blocks of one fixed size, so
+On a CUDA device it is one Triton kernel with one order along K (kernels/triton/linear.py), for a prompt's rows as for
+one. On a CPU the weight is prepacked for oneDNN, whose rows agree for every count >= 2 (shared fact, probed at start-up
+by `assert_row_invariant`), so a single row is padded to two. Elsewhere rows go through in blocks of one fixed size, so
 that every call of the library has the same shape.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.triton import in_use
+
 ROW_BLOCK = 64
+ONEDNN = (torch.float32, torch.bfloat16)
+WeightFormat = Literal["same", "int8", "fp8"]
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class PackedLinear:
-    """`y = x Wᵀ + b` for x `[..., K]`, W `[N, K]`; row-invariant in the sense above if `exact`. fp32, bf16 and fp16."""
+    """`y = x Wᵀ + b` for x `[..., K]`, W `[N, K]`; row-invariant in the sense above if `exact`. fp32, bf16 and fp16.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = True) -> None:
+    `weight_format`: int8 or fp8 hold a weight in 8 bits with a scale per output feature. Where no kernel reads these,
+    they are widened again, which saves no memory.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, exact: bool = True, weight_format: WeightFormat = "same"
+    ) -> None:
         self.out_features, self.in_features = weight.shape
-        self._onednn = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+        self._bias, self._exact, self._scale = bias, exact, None
+        self._triton = in_use(weight.device) and (exact or weight_format != "same")
+        if weight_format != "same":
+            stored, scale = quantise(weight, weight_format)
+            if self._triton:
+                weight, self._scale = stored, scale
+            else:
+                weight = (stored.float() * scale[:, None]).to(weight.dtype)
+        self._onednn = not self._triton and weight.device.type == "cpu" and weight.dtype in ONEDNN
         if self._onednn:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         else:
-            self._weight = weight
-        self._bias, self._exact = bias, exact
+            self._weight = weight.contiguous() if self._triton else weight
         self.bytes = weight.numel() * weight.element_size()
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
-        out = self._rows_onednn(rows) if self._onednn else self._rows_blocked(rows)
+        if self._triton:
+            out = self._rows_triton(rows)
+        else:
+            out = self._rows_onednn(rows) if self._onednn else self._rows_blocked(rows)
         return out.view(*x.shape[:-1], self.out_features)
+
+    def _rows_triton(self, rows: Tensor) -> Tensor:
+        from kernels.triton.linear import linear
+
+        return linear(rows if rows.stride(1) == 1 else rows.contiguous(), self._weight, self._bias, self._scale)
 
     def _rows_onednn(self, rows: Tensor) -> Tensor:
         count = rows.shape[0]
@@ -47,18 +77,29 @@ class PackedLinear:
         return torch.cat([F.linear(block, self._weight, self._bias) for block in padded.split(ROW_BLOCK)])[:count]
 
 
+def quantise(weight: Tensor, weight_format: Literal["int8", "fp8"]) -> tuple[Tensor, Tensor]:
+    """weight `[N, K]` -> its nearest multiples in 8 bits and fp32 scales `[N]`: the row's largest becomes the format's.
+
+    A row of zeros keeps scale 1.
+    """
+    most = weight.float().abs().amax(1)
+    scale = torch.where(most > 0, most / LARGEST[weight_format], 1.0)
+    scaled = weight.float() / scale[:, None]
+    return (scaled.round() if weight_format == "int8" else scaled).to(STORED[weight_format]), scale
+
+
 def assert_row_invariant(linear: PackedLinear, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Probes the contract on this machine: 1, 2, 3, 5, 8, 17 and 32 rows against 64, which it answers.
+    """Probes the contract on this machine: 1 to 64 rows against a prompt's 200, which it answers.
 
     Raises ValueError if it fails.
     """
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, linear.in_features, generator=generator).to(device, dtype)
+    x = torch.randn(200, linear.in_features, generator=generator).to(device, dtype)
     whole = linear(x)
-    for count in (1, 2, 3, 5, 8, 17, 32):
+    for count in (1, 2, 3, 5, 8, 17, 32, 64):
         if not torch.equal(linear(x[:count]), whole[:count]):
             raise ValueError(
                 f"engine.exact=true: on this machine a linear layer of {linear.in_features}x{linear.out_features} "
-                f"({dtype}) gives other bits for {count} rows than for 64; engine.exact=false serves without it"
+                f"({dtype}) gives other bits for {count} rows than for 200; engine.exact=false serves without it"
             )
     return whole

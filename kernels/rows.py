@@ -26,6 +26,7 @@ class AttentionRows:
     words: Tensor | None  # [R] int64
     page_size: int
     longest: int  # at least the number of keys that any row sees
+    counts: tuple[int, ...]  # rows of each request that has any, as they lie: what a grid is made from, without a copy
     first: int = 0
 
     @classmethod
@@ -46,7 +47,8 @@ class AttentionRows:
         start = torch.tensor([start for start, count in blocks for _ in range(count)], device=device)
         offset = torch.tensor([j for count in counts for j in range(count)], device=device)
         longest = max(start + count for start, count in blocks)
-        return cls(table, request, start, offset, words, page_size, longest, first)
+        rows = tuple(count for count in counts if count)
+        return cls(table, request, start, offset, words, page_size, longest, rows, first)
 
     @cached_property
     def places(self) -> Tensor:

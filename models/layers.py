@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.elementwise import rms_norm, rotate, silu_mul
+from kernels.elementwise import add_rms_norm, rms_norm, rotate, silu_mul
 from kernels.linear import PackedLinear
 from models.config import RopeConfig
 
@@ -52,6 +52,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of x + delta, and that sum: a residual stream before and after the norm."""
+        return add_rms_norm(x, delta, self.weight, self.eps)
 
 
 class GatedMLP(nn.Module):

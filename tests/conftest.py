@@ -25,6 +25,9 @@ from typing import Any
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, which torch itself does late
+
 END = "<|endoftext|>"
 VOCAB_SIZE = 384
 CHAT_TEMPLATE = (

@@ -31,8 +31,8 @@ class EagleLayer(nn.Module):
         self.mlp = GatedMLP(layer.hidden_size, layer.intermediate_size, bias=layer.mlp_bias)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        x = x + self.self_attn(x, rotary, attention)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        normed, x = self.post_attention_layernorm.add(x, self.self_attn(x, rotary, attention))
+        return x + self.mlp(normed)
 
 
 class EagleHead(Head):

@@ -37,8 +37,9 @@ class Eagle3FirstLayer(nn.Module):
     def forward(self, embedding: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         normed = self.hidden_norm(state)
         x = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
-        x = (normed if self.norm_before_residual else state) + self.self_attn(x, rotary, attention)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        residual = normed if self.norm_before_residual else state
+        normed, x = self.post_attention_layernorm.add(residual, self.self_attn(x, rotary, attention))
+        return x + self.mlp(normed)
 
 
 class Eagle3Head(Head):

@@ -63,8 +63,9 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp or GatedMLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotary, attention)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attended = self.self_attn(self.input_layernorm(x), rotary, attention)
+        normed, x = self.post_attention_layernorm.add(x, attended)
+        return x + self.mlp(normed)
 
 
 LAST = -1  # the layer id of what the LM head reads, as HF's `hidden_states[-1]`

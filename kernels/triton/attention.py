@@ -1,0 +1,442 @@
+"""Paged attention on a GPU, by arXiv 2307.08691's recurrence: plain decoding, chains, trees and prefill chunks.
+
+Keys are met in tiles of fixed size at fixed positions, tiles make up splits of fixed size, and a row's splits are
+merged in order. Every tile is one product of one shape, whose lines are the query heads of one KV head times as many
+rows of a request as fit: a key is read once for all of them. A masked key weighs exactly zero, and so does a tile or a
+split of masked keys alone: what a row's neighbours see leaves no trace in it.
+
+    attend   (block of rows, KV head, split): the part that a block's rows share: everything, or for a tree the whole
+             tiles below the committed end. With WHOLE one program meets all splits, merges them itself and, but for
+             a tree, answers.
+    branch   (row, KV head), trees only: goes on from there with the rest of the committed keys and the row's own
+             ancestors, gathered in order of position as plain decoding would meet them.
+    combine  (row, KV head): merges the splits of each row.
+
+A split's state is (peak, sum, out): largest score, sum of weights and weighted values, both relative to the peak. Sums
+run inside products, whose order along K does not depend on how a compiler lays a tile out; multiplication and addition
+are never fused, which would be the compiler's choice too.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.rows import AttentionRows
+from kernels.tiles import WORD_BITS, places_of_bits
+from kernels.triton import INTERPRET
+
+LOWEST = tl.constexpr(-1e30)  # below every score and finite, so that a state of no keys gives no NaN
+SUM_WIDTH = tl.constexpr(16)  # the narrowest product: sums of weights, in equal columns
+MANY_PROGRAMS = 64  # on half of its processors a large GPU streams about as fast as it can
+
+
+class Blocking(NamedTuple):
+    """What the bits depend on: `tile` and `split` positions. `lines` of a product, warps and stages are for speed."""
+
+    lines: int
+    tile: int
+    split: int
+    warps: int
+    stages: int
+
+
+def blocking(head_dim: int, dtype: torch.dtype) -> Blocking:
+    if dtype == torch.float32:  # no tensor cores: small products
+        return Blocking(lines=16, tile=32, split=512, warps=4, stages=2)
+    if head_dim > 128:
+        return Blocking(lines=64, tile=32, split=512, warps=8, stages=2)
+    return Blocking(lines=64, tile=64, split=512, warps=8 if head_dim > 64 else 4, stages=3)
+
+
+def merges_itself(programs: int, head_dim: int, dtype: torch.dtype, tree: bool) -> bool:
+    """Whether a program takes all splits: with enough of them to fill a GPU, and where two states fit in registers."""
+    fits = dtype != torch.float32 and (head_dim <= 128 or not tree)
+    return fits and programs >= MANY_PROGRAMS
+
+
+@triton.jit
+def add_tile(q, peak, total, out, keys, values, slot, there, seen, scale, D: tl.constexpr, UPCAST: tl.constexpr):
+    """One tile more: q `[M, D']`, slot and there `[T]`, seen `[M, T]`, keys and values at their KV head."""
+    d = tl.arange(0, q.shape[1])
+    inside = d < D
+    k = tl.load(keys + slot[None, :] * D + d[:, None], mask=there[None, :] & inside[:, None], other=0.0)
+    v = tl.load(values + slot[:, None] * D + d[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+    if UPCAST:
+        k, v = k.to(tl.float32), v.to(tl.float32)
+    else:
+        k, v = k.to(q.dtype), v.to(q.dtype)  # of an fp8 cache
+    scores = tl.where(seen, tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
+    highest = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.exp2(scores - highest[:, None]).to(v.dtype)
+    fade = tl.exp2(peak - highest)[:, None]
+    ones = tl.full([slot.shape[0], SUM_WIDTH], 1.0, v.dtype)
+    total = tl.dot(weights, ones, total * fade, input_precision="ieee")
+    out = tl.dot(weights, v, out * fade, input_precision="ieee")
+    return highest, total, out
+
+
+@triton.jit
+def merge(peak, total, out, other_peak, other_total, other_out):
+    """Two states `[M]`, `[M, 1 or more]`, `[M, D']`, the later one second."""
+    highest = tl.maximum(peak, other_peak)
+    fade, other_fade = tl.exp2(peak - highest)[:, None], tl.exp2(other_peak - highest)[:, None]
+    return highest, total * fade + other_total * other_fade, out * fade + other_out * other_fade
+
+
+@triton.jit
+def store_state(states, outs, place, valid, peak, total, out, D: tl.constexpr):
+    """`place` `[M]`: which state of `states` `[.., 2]` and `outs` `[.., D]`."""
+    d = tl.arange(0, out.shape[1])
+    tl.store(states + place * 2, peak, mask=valid)
+    tl.store(states + place * 2 + 1, tl.max(total, 1), mask=valid)
+    tl.store(outs + place[:, None] * D + d[None, :], out, mask=valid[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def store_answer(answer, place, valid, total, out, D: tl.constexpr):
+    """`place` `[M]`: row * heads + head."""
+    d = tl.arange(0, out.shape[1])
+    total = tl.where(valid, tl.max(total, 1), 1.0)[:, None]
+    to = answer + place[:, None] * D + d[None, :]
+    tl.store(to, (out / total).to(answer.dtype.element_ty), mask=valid[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def attend(
+    q,
+    cache,
+    table,
+    request,
+    committed,
+    ends,
+    blocks,
+    states,
+    outs,
+    answer,
+    q_stride,
+    slots,
+    pages,
+    num_states,
+    first,
+    window,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    LINES: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    TREE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    block, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row0, count = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
+    line, d = tl.arange(0, LINES), tl.arange(0, D_PADDED)
+    row, head = row0 + line // GROUP, kv_head * GROUP + line % GROUP
+    valid = line // GROUP < count
+    end = tl.load(ends + row, mask=valid, other=0)  # [M] keys that a row sees, from position 0 on
+    if TREE:
+        last = tl.load(committed + row0)
+        stop, lowest_end = last // TILE * TILE, last + 1
+    else:
+        stop, lowest_end = tl.load(ends + row0 + count - 1), tl.load(ends + row0)
+    start = first
+    lower = tl.zeros([LINES], tl.int32) + first  # [M] keys before it are not seen
+    if WINDOW:
+        start = tl.maximum(first, lowest_end - window)
+        lower = tl.maximum(lower, end - window)
+    at = row.to(tl.int64)
+    query = q + at[:, None] * q_stride + head[:, None] * D + d[None, :]
+    queries = tl.load(query, mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    if UPCAST:
+        queries = queries.to(tl.float32)
+    slots = slots.to(tl.int64)
+    keys, values = cache + kv_head * slots * D, cache + (KV_HEADS + kv_head) * slots * D
+    pages_of = table + tl.load(request + row0) * pages
+    line_of = at * (KV_HEADS * GROUP) + head
+    place = line_of * num_states
+    first_split, last_split = start // SPLIT, tl.cdiv(stop, SPLIT)
+    if not WHOLE:
+        first_split, last_split = tl.maximum(first_split, part), tl.minimum(last_split, part + 1)
+    all_peak = tl.full([LINES], LOWEST, tl.float32)
+    all_total = tl.zeros([LINES, SUM_WIDTH], tl.float32)
+    all_out = tl.zeros([LINES, D_PADDED], tl.float32)
+    for split in range(first_split, last_split):
+        peak = tl.full([LINES], LOWEST, tl.float32)
+        total = tl.zeros([LINES, SUM_WIDTH], tl.float32)
+        out = tl.zeros([LINES, D_PADDED], tl.float32)
+        here = tl.maximum(split * SPLIT, start // TILE * TILE)
+        for tile in range(here, tl.minimum(stop, (split + 1) * SPLIT), TILE):
+            position = tile + tl.arange(0, TILE)
+            there = (position < stop) & (position >= start)
+            page = tl.load(pages_of + position // PAGE, mask=there, other=0).to(tl.int64)
+            seen = (position[None, :] < end[:, None]) & (position[None, :] >= lower[:, None]) & there[None, :]
+            peak, total, out = add_tile(
+                queries, peak, total, out, keys, values, page * PAGE + position % PAGE, there, seen, scale, D, UPCAST
+            )
+        if not WHOLE:
+            store_state(states, outs, place + split, valid, peak, total, out, D)
+        elif TREE:
+            if (split + 1) * SPLIT > stop:  # `branch` goes on with it
+                store_state(states, outs, place + 1, valid, peak, total, out, D)
+            else:
+                all_peak, all_total, all_out = merge(all_peak, all_total, all_out, peak, total, out)
+        else:
+            all_peak, all_total, all_out = merge(all_peak, all_total, all_out, peak, total, out)
+    if WHOLE:
+        if TREE:
+            store_state(states, outs, place, valid, all_peak, all_total, all_out, D)
+        else:
+            store_answer(answer, line_of, valid, all_total, all_out, D)
+
+
+@triton.jit
+def branch(
+    q,
+    cache,
+    committed,
+    ends,
+    tail_slots,
+    states,
+    outs,
+    q_stride,
+    slots,
+    num_states,
+    first,
+    window,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    TAIL: tl.constexpr,
+    LINES: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    line, d = tl.arange(0, LINES), tl.arange(0, D_PADDED)
+    valid, head = line < GROUP, kv_head * GROUP + line
+    end, begin = tl.load(ends + row), tl.load(committed + row) // TILE * TILE
+    lower = first
+    if WINDOW:
+        lower = tl.maximum(first, end - window)
+    query = q + row * q_stride + head[:, None] * D + d[None, :]
+    queries = tl.load(query, mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    if UPCAST:
+        queries = queries.to(tl.float32)
+    slots = slots.to(tl.int64)
+    keys, values = cache + kv_head * slots * D, cache + (KV_HEADS + kv_head) * slots * D
+    place = (row * (KV_HEADS * GROUP) + head) * num_states
+    if WHOLE:
+        place += 1 - begin // SPLIT
+    for split in range(begin // SPLIT, tl.cdiv(end, SPLIT)):
+        here = tl.maximum(begin, split * SPLIT)
+        resumed = valid & (here > split * SPLIT)
+        at = place + split
+        peak = tl.load(states + at * 2, mask=resumed, other=LOWEST)
+        total = tl.load(states + at * 2 + 1, mask=resumed, other=0.0)[:, None] + tl.zeros([1, SUM_WIDTH], tl.float32)
+        known = resumed[:, None] & (d < D)[None, :]
+        out = tl.load(outs + at[:, None] * D + d[None, :], mask=known, other=0.0)
+        for tile in range(here, tl.minimum(end, (split + 1) * SPLIT), TILE):
+            position = tile + tl.arange(0, TILE)
+            there = (position < end) & (position >= lower)
+            slot = tl.load(tail_slots + row * TAIL + position - begin, mask=there, other=0)
+            seen = there[None, :] & valid[:, None]
+            peak, total, out = add_tile(queries, peak, total, out, keys, values, slot, there, seen, scale, D, UPCAST)
+        store_state(states, outs, at, valid, peak, total, out, D)
+
+
+@triton.jit
+def combine(
+    states,
+    outs,
+    committed,
+    ends,
+    answer,
+    num_states,
+    first,
+    window,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    line, d = tl.arange(0, GROUP_PADDED), tl.arange(0, D_PADDED)
+    valid, head = line < GROUP, kv_head * GROUP + line
+    mask = valid[:, None] & (d < D)[None, :]
+    end = tl.load(ends + row)
+    start, stop = first // SPLIT, tl.cdiv(end, SPLIT)
+    if WINDOW:
+        start = tl.maximum(first, end - window) // SPLIT
+    if WHOLE:  # of a tree: what `attend` merged and, after it, what `branch` went on with
+        start, stop = start * 0, stop - tl.load(committed + row) // SPLIT + 1
+    line_of = row * (KV_HEADS * GROUP) + head
+    place = line_of * num_states
+    peak = tl.full([GROUP_PADDED], LOWEST, tl.float32)
+    total = tl.zeros([GROUP_PADDED, 1], tl.float32)
+    out = tl.zeros([GROUP_PADDED, D_PADDED], tl.float32)
+    for index in range(start, stop):
+        at = place + index
+        other_peak = tl.load(states + at * 2, mask=valid, other=LOWEST)
+        other_total = tl.load(states + at * 2 + 1, mask=valid, other=0.0)[:, None]
+        other_out = tl.load(outs + at[:, None] * D + d[None, :], mask=mask, other=0.0)
+        peak, total, out = merge(peak, total, out, other_peak, other_total, other_out)
+    store_answer(answer, line_of, valid, total, out, D)
+
+
+@triton.jit
+def write_kv(k, v, cache, slot, k_stride, v_stride, slots, KV_HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr):
+    """One program per row: its keys and values into its slot."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, SIZE)
+    mask = i < KV_HEADS * D
+    slots = slots.to(tl.int64)
+    to = cache + (i // D) * slots * D + tl.load(slot + row) * D + i % D
+    key = tl.load(k + row * k_stride + i, mask=mask, other=0.0)
+    value = tl.load(v + row * v_stride + i, mask=mask, other=0.0)
+    tl.store(to, key.to(cache.dtype.element_ty), mask=mask)
+    tl.store(to + KV_HEADS * slots * D, value.to(cache.dtype.element_ty), mask=mask)
+
+
+def supported(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
+    fits = num_heads // num_kv_heads <= blocking(head_dim, dtype).lines and 16 <= head_dim <= 256
+    return fits and dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+class TritonAttention:
+    """The plan of one step. `shape` and `whole` are for tests: by default what suits the sizes, with the same bits.
+
+    The cache may be of another dtype than q: fp8 keys and values (e4m3, without a scale) are widened as they are read.
+    """
+
+    def __init__(
+        self,
+        rows: AttentionRows,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        *,
+        shape: Blocking | None = None,
+        whole: bool | None = None,
+    ) -> None:
+        device, group = rows.table.device, num_heads // num_kv_heads
+        self._shape = shape = shape or blocking(head_dim, dtype)
+        nodes = shape.lines // group
+        blocks = [
+            [start + done, min(nodes, count - done)]
+            for start, count in zip(_starts(rows.counts), rows.counts, strict=True)
+            for done in range(0, count, nodes)
+        ]
+        self._blocks = torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True)
+        self._tree = rows.words is not None
+        splits = -(-rows.longest // shape.split)
+        programs = len(blocks) * num_kv_heads
+        self._whole = merges_itself(programs, head_dim, dtype, self._tree) if whole is None else whole
+        self._table, self._first, self._page_size = rows.table.contiguous(), rows.first, rows.page_size
+        self._request, self._slots = rows.request, rows.slots
+        self._committed = rows.committed.int()
+        if rows.words is None:
+            self._ends, self._tail_slots = (rows.places + 1).int(), rows.slots
+        else:
+            self._ends, self._tail_slots = _tails(rows, shape.tile)
+        count = rows.request.shape[0]
+        tails = 1 - (1 - shape.tile - WORD_BITS) // shape.split  # splits that a tree's own keys may lie in
+        num_states = splits if not self._whole else 1 + tails
+        states = count if self._tree or not self._whole else 0
+        self._states = torch.empty(states, num_heads, num_states, 2, device=device)
+        self._outs = torch.empty(states, num_heads, num_states, head_dim, device=device)
+        self._sizes = {"KV_HEADS": num_kv_heads, "GROUP": group, "D": head_dim}
+        self._padded = {"D_PADDED": triton.next_power_of_2(head_dim)}
+        self._grid = (len(blocks), num_kv_heads, 1 if self._whole else splits)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        count, kv_heads = q.shape[0], self._sizes["KV_HEADS"]
+        size = kv_heads * self._sizes["D"]
+        write_kv[(count,)](
+            k,
+            v,
+            cache,
+            self._slots,
+            k.stride(0),
+            v.stride(0),
+            cache.shape[2],
+            KV_HEADS=kv_heads,
+            D=self._sizes["D"],
+            SIZE=triton.next_power_of_2(size),
+        )
+        return self.read(q, cache, scale, window)
+
+    def read(self, q: Tensor, cache: Tensor, scale: float, window: int | None = None) -> Tensor:
+        """As the call, where the rows' keys and values are in the cache already."""
+        shape, rows = self._shape, (q.shape[0], self._sizes["KV_HEADS"])
+        scale *= math.log2(math.e)
+        upcast = q.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1"
+        tiles = {"LINES": shape.lines, "TILE": shape.tile, "SPLIT": shape.split, "UPCAST": upcast}
+        common = {**self._sizes, **self._padded, "WHOLE": self._whole, "WINDOW": window is not None}
+        speed = {"num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": False}
+        places = (self._first, window or 0)
+        states = (self._states, self._outs)
+        table = (self._table, self._request, self._committed, self._ends, self._blocks)
+        strides = (q.stride(0), cache.shape[2], self._table.shape[1], self._outs.shape[2])
+        answer = q.new_empty(q.shape[0], self._outs.shape[1] * self._sizes["D"])
+        attend[self._grid](
+            q, cache, *table, *states, answer, *strides, *places, scale, PAGE=self._page_size, TREE=self._tree, **tiles,
+            **common, **speed,
+        )  # fmt: skip
+        if self._tree:
+            strides = (q.stride(0), cache.shape[2], self._outs.shape[2])
+            tail = (self._committed, self._ends, self._tail_slots)
+            branch[rows](
+                q, cache, *tail, *states, *strides, *places, scale, TAIL=self._tail_slots.shape[1], **tiles, **common,
+                **speed,
+            )  # fmt: skip
+        if self._tree or not self._whole:
+            combine[rows](
+                *states, self._committed, self._ends, answer, self._outs.shape[2], *places, SPLIT=shape.split,
+                GROUP_PADDED=triton.next_power_of_2(self._sizes["GROUP"]), **common, num_warps=4,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+        return answer
+
+
+def _starts(counts: tuple[int, ...]) -> list[int]:
+    return [sum(counts[:index]) for index in range(len(counts))]
+
+
+def _tails(rows: AttentionRows, tile: int) -> tuple[Tensor, Tensor]:
+    """Of a tree's rows: `[R]` how many keys each sees, and `[R, W]` the slots of those from its last whole tile on."""
+    assert rows.words is not None
+    nth, set_bits = places_of_bits(rows.words)
+    ends = rows.committed + set_bits
+    begin = rows.committed // tile * tile
+    width = tile + WORD_BITS
+    position = begin[:, None] + torch.arange(width, device=begin.device)
+    beyond = position - rows.committed[:, None]
+    place = rows.committed[:, None] + nth.gather(1, beyond.clamp(0, WORD_BITS - 1))
+    place = torch.where(beyond < 0, position, place)
+    page = (place // rows.page_size).clamp(max=rows.table.shape[1] - 1)
+    pages = rows.table[rows.request].gather(1, page)
+    return ends.int(), pages * rows.page_size + place % rows.page_size

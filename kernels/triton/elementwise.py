@@ -1,0 +1,144 @@
+"""Row-wise operations on a GPU: one program per row, or part of one, with blocks that the sizes alone decide.
+
+Statistics are fp32; in 16 bits the results that torch would round are rounded.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SILU_BLOCK = 1024
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,
+    delta,
+    weight,
+    out,
+    total,
+    x_stride,
+    delta_stride,
+    size,
+    eps,
+    SIZE: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+    inside = i < size
+    value = tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(delta + row * delta_stride + i, mask=inside, other=0.0).to(tl.float32)
+        value = value.to(out.dtype.element_ty)
+        tl.store(total + row * size + i, value, mask=inside)
+        value = value.to(tl.float32)
+    root = tl.sqrt_rn(tl.sum(value * value, 0) / size + eps)
+    normed = (value / root).to(out.dtype.element_ty).to(tl.float32)
+    scaled = normed * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + i, scaled.to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x `[R, H]`, rows of stride 1 -> `[R, H]`."""
+    rows, size = x.shape
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    _norm(x, x, weight, out, out, eps, add=False)
+    return out
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x and delta `[R, H]` -> the norm of their sum, and their sum."""
+    rows, size = x.shape
+    out, total = torch.empty(2, rows, size, dtype=x.dtype, device=x.device)
+    _norm(x, delta, weight, out, total, eps, add=True)
+    return out, total
+
+
+def _norm(x: Tensor, delta: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, add: bool) -> None:
+    size = x.shape[1]
+    warps = 8 if size > 2048 else 4
+    strides = (x.stride(0), delta.stride(0))
+    rms_norm_kernel[(x.shape[0],)](
+        x,
+        delta,
+        weight,
+        out,
+        total,
+        *strides,
+        size,
+        eps,
+        SIZE=triton.next_power_of_2(size),
+        ADD=add,
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def silu_mul_kernel(gate_up, out, stride, size, BLOCK: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    gate = tl.load(gate_up + row * stride + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + size + i, mask=inside, other=0.0).to(tl.float32)
+    fall = tl.exp(-tl.abs(gate))  # never overflows
+    active = gate * tl.where(gate < 0, fall, 1.0) / (1.0 + fall)
+    product = active.to(out.dtype.element_ty).to(tl.float32) * up
+    tl.store(out + row * size + i, product.to(out.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """`[R, 2 I]`, rows of stride 1 -> `[R, I]`."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
+    grid = (rows, triton.cdiv(size, SILU_BLOCK))
+    silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, BLOCK=SILU_BLOCK)
+    return out
+
+
+@triton.jit
+def rotate_pair(first, second, cos, sin, half, i, inside):
+    """Both halves `[HALF]` in fp32 after the rotation; cos and sin at their row. Products are rounded as torch does."""
+    dtype = cos.dtype.element_ty
+    cos1 = tl.load(cos + i, mask=inside, other=0.0).to(tl.float32)
+    sin1 = tl.load(sin + i, mask=inside, other=0.0).to(tl.float32)
+    cos2 = tl.load(cos + half + i, mask=inside, other=0.0).to(tl.float32)
+    sin2 = tl.load(sin + half + i, mask=inside, other=0.0).to(tl.float32)
+    left = (first * cos1).to(dtype).to(tl.float32) - (second * sin1).to(dtype).to(tl.float32)
+    right = (second * cos2).to(dtype).to(tl.float32) + (first * sin2).to(dtype).to(tl.float32)
+    return left, right
+
+
+@triton.jit
+def rotate_kernel(x, cos, sin, out, stride, half, HEADS: tl.constexpr, HALF: tl.constexpr):
+    row, head, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HALF)
+    inside = i < half
+    at = x + row * stride + head * 2 * half
+    first = tl.load(at + i, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + half + i, mask=inside, other=0.0).to(tl.float32)
+    left, right = rotate_pair(first, second, cos + row * 2 * half, sin + row * 2 * half, half, i, inside)
+    to = out + (row * HEADS + head) * 2 * half
+    tl.store(to + i, left.to(out.dtype.element_ty), mask=inside)
+    tl.store(to + half + i, right.to(out.dtype.element_ty), mask=inside)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x `[R, heads, D]` with heads beside each other, cos and sin `[R, D]` -> `[R, heads, D]`."""
+    rows, heads, dim = x.shape
+    out = torch.empty(rows, heads, dim, dtype=x.dtype, device=x.device)
+    half = dim // 2
+    rotate_kernel[(rows, heads)](
+        x,
+        cos,
+        sin,
+        out,
+        x.stride(0),
+        half,
+        HEADS=heads,
+        HALF=triton.next_power_of_2(half),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    return out

@@ -1,0 +1,121 @@
+"""`y = x Wᵀ + b` on a GPU, weights streamed once for up to 64 rows, in one order along K for any number of rows.
+
+A tile is `W [BLOCK_N, BLOCK_K] @ xᵀ [BLOCK_K, BLOCK_M]`: weights are the left side, whose 64 lines are the least that
+Hopper's tensor cores take, and rows the right side, which may be 16. So every number of rows, a prompt's too, goes
+through the same instructions in the same order along K, with one accumulator per answer; BLOCK_N and BLOCK_M are free.
+No split along K. Weights of 8 bits are widened to x's dtype, which both formats fit into exactly, and their scale per
+output feature multiplies the sum at the end.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton import INTERPRET
+
+
+class Tile(NamedTuple):
+    """`k` alone is in the bits: one number per pair of dtypes."""
+
+    n: int
+    m: int
+    k: int
+    warps: int
+    stages: int
+
+
+def tile_for(rows: int, x: torch.dtype, weight: torch.dtype) -> Tile:
+    if x == torch.float32:  # no tensor cores: small products
+        return Tile(n=32, m=16 if rows <= 16 else 32, k=32, warps=4, stages=3)
+    k = 64 if weight.itemsize == 2 else 128  # one stage is 8 KB of weights
+    if rows <= 64:  # deep, because few programs must keep the memory busy
+        return Tile(n=64, m=max(16, triton.next_power_of_2(rows)), k=k, warps=4, stages=6)
+    return Tile(n=128, m=128, k=k, warps=8, stages=3)
+
+
+@triton.jit
+def linear_kernel(
+    x,
+    weight,
+    scale,
+    bias,
+    out,
+    rows,
+    x_stride,
+    K,
+    N,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIASED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    in_n, in_m = n < N, m < rows
+    weights = weight + n.to(tl.int64)[:, None] * K + k[None, :]
+    inputs = x + m.to(tl.int64)[None, :] * x_stride + k[:, None]
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if WHOLE_K:
+            w = tl.load(weights, mask=in_n[:, None], other=0.0)
+            a = tl.load(inputs, mask=in_m[None, :], other=0.0)
+        else:
+            there = k < K - start
+            w = tl.load(weights, mask=in_n[:, None] & there[None, :], other=0.0)
+            a = tl.load(inputs, mask=in_m[None, :] & there[:, None], other=0.0)
+        if UPCAST:
+            w, a = w.to(tl.float32), a.to(tl.float32)
+        else:
+            w = w.to(a.dtype)
+        total = tl.dot(w, a, total, input_precision="ieee")
+        weights += BLOCK_K
+        inputs += BLOCK_K
+    if SCALED:
+        total = total * tl.load(scale + n, mask=in_n, other=0.0)[:, None]
+    if BIASED:
+        total = total + tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    to = out + m.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(to, total.to(out.dtype.element_ty), mask=in_n[:, None] & in_m[None, :])
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+    """x `[M, K]` of rows that lie anywhere, weight `[N, K]`, bias `[N]`, scale fp32 `[N]` -> `[M, N]` in x's dtype.
+
+    fp32, fp16 or bf16; with `scale` the weight is int8 or float8_e4m3fn.
+    """
+    rows, (outputs, inputs) = x.shape[0], weight.shape
+    tile = tile_for(rows, x.dtype, weight.dtype)
+    out = x.new_empty(rows, outputs)
+    grid = (triton.cdiv(rows, tile.m), triton.cdiv(outputs, tile.n))
+    linear_kernel[grid](
+        x,
+        weight,
+        scale,
+        bias,
+        out,
+        rows,
+        x.stride(0),
+        inputs,
+        outputs,
+        BLOCK_N=tile.n,
+        BLOCK_M=tile.m,
+        BLOCK_K=tile.k,
+        WHOLE_K=inputs % tile.k == 0,
+        SCALED=scale is not None,
+        BIASED=bias is not None,
+        UPCAST=x.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=False,
+    )
+    return out
