@@ -66,13 +66,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x `[..., heads, D]`, its two halves rotated against each other by `cos`, `sin` `[..., 1, D]`."""
     heads, dim = x.shape[-2:]
-    by_rows = x.ndim == 3 and x.stride()[1:] == (dim, 1)
-    if by_rows and _in_triton(x, cos, sin):
-        from kernels.triton import elementwise as gpu
-
-        return gpu.rotate(x, cos.contiguous(), sin.contiguous())
     native = _native(dim // 2, x, cos, sin)
-    if native is None or not by_rows:
+    if native is None or x.ndim != 3 or x.stride()[1:] != (dim, 1):
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat([-second, first], -1) * sin
     out = torch.empty(x.shape, dtype=x.dtype)
