@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.choose import logprobs
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -21,16 +23,10 @@ class TokenLogprob:
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
     """logits `[n, V]`, the token at each row. Row by row the same bits, whatever rows stand beside it."""
-    log_p = logits.float().log_softmax(-1)
-    chosen = torch.tensor(list(tokens), device=logits.device)[:, None]
-    own = log_p.gather(1, chosen)
-    rank = (log_p > own).sum(1) + 1
-    best = log_p.sort(dim=-1, descending=True, stable=True) if top else None
-    answers = []
-    for row, token in enumerate(tokens):
-        likeliest: tuple[tuple[int, float], ...] = ()
-        if best is not None:
-            ids, values = best.indices[row, :top].tolist(), best.values[row, :top].tolist()
-            likeliest = tuple(zip(ids, values, strict=True))
-        answers.append(TokenLogprob(token, float(own[row]), int(rank[row]), likeliest))
-    return answers
+    own, rank, ids, values = (
+        part.tolist() for part in logprobs(logits, torch.tensor(list(tokens), device=logits.device), top)
+    )
+    return [
+        TokenLogprob(token, own[row], rank[row], tuple(zip(ids[row], values[row], strict=True)))
+        for row, token in enumerate(tokens)
+    ]

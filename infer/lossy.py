@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.choose import MASK32, gumbel_noise, mix32
+from kernels.noise import MASK32, gumbel_noise, mix32
 
 # Noise for other purposes than the target's choice. Drafts and coins are drawn anew in every step, so their streams
 # depend on where the step's root stands: what a rejected draft has shown must not be used again.

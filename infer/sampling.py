@@ -8,7 +8,8 @@ import torch
 
 from infer.lossy import DRAFTS, stream
 from infer.request import Request
-from kernels.choose import MASK32, ChoiceParameters
+from kernels.choose import ChoiceParameters
+from kernels.noise import MASK32
 
 
 def choice_parameters(
@@ -28,6 +29,7 @@ def choice_parameters(
         min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
         seed_low=torch.tensor([request.seed & MASK32 for request in requests], device=device),
         seed_high=torch.tensor([seed_high(request, drafting) for request in requests], device=device),
+        restricts=any(p.top_k or p.top_p < 1 or p.min_p for p in params),
     )
 
 

@@ -4,6 +4,10 @@ p' is the distribution after temperature, min-p, top-k and top-p; g is Gumbel no
 position, token id), so the choice depends on the row's logits, parameters and seed alone - never on the batch, on what
 was drafted, or on a generator's state (arXiv 2408.07978, 2506.05632). At temperature 0 there is no noise. Ties go to
 the lowest token id.
+
+The noise, the division by the temperature, min-p and top-k have the same bits everywhere (kernels/noise.py), so on the
+same logits a GPU chooses what a CPU does. Top-p adds probabilities: where the sum meets top_p to within fp32's rounding
+a device may count one token in or out.
 """
 
 from __future__ import annotations
@@ -13,12 +17,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MASK32 = 0xFFFFFFFF
+from kernels.noise import exact_log, gumbel_noise
+from kernels.triton import in_use
 
 
 @dataclass
 class ChoiceParameters:
-    """Per row, `[R]`: temperature, top_k (0 = off), top_p (1 = off), min_p (0 = off), the seed's 32-bit halves."""
+    """Per row, `[R]`: temperature, top_k (0 = off), top_p (1 = off), min_p (0 = off), the seed's 32-bit halves.
+
+    `restricts` false says that no row asks for top-k, top-p or min-p, which on a GPU spares looking.
+    """
 
     temperature: Tensor
     top_k: Tensor
@@ -26,31 +34,11 @@ class ChoiceParameters:
     min_p: Tensor
     seed_low: Tensor
     seed_high: Tensor
+    restricts: bool = True
 
     def rows(self, index: Tensor) -> ChoiceParameters:
         fields = (self.temperature, self.top_k, self.top_p, self.min_p, self.seed_low, self.seed_high)
-        return ChoiceParameters(*(value[index] for value in fields))
-
-
-def mix32(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers in which every input bit moves every output bit (finaliser of MurmurHash3)."""
-    x = x ^ (x >> 16)
-    x = (x * 0x85EBCA6B) & MASK32
-    x = x ^ (x >> 13)
-    x = (x * 0xC2B2AE35) & MASK32
-    return x ^ (x >> 16)
-
-
-def gumbel_noise(seed_low: Tensor, seed_high: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """g(seed, position, v) in fp32: seeds and positions `[R]`, token_ids `[V]` or `[R, V]` -> `[R, V]`.
-
-    The row's key passes the mixer three times and the token id is mixed with it twice, so neighbouring seeds,
-    positions and ids give unrelated noise. Integer arithmetic: the same bits on every device.
-    """
-    key = mix32(mix32(mix32(seed_low) ^ seed_high) ^ (positions & MASK32))
-    word = mix32(((mix32(token_ids & MASK32) + key[:, None] * 0x9E3779B1) & MASK32) ^ key[:, None])
-    uniform = ((word.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-    return -torch.log(-torch.log1p(-uniform))
+        return ChoiceParameters(*(value[index] for value in fields), restricts=self.restricts)
 
 
 def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -61,7 +49,8 @@ def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     kept stay too, so that no set depends on a sort's order.
     """
     if bool((min_p > 0).any()):
-        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + min_p.log()[:, None], -torch.inf)
+        least = logits.amax(-1) + torch.where(min_p > 0, exact_log(min_p), -torch.inf)
+        logits = logits.masked_fill(logits < least[:, None], -torch.inf)
     by_k, by_p = bool((top_k > 0).any()), bool((top_p < 1).any())
     if not (by_k or by_p):
         return logits
@@ -90,13 +79,35 @@ def choose(
     `parameters` None: every row is greedy. `token_ids` `[V]` are the target ids of the columns (a draft vocabulary), so
     that a drafter meets the target's noise; by default columns are target ids.
     """
+    if in_use(logits.device):
+        from kernels.triton import choose as gpu
+
+        return gpu.best(logits, parameters, positions, token_ids, 1)[1][:, 0]
     return choice_keys(logits, parameters, positions, token_ids).argmax(-1)
+
+
+def choose_best(
+    logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor | None, count: int
+) -> tuple[Tensor, Tensor]:
+    """The `count` columns of each row that the rule ranks first, `[R, count]` int64, for a draft's children.
+
+    And how likely each is under the rule's keys, `[R, count]` log-probabilities. Arguments as for `choose`.
+    """
+    if in_use(logits.device):
+        from kernels.triton import choose as gpu
+
+        keys, columns, log_mass = gpu.best(logits, parameters, positions, token_ids, count, mass=True)
+        assert log_mass is not None
+        return columns, keys - log_mass[:, None]
+    keys = choice_keys(logits, parameters, positions, token_ids).float().log_softmax(-1)
+    largest = keys.topk(count)
+    return largest.indices, largest.values
 
 
 def choice_keys(
     logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor | None = None
 ) -> Tensor:
-    """What `choose` takes the largest of, `[R, V]`; a drafter takes the few largest. Arguments as there."""
+    """What `choose` takes the largest of, `[R, V]`: the rule written out in torch. Arguments as there."""
     if parameters is None:
         return logits
     keys = law(logits, parameters)
@@ -118,3 +129,22 @@ def law(logits: Tensor, parameters: ChoiceParameters | None) -> Tensor:
         p = parameters.rows(sampled)
         law[sampled] = restrict(law[sampled] / p.temperature[:, None], p.top_k, p.top_p, p.min_p)
     return law
+
+
+def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities under a softmax of logits `[R, V]`: of `tokens` `[R]`, and the `top` largest.
+
+    Answers each token's own `[R]`, its rank counted from 1 `[R]`, and ids and values `[R, top]`, ties by lowest id.
+    """
+    if in_use(logits.device):
+        from kernels.triton import choose as gpu
+
+        return gpu.logprobs(logits, tokens, top)
+    log_p = logits.float().log_softmax(-1)
+    own = log_p.gather(1, tokens[:, None])
+    rank = (log_p > own).sum(1) + 1
+    if not top:
+        nothing = tokens[:, None][:, :0]
+        return own[:, 0], rank, nothing, nothing.float()
+    best = log_p.sort(dim=-1, descending=True, stable=True)
+    return own[:, 0], rank, best.indices[:, :top], best.values[:, :top]

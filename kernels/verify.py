@@ -9,12 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.triton import in_use
+
 
 def accept(token: Tensor, parent: Tensor, depth: Tensor, ancestors: Tensor, length: Tensor, choice: Tensor) -> Tensor:
     """All `[B, N]` (token, parent, depth, ancestors of a DraftTree, the target's choice per row), length `[B]`.
 
     Returns `[B]`, the index of the last accepted node of each request (0 when no drafted token was accepted).
     """
+    if in_use(token.device):
+        from kernels.triton import verify
+
+        return verify.accept(token, parent, depth, ancestors, length, choice)
     nodes = torch.arange(token.shape[1], device=token.device)
     ok = token == choice.gather(1, parent.clamp(min=0).long())
     ok[:, 0] = True

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from infer.request import SpeculationStats
-from kernels.choose import MASK32, ChoiceParameters, choose
+from kernels.choose import ChoiceParameters, choose
+from kernels.noise import MASK32
 from models.heads.base import Head
 from train import alignment
 from train.data import Batch
@@ -39,6 +40,7 @@ class Sampling(NamedTuple):
             min_p=off,
             seed_low=torch.tensor([seed & MASK32 for seed in self.seeds], device=device),
             seed_high=torch.tensor([seed >> 32 for seed in self.seeds], device=device),
+            restricts=False,
         ).rows(rows)
 
 

@@ -22,7 +22,7 @@ from infer.proposers.shapes import Children, Run, StaticShape, TreeShape, grow, 
 from infer.request import Phase, Request
 from infer.sampling import choice_parameters
 from infer.tree import DraftTree
-from kernels.choose import ChoiceParameters, choice_keys, choose, law
+from kernels.choose import ChoiceParameters, choose, choose_best, law
 from kernels.rows import AttentionRows
 from models.attention import Attention, no_attention
 from models.heads.base import Head
@@ -216,9 +216,9 @@ class HeadProposer:
         self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None, count: int
     ) -> tuple[Tensor, Tensor]:
         """Of each row the `count` best target ids under the same noise, `[R, count]`, and their log-probabilities."""
-        keys = choice_keys(logits, parameters, positions, self._draft_ids)
-        best = keys.float().log_softmax(-1).topk(min(count, keys.shape[1]))
-        return self._draft_ids[best.indices], best.values
+        count = min(count, logits.shape[1])
+        columns, values = choose_best(logits, parameters, positions, self._draft_ids, count)
+        return self._draft_ids[columns], values
 
     def _laws(
         self, requests: Sequence[Request], logits: Tensor, parameters: ChoiceParameters | None

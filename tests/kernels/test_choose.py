@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from kernels.choose import ChoiceParameters, choose, gumbel_noise, restrict
+from kernels.choose import ChoiceParameters, choose, restrict
+from kernels.noise import gumbel_noise
 from tests.laws import Z, chi_square_excess, sampling_law
 
 

@@ -9,7 +9,7 @@ import torch
 
 from infer import lossy
 from infer.request import SamplingParams
-from kernels.choose import MASK32, gumbel_noise
+from kernels.noise import MASK32, gumbel_noise
 from tests.laws import Z, chi_square_excess
 
 

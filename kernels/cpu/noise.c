@@ -1,0 +1,72 @@
+/* Gumbel noise as kernels/noise.py defines it, bit for bit: every addition and multiplication is rounded by itself. */
+#pragma GCC optimize("fp-contract=off")
+#pragma STDC FP_CONTRACT OFF
+#include "vec.h"
+
+INLINE uint32_t mix(uint32_t x) {
+    x ^= x >> 16;
+    x *= 0x85EBCA6Bu;
+    x ^= x >> 13;
+    x *= 0xC2B2AE35u;
+    return x ^ (x >> 16);
+}
+
+INLINE uvec mix_lanes(uvec x) {
+    x ^= x >> 16;
+    x *= 0x85EBCA6Bu;
+    x ^= x >> 13;
+    x *= 0xC2B2AE35u;
+    return x ^ (x >> 16);
+}
+
+INLINE vec choose_lanes(ivec mask, vec yes, vec no) {
+    return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask));
+}
+
+/* (1 + *f) 2^*exponent = x, sqrt(1/2) <= 1 + *f < sqrt(2) */
+INLINE void split(vec x, vec *f, vec *exponent) {
+    ivec bits = (ivec)x, e = (bits - 0x3F3504F3) >> 23;
+    *f = (vec)(bits - (e << 23)) - 1.0f;
+    *exponent = __builtin_convertvector(e, vec);
+}
+
+INLINE vec log_of(vec f, vec exponent) {
+    vec value = splat(-0.08103015273809433f);
+    value = value * f + 0.1271306723356247f;
+    value = value * f + -0.12972047924995422f;
+    value = value * f + 0.14202052354812622f;
+    value = value * f + -0.1664225459098816f;
+    value = value * f + 0.20001474022865295f;
+    value = value * f + -0.2500029504299164f;
+    value = value * f + 0.333333283662796f;
+    vec square = f * f;
+    value = value * f * square - 0.5f * square;
+    return value + exponent * -2.12194440e-4f + f + exponent * 0.693359375f;
+}
+
+INLINE vec gumbel(uvec word) {
+    vec u = (__builtin_convertvector(word, vec) + 0.5f) * 0x1p-32f, most = splat(1.0f - 0x1p-24f), f, exponent;
+    u = choose_lanes(u < most, u, most);
+    split(1.0f - u, &f, &exponent);
+    ivec near = u < 0.25f;
+    vec exponential = -log_of(choose_lanes(near, -u, f), choose_lanes(near, splat(0.0f), exponent));
+    split(exponential, &f, &exponent);
+    return -log_of(f, exponent);
+}
+
+/* keys [rows], ids [size] -> out [rows, size] */
+void gumbel_noise(const int64_t *keys, const int64_t *ids, float *out, int64_t rows, int64_t size) {
+    for (int64_t v = 0; v < size; v += LANES) {
+        int64_t count = size - v < LANES ? size - v : LANES;
+        uint32_t lanes[LANES] = {0};
+        for (int64_t i = 0; i < count; i++)
+            lanes[i] = mix((uint32_t)ids[v + i]);
+        uvec id;
+        memcpy(&id, lanes, sizeof id);
+        for (int64_t row = 0; row < rows; row++) {
+            uint32_t key = (uint32_t)keys[row];
+            vec noise = gumbel(mix_lanes((id + key * 0x9E3779B1u) ^ key));
+            memcpy(out + row * size + v, &noise, count * sizeof(float));
+        }
+    }
+}

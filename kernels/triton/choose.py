@@ -1,0 +1,320 @@
+"""The choice rule in Triton: a pass over the vocabulary in blocks, and one over what the blocks answered.
+
+A block keeps the logits it reads in registers, adds the noise there, and answers its few best columns: nothing as wide
+as the vocabulary is written. Top-k and top-p need a threshold, which is found digit by digit (`thresholds`): a value's
+32 bits in an order that integers share, four at a time from the top, each step a pass that counts, or weighs, what has
+the digits found so far. No sorting, no atomic addition: every sum has one order, so a row's choice hangs on that row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.noise import exact_log
+from kernels.triton.noise import gumbel_noise, row_key
+
+if TYPE_CHECKING:
+    from kernels.choose import ChoiceParameters
+
+BLOCK = 2048
+MOST = 64  # best columns of a row at once
+DIGITS = tl.constexpr(16)
+LEVELS = 8
+MINUS_INFINITY = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def read_scaled(logits, row, stride, columns, size, temperature):
+    """A row's logits over its temperature [N] in fp32, -inf past its end; a greedy row's as they are."""
+    x = tl.load(logits + row * stride + columns, mask=columns < size, other=MINUS_INFINITY).to(tl.float32)
+    return tl.div_rn(x, tl.where(temperature > 0, temperature, 1.0))
+
+
+@triton.jit
+def best_of_block(
+    logits, stride, size, temperatures, thresholds, seeds_low, seeds_high, positions, token_ids, found, where_found,
+    peaks, masses,
+    M: tl.constexpr, N: tl.constexpr, SAMPLED: tl.constexpr, RESTRICTED: tl.constexpr, NOISE: tl.constexpr,
+    IDS: tl.constexpr, MASS: tl.constexpr,
+):  # fmt: skip
+    """Of each row and block the M largest keys and their columns, lowest column first among equals.
+
+    With MASS also the block's largest key and the sum of exp(key - largest).
+    """
+    row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    columns = block * N + tl.arange(0, N)
+    inside = columns < size
+    if SAMPLED:
+        temperature = tl.load(temperatures + row)
+        keys = read_scaled(logits, row, stride, columns, size, temperature)
+        if RESTRICTED:
+            keys = tl.where(keys < tl.load(thresholds + row), MINUS_INFINITY, keys)
+        if NOISE:
+            key = row_key(tl.load(seeds_low + row), tl.load(seeds_high + row), tl.load(positions + row))
+            if IDS:
+                ids = tl.load(token_ids + columns, mask=inside, other=0)
+            else:
+                ids = columns.to(tl.int64)
+            keys = tl.where(temperature > 0, keys + gumbel_noise(key, ids), keys)
+    else:
+        keys = tl.load(logits + row * stride + columns, mask=inside, other=MINUS_INFINITY).to(tl.float32)
+    place = row * blocks + block
+    if MASS:
+        peak = tl.max(keys, axis=0)
+        finite = tl.where(peak > MINUS_INFINITY, peak, 0.0)
+        tl.store(peaks + place, peak)
+        tl.store(masses + place, tl.sum(tl.exp(keys - finite), axis=0))
+    value, column = float("inf"), -1
+    for rank in range(M):
+        left = inside & ((keys < value) | ((keys == value) & (columns > column)))
+        value = tl.max(tl.where(left, keys, MINUS_INFINITY), axis=0)
+        column = tl.min(tl.where(left & (keys == value), columns, size), axis=0)
+        tl.store(found + place * M + rank, value)
+        tl.store(where_found + place * M + rank, column)
+
+
+@triton.jit
+def best_of_row(
+    found, where_found, peaks, masses, out, out_columns, out_mass, blocks, candidates, size,
+    M: tl.constexpr, C: tl.constexpr, P: tl.constexpr, MASS: tl.constexpr,
+):  # fmt: skip
+    """The M best of a row's candidates; with MASS the logarithm of the sum of exp over the row."""
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.arange(0, C)
+    keys = tl.load(found + row * candidates + places, mask=places < candidates, other=MINUS_INFINITY)
+    columns = tl.load(where_found + row * candidates + places, mask=places < candidates, other=size)
+    value, column = float("inf"), -1
+    for rank in range(M):
+        left = (columns < size) & ((keys < value) | ((keys == value) & (columns > column)))
+        value = tl.max(tl.where(left, keys, MINUS_INFINITY), axis=0)
+        column = tl.min(tl.where(left & (keys == value), columns, size), axis=0)
+        tl.store(out + row * M + rank, value)
+        tl.store(out_columns + row * M + rank, tl.minimum(column, size - 1).to(tl.int64))
+    if MASS:
+        parts = tl.arange(0, P)
+        peak = tl.load(peaks + row * blocks + parts, mask=parts < blocks, other=MINUS_INFINITY)
+        mass = tl.load(masses + row * blocks + parts, mask=parts < blocks, other=0.0)
+        most = tl.max(peak, axis=0)
+        finite = tl.where(most > MINUS_INFINITY, most, 0.0)
+        total = tl.sum(tl.where(mass > 0, mass * tl.exp(peak - finite), 0.0), axis=0)
+        tl.store(out_mass + row, finite + tl.log(total))
+
+
+@triton.jit
+def count_above(logits, stride, size, log_masses, bounds, out, N: tl.constexpr):
+    """How many of a block's log-probabilities are above the row's bound."""
+    row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    columns = block * N + tl.arange(0, N)
+    x = tl.load(logits + row * stride + columns, mask=columns < size, other=MINUS_INFINITY).to(tl.float32)
+    above = x - tl.load(log_masses + row) > tl.load(bounds + row)
+    tl.store(out + row * blocks + block, tl.sum(above.to(tl.int32), axis=0))
+
+
+@triton.jit
+def in_order(x):
+    """fp32 -> uint32 in the same order; minus zero is made zero."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def from_order(code):
+    bits = code.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ -2147483648, ~bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def descend(sums, prefix, above, limit, row, blocks, first, P: tl.constexpr, WEIGHTED: tl.constexpr):
+    """The next digit: the lowest that holds anything and has less than `limit` above it.
+
+    sums: of every block [blocks, 16] of the level before. The first time a weighted limit is a share, of all there is.
+    """
+    parts, digits = tl.arange(0, P), tl.arange(0, DIGITS)
+    places = (row * blocks + parts[:, None]) * DIGITS + digits[None, :]
+    held = tl.sum(tl.load(sums + places, mask=parts[:, None] < blocks, other=0.0), axis=0)
+    higher = above + tl.sum(tl.where(digits[:, None] > digits[None, :], held[:, None], 0.0), axis=0)
+    if WEIGHTED:
+        limit = tl.where(first, limit * tl.sum(held, axis=0), limit)
+    digit = tl.min(tl.where((held > 0) & (higher < limit), digits, DIGITS - 1), axis=0)
+    return (prefix << 4) | digit.to(tl.uint32), tl.sum(tl.where(digits == digit, higher, 0.0), axis=0), limit
+
+
+@triton.jit(do_not_specialize=["level"])
+def count_digits(
+    logits, stride, size, temperatures, tops, floors, asked, states, sums, level,
+    N: tl.constexpr, P: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """One level: how much of the row's values each digit holds, among those with the digits found so far.
+
+    states [levels + 1, R, 3]: digits found (their bits), what lies above, the limit. sums [levels, R, blocks, 16].
+    """
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows, blocks = tl.num_programs(0), tl.num_programs(1)
+    if tl.load(asked + row) == 0:
+        return
+    state = states + row * 3
+    prefix = tl.full((), 0, tl.uint32)
+    if level > 0:
+        old = state + (level - 1) * rows * 3
+        prefix = tl.load(old).to(tl.uint32, bitcast=True)
+        before = sums + (level - 1).to(tl.int64) * rows * blocks * DIGITS
+        above, limit = tl.load(old + 1), tl.load(old + 2)
+        prefix, above, limit = descend(
+            before, prefix, above.to(tl.float32, bitcast=True), limit.to(tl.float32, bitcast=True),
+            row, blocks, level == 1, P, WEIGHTED,
+        )  # fmt: skip
+        if block == 0:
+            new = state + level * rows * 3
+            tl.store(new, prefix.to(tl.int32, bitcast=True))
+            tl.store(new + 1, above.to(tl.int32, bitcast=True))
+            tl.store(new + 2, limit.to(tl.int32, bitcast=True))
+    columns = block * N + tl.arange(0, N)
+    x = read_scaled(logits, row, stride, columns, size, tl.load(temperatures + row))
+    code = in_order(x)
+    shift = 28 - 4 * level
+    counted = (columns < size) & (x >= tl.load(floors + row))
+    if level > 0:
+        counted = counted & ((code >> (shift + 4)) == prefix)
+    if WEIGHTED:
+        weight = tl.where(counted, tl.exp(x - tl.load(tops + row)), 0.0)
+    else:
+        weight = tl.where(counted, 1.0, 0.0)
+    digit = ((code >> shift) & 15).to(tl.int32)
+    out = sums + ((level.to(tl.int64) * rows + row) * blocks + block) * DIGITS
+    for value in range(DIGITS):
+        tl.store(out + value, tl.sum(tl.where(digit == value, weight, 0.0), axis=0))
+
+
+@triton.jit
+def read_threshold(
+    states, sums, asked, floors, out, blocks, LEVEL: tl.constexpr, P: tl.constexpr, WEIGHTED: tl.constexpr
+):
+    """After the last level: the value that the digits spell, or the floor where none was asked for."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    threshold = tl.load(floors + row)
+    if tl.load(asked + row) != 0:
+        old = states + ((LEVEL - 1) * rows + row) * 3
+        prefix, above, limit = tl.load(old), tl.load(old + 1), tl.load(old + 2)
+        code, _, _ = descend(
+            sums + (LEVEL - 1) * rows.to(tl.int64) * blocks * DIGITS, prefix.to(tl.uint32, bitcast=True),
+            above.to(tl.float32, bitcast=True), limit.to(tl.float32, bitcast=True), row, blocks, False, P, WEIGHTED,
+        )  # fmt: skip
+        threshold = tl.maximum(threshold, from_order(code))
+    tl.store(out + row, threshold)
+
+
+def best(
+    logits: Tensor,
+    parameters: ChoiceParameters | None,
+    positions: Tensor,
+    token_ids: Tensor | None,
+    count: int,
+    *,
+    mass: bool = False,
+    block: int = BLOCK,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The `count` largest keys of each row of logits `[R, V]`, ties by lowest column: keys and columns `[R, count]`.
+
+    With `mass` also the logarithm of the sum of exp over all keys, `[R]`. Arguments as for kernels.choose.choose.
+    """
+    thresholds = None
+    if parameters is not None and parameters.restricts:
+        thresholds = find_thresholds(logits, parameters, block)
+    return _best(logits, parameters, positions, token_ids, count, thresholds, mass=mass, noise=True, block=block)
+
+
+def logprobs(logits: Tensor, tokens: Tensor, top: int, block: int = BLOCK) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As kernels.choose.logprobs."""
+    count = max(top, 1)
+    keys, columns, log_mass = _best(logits, None, None, None, count, None, mass=True, noise=False, block=block)
+    assert log_mass is not None
+    own = logits.gather(1, tokens[:, None])[:, 0].float() - log_mass
+    rows, size = logits.shape
+    above = torch.empty(rows, triton.cdiv(size, block), dtype=torch.int32, device=logits.device)
+    count_above[above.shape](logits, logits.stride(0), size, log_mass, own, above, N=block, num_warps=8)
+    return own, above.sum(1) + 1, columns[:, :top], keys[:, :top] - log_mass[:, None]
+
+
+def _best(
+    logits: Tensor,
+    parameters: ChoiceParameters | None,
+    positions: Tensor | None,
+    token_ids: Tensor | None,
+    count: int,
+    thresholds: Tensor | None,
+    *,
+    mass: bool,
+    noise: bool,
+    block: int,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    rows, size = logits.shape
+    assert count <= min(size, MOST), "a few of the vocabulary"
+    assert logits.stride(1) == 1, "columns beside each other"
+    blocks, device = triton.cdiv(size, block), logits.device
+    found = torch.empty(rows, blocks, count, device=device)
+    columns = torch.empty(rows, blocks, count, dtype=torch.int32, device=device)
+    peaks, masses = torch.empty(2, rows, blocks, device=device) if mass else (found, found)
+    p = parameters
+    best_of_block[rows, blocks](
+        logits, logits.stride(0), size,
+        found if p is None else p.temperature, found if thresholds is None else thresholds,
+        columns if p is None else p.seed_low, columns if p is None else p.seed_high,
+        columns if positions is None else positions, columns if token_ids is None else token_ids,
+        found, columns, peaks, masses,
+        M=count, N=block, SAMPLED=p is not None, RESTRICTED=thresholds is not None, NOISE=noise,
+        IDS=token_ids is not None, MASS=mass, num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    keys = torch.empty(rows, count, device=device)
+    where = torch.empty(rows, count, dtype=torch.int64, device=device)
+    log_mass = torch.empty(rows, device=device) if mass else None
+    best_of_row[rows,](
+        found, columns, peaks, masses, keys, where, keys if log_mass is None else log_mass,
+        blocks, blocks * count, size,
+        M=count, C=triton.next_power_of_2(blocks * count), P=triton.next_power_of_2(blocks), MASS=mass, num_warps=8,
+    )  # fmt: skip
+    return keys, where, log_mass
+
+
+def find_thresholds(logits: Tensor, parameters: ChoiceParameters, block: int = BLOCK) -> Tensor:
+    """What a logit over its temperature must reach to stay in the law, by min-p, then top-k, then top-p: `[R]`."""
+    p, none = parameters, float("-inf")
+    tops, _, _ = _best(logits, p, None, None, 1, None, mass=False, noise=False, block=block)
+    tops, sampled = tops[:, 0], p.temperature > 0
+    floors = torch.where((p.min_p > 0) & sampled, tops + exact_log(p.min_p), none)
+    by_k = (p.top_k > 0) & sampled
+    floors = _threshold(logits, p.temperature, tops, floors, by_k, p.top_k.float(), block, weighted=False)
+    by_p = (p.top_p < 1) & sampled
+    return _threshold(logits, p.temperature, tops, floors, by_p, p.top_p, block, weighted=True)
+
+
+def _threshold(
+    logits: Tensor,
+    temperature: Tensor,
+    tops: Tensor,
+    floors: Tensor,
+    asked: Tensor,
+    limit: Tensor,
+    block: int,
+    *,
+    weighted: bool,
+) -> Tensor:
+    """Of the values from `floors` on, the lowest with less than `limit` above it: so many, or such a share of mass."""
+    rows, size = logits.shape
+    blocks, device = triton.cdiv(size, block), logits.device
+    sums = torch.empty(LEVELS, rows, blocks, 16, device=device)
+    states = torch.zeros(LEVELS, rows, 3, dtype=torch.int32, device=device)
+    states[0, :, 2] = limit.to(torch.float32).view(torch.int32)
+    asked, parts = asked.to(torch.int32), triton.next_power_of_2(blocks)
+    for level in range(LEVELS):
+        count_digits[rows, blocks](
+            logits, logits.stride(0), size, temperature, tops, floors, asked, states, sums, level,
+            N=block, P=parts, WEIGHTED=weighted, num_warps=8, enable_fp_fusion=False,
+        )  # fmt: skip
+    out = torch.empty_like(floors)
+    read_threshold[rows,](states, sums, asked, floors, out, blocks, LEVEL=LEVELS, P=parts, WEIGHTED=weighted)
+    return out

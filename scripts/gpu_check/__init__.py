@@ -1,0 +1,7 @@
+"""What `scripts/gpu_check.sh` runs. A module per operation has two functions, which measure.py helps to write:
+
+    correctness(device) -> list[dict]     the kernel against float64, or bit for bit against the torch form on the CPU
+    timings(device) -> list[dict]         milliseconds and bytes; the runner adds GB/s and the share of a plain copy's
+
+Shapes are those of real models on a GPU and tiny ones on a CPU, where Triton's interpreter runs the kernels.
+"""

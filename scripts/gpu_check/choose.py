@@ -1,0 +1,84 @@
+"""The choice rule: the GPU's choices are the CPU's, and what a pass over the vocabulary costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.choose import ChoiceParameters, choice_keys, choose, choose_best
+from scripts.gpu_check.measure import close, same, timed
+
+KINDS = ("greedy", "sampled", "top-k and min-p", "top-p")
+
+
+def cases(device: torch.device) -> Iterator[tuple[int, int, torch.dtype]]:
+    """Rows, vocabulary, dtype."""
+    if device.type != "cuda":
+        yield from ((2, 150, torch.float32), (3, 2300, torch.bfloat16))
+        return
+    for size in (2048, 32000, 128256, 262144):
+        for rows in (1, 7, 64):
+            yield rows, size, torch.bfloat16
+    yield 16, 128256, torch.float32
+
+
+def make(rows: int, size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows * size)
+    logits = (4 * torch.randn(rows, size, generator=generator)).to(dtype).to(device)
+    return logits, torch.arange(rows, device=device) * 31 + 1000
+
+
+def parameters(kind: str, rows: int, device: torch.device) -> ChoiceParameters | None:
+    if kind == "greedy":
+        return None
+    seeds = torch.arange(rows, device=device) * 7919 + 11
+    full = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    full |= {"top-k and min-p": {"top_k": 50, "min_p": 0.01}, "top-p": {"top_p": 0.9}}.get(kind, {})
+    values = {key: torch.full((rows,), value, device=device) for key, value in full.items()}
+    return ChoiceParameters(**values, seed_low=seeds, seed_high=seeds + 1, restricts=kind.startswith("top"))
+
+
+def correctness(device: torch.device) -> list[dict[str, Any]]:
+    found = []
+    for rows, size, dtype in cases(device):
+        logits, positions = make(rows, size, dtype, device)
+        for kind in KINDS:
+            case = f"{kind}, {rows} x {size}, {dtype}"
+            keys = choice_keys(logits.cpu(), parameters(kind, rows, torch.device("cpu")), positions.cpu())
+            chosen = choose(logits, parameters(kind, rows, device), positions)
+            # the sum that top-p compares may be rounded otherwise: one row in many may hold one token more
+            allowed = 0.02 if kind == "top-p" else 0.0
+            found.append(same("choose", case, chosen, keys.argmax(-1), allowed=allowed))
+            if kind == "top-p":
+                continue
+            columns, values = choose_best(logits, parameters(kind, rows, device), positions, None, 8)
+            best = keys.double().sort(dim=-1, descending=True, stable=True)
+            found.append(same("draft top-m", case, columns, best.indices[:, :8]))
+            true = best.values[:, :8] - keys.double().logsumexp(-1, keepdim=True)
+            found.append(close("draft top-m log-probabilities", case, values, true, 1e-5))
+    return found
+
+
+def timings(device: torch.device) -> list[dict[str, Any]]:
+    on_gpu, found = device.type == "cuda", []
+    size, dtype = (128256, torch.bfloat16) if on_gpu else (150, torch.float32)
+    for rows in (1, 16, 64) if on_gpu else (2,):
+        logits, positions = make(rows, size, dtype, device)
+        moved = logits.numel() * logits.element_size()
+        for kind in KINDS:
+            p = parameters(kind, rows, device)
+            case = f"{kind}, {rows} x {size}, {dtype}"
+            found.append(
+                timed("choose", case, lambda x=logits, p=p, at=positions: choose(x, p, at), device, moved=moved)
+            )
+    drafts = 32000 if on_gpu else 90
+    for rows in (1, 8) if on_gpu else (1,):
+        logits, positions = make(rows, drafts, dtype, device)
+        p, ids = parameters("sampled", rows, device), torch.arange(drafts, device=device) * 2
+        case, moved = f"{rows} x {drafts}, m = 8, {dtype}", logits.numel() * logits.element_size()
+        call = lambda x=logits, p=p, at=positions, ids=ids: choose_best(x, p, at, ids, 8)  # noqa: E731
+        found.append(timed("draft top-m", case, call, device, moved=moved))
+    return found

@@ -1,0 +1,100 @@
+"""The promise on this machine: token ids with drafts equal those without, in any batch, greedy and sampled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from infer.config import EngineConfig, ProposerConfig
+from infer.engine import Engine
+from infer.request import Completion, SamplingParams
+from models.targets import load_target
+from models.tokenizer import Tokenizer
+from scripts.gpu_check import targets
+
+TEXTS = (
+    "import os\n\ndef main():",
+    "class Error(Exception):\n",
+    "    def __init__(self, name, value):\n        self.name = name\n        self.",
+    "for index in range(10):\n    print(index)\nfor index in range(10):\n    ",
+)
+GREEDY = SamplingParams(ignore_eos=True)
+COOL = SamplingParams(temperature=0.8, seed=1, ignore_eos=True)
+CUT = SamplingParams(temperature=1.0, top_p=0.9, top_k=40, seed=2, ignore_eos=True)
+CHAIN = ProposerConfig(name="auto", max_draft_tokens=4, ngram_min=1)
+TREE = replace(CHAIN, tree_width=3, tree_nodes=12)
+
+
+def engines(device: torch.device) -> Iterator[tuple[str, Engine, list[list[int]], int]]:
+    """Name, engine, prompts, tokens to generate. On a CPU as few as the interpreter bears."""
+    if device.type != "cuda":
+        target = targets.random_target("tiny", torch.float32, device)
+        config = EngineConfig(max_batch=2, max_tokens_in_cache=128, prefill_chunk=16, max_rows=32)
+        yield "tiny, fp32", Engine(target, head=targets.taught_head(target), config=config), [[5, 6, 7], [9, 8]], 4
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        target = load_target(str(targets.DEMO), dtype=dtype, device=device)
+        head = targets.taught_head(load_target(str(targets.DEMO)))
+        tokenizer = Tokenizer.load(target.folder)
+        prompts = [tokenizer.encode(text) for text in TEXTS]
+        yield f"demo, {dtype}", Engine(target, head=head, tokenizer=tokenizer), prompts, 48
+    target = targets.random_target("llama3.1-8b", torch.bfloat16, device)
+    config = EngineConfig(max_batch=8, max_tokens_in_cache=8192)
+    engine = Engine(target, head=targets.random_head(target, 32000), config=config)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(1, 128000, (n,), generator=generator).tolist() for n in (5, 64, 300)]
+    yield "8B shape, random, bf16", engine, [*prompts, [11, 12, 13] * 20], 24
+
+
+def check(device: torch.device, deadline: float) -> list[dict[str, Any]]:
+    """One line per target, sampling and way of drafting; ways for which no time was left are said to be left out."""
+    found = []
+    for name, engine, prompts, tokens in engines(device):
+        for kind, params in samplings(device):
+            asked = replace(params, max_tokens=tokens)
+            engine.set_proposer("none")
+            plain = [engine.generate([prompt], asked)[0] for prompt in prompts]
+            for way, proposer, shape, together in ways(device):
+                line = {"target": name, "sampling": kind, "drafts": way, "batch": len(prompts) if together else 1}
+                if time.monotonic() > deadline:
+                    found.append(line | {"left_out": "no time"})
+                    continue
+                begin = time.monotonic()
+                engine.set_proposer(proposer, config=shape)
+                found.append(line | compare(plain, run(engine, prompts, asked, together=together)))
+                found[-1]["seconds"] = round(time.monotonic() - begin, 2)
+        engine.close()
+        del engine
+    return found
+
+
+def samplings(device: torch.device) -> list[tuple[str, SamplingParams]]:
+    every = [("greedy", GREEDY), ("T = 0.8", COOL), ("T = 1, top-k, top-p", CUT)]
+    return every if device.type == "cuda" else every[:2]
+
+
+def ways(device: torch.device) -> list[tuple[str, str, ProposerConfig, bool]]:
+    every = [
+        ("none", "none", CHAIN, True),
+        ("head, chain", "head", CHAIN, False),
+        ("head, chain", "head", CHAIN, True),
+        ("head, tree", "head", TREE, True),
+        ("n-gram", "ngram", CHAIN, True),
+    ]
+    return every if device.type == "cuda" else every[:1] + every[2:4]
+
+
+def run(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, *, together: bool) -> list[Completion]:
+    if together:
+        return engine.generate(list(prompts), params)
+    return [engine.generate([prompt], params)[0] for prompt in prompts]
+
+
+def compare(plain: Sequence[Completion], found: Sequence[Completion]) -> dict[str, Any]:
+    wrong = sum(ours.token_ids != theirs.token_ids for ours, theirs in zip(found, plain, strict=True))
+    accepted = sum(answer.stats.accepted for answer in found)
+    return {"prompts": len(plain), "different": wrong, "accepted_drafts": accepted, "ok": wrong == 0}

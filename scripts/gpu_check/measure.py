@@ -1,0 +1,69 @@
+"""One line of the report: a comparison or a time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLUSH_BYTES = 256 * 2**20  # more than any cache holds
+TIMES = 15
+
+
+def close(kernel: str, case: str, found: Tensor, true: Tensor, bound: float) -> dict[str, Any]:
+    """The largest error against a float64 truth, as a share of its largest value."""
+    found, true = found.detach().double().cpu(), true.detach().double().cpu()
+    finite = found != true  # so that an infinity that should be one is no error
+    error = float((found - true)[finite].abs().max() / true[true.isfinite()].abs().max()) if finite.any() else 0.0
+    return {"kernel": kernel, "case": case, "error": error, "bound": bound, "ok": error <= bound}  # NaN is not
+
+
+def same(kernel: str, case: str, found: Tensor, expected: Tensor, *, allowed: float = 0.0) -> dict[str, Any]:
+    """The share of elements that differ; `allowed` of them may."""
+    wrong = float((found.detach().cpu() != expected.detach().cpu()).double().mean())
+    return {"kernel": kernel, "case": case, "error": wrong, "bound": allowed, "ok": wrong <= allowed}
+
+
+def timed(kernel: str, case: str, call: Callable[[], Any], device: torch.device, *, moved: int) -> dict[str, Any]:
+    """Median time of a call with cold caches; `moved`: bytes that it must read and write at least.
+
+    On a CPU the call runs once: the interpreter's time says nothing, but the call must work.
+    """
+    call()
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        call()
+        return {"kernel": kernel, "case": case, "ms": 1000 * (time.perf_counter() - begin), "bytes": moved}
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(TIMES)]
+    for start, end in pairs:
+        flush.zero_()  # meanwhile the call is queued, so that its launch is not part of its time
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize(device)
+    return {
+        "kernel": kernel,
+        "case": case,
+        "ms": statistics.median(start.elapsed_time(end) for start, end in pairs),
+        "bytes": moved,
+    }
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """GB/s of a plain copy, bytes read and bytes written counted."""
+    size = 2**30 if device.type == "cuda" else 2**22
+    source = torch.empty(size, dtype=torch.int8, device=device)
+    into = torch.empty_like(source)
+    found = timed("copy", "", lambda: into.copy_(source), device, moved=2 * size)
+    return found["bytes"] / found["ms"] / 1e6
+
+
+def rated(entry: dict[str, Any], copy_gb_s: float) -> dict[str, Any]:
+    """With the bandwidth that was reached, and its share of a copy's."""
+    reached = entry["bytes"] / entry["ms"] / 1e6
+    return entry | {"gb_s": round(reached, 2), "of_copy": round(reached / copy_gb_s, 4)}

@@ -1,0 +1,138 @@
+"""Speculation end to end on the inflated target with its inflated head: real acceptance at a large model's cost."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infer.config import REPO_ROOT, EngineConfig, ProposerConfig
+from infer.engine import Engine
+from infer.request import SamplingParams
+from models.heads import load_head
+from models.heads.eagle3 import Eagle3Head
+from models.inflation import SHAPES, inflate_head, inflate_target
+from models.targets import load_target
+from models.tokenizer import Tokenizer
+from scripts.gpu_check import targets
+from scripts.gpu_check.exactness import TEXTS
+
+CHAIN = ProposerConfig(name="auto", max_draft_tokens=5)
+SYSTEMS = {
+    "plain": ("none", CHAIN),
+    "head, chain 5": ("head", CHAIN),
+    "head, tree 16": ("head", replace(CHAIN, tree_width=4, tree_nodes=16)),
+    "synthetic, chain 5": ("synthetic", replace(CHAIN, acceptance=[0.88] * 5)),  # τ 4.46, and drafts that cost nothing
+}
+SHORT = ProposerConfig(name="auto", max_draft_tokens=2, acceptance=[0.9, 0.8])  # for the interpreter
+SHORT_SYSTEMS = {
+    "plain": ("none", SHORT),
+    "head, chain 2": ("head", SHORT),
+    "synthetic, chain 2": ("synthetic", SHORT),
+}
+TAU = 4.5  # at which the time of a round with the head is quoted
+TRAIN_SECONDS = 150
+
+
+def bench(device: torch.device, copy_gb_s: float, deadline: float, head: Path | None, minutes: float) -> dict[str, Any]:
+    """Every system at every batch, until the time is up. Raises ValueError for a head that is of no use here."""
+    on_gpu = device.type == "cuda"
+    with tempfile.TemporaryDirectory() as work:
+        document: dict[str, Any] = {"runs": []}
+        source, shape, dtype = targets.DEMO, SHAPES["llama3.1-8b"], torch.bfloat16
+        if not on_gpu:
+            source, shape, dtype = Path(work) / "tiny", targets.WIDE, torch.float32
+            targets.write_tiny(source)
+        small = load_target(str(source))
+        if head is None and on_gpu:
+            head = train_head(Path(work), minutes)
+        own = targets.taught_head(small) if head is None else load_head(head, target=small)
+        if not isinstance(own, Eagle3Head):
+            raise ValueError(f"--head {head}: a head of kind {own.name}; give an EAGLE-3 head of the demo target")
+        layers = small.config.num_layers
+        wide = inflate_head(own, shape, target_layers=layers, dtype=dtype, device=device)
+        target = inflate_target(source, shape, dtype=dtype, device=device)
+    weights = sum(p.numel() * p.element_size() for name, p in target.named_parameters() if "embed_tokens" not in name)
+    limit = copy_gb_s * 1e9 / weights
+    document |= {"target": f"{source.name} inflated", "head": str(head or "not trained"), "weight_bytes": weights}
+    document["plain_limit_tokens_per_s"] = round(limit, 1)
+    batches = (1, 8, 64) if on_gpu else (2,)
+    systems = SYSTEMS if on_gpu else SHORT_SYSTEMS
+    config = EngineConfig(max_batch=max(batches), max_tokens_in_cache=32768 if on_gpu else 128)
+    engine = Engine(target, head=wide, config=config)
+    prompts = [[5, 6, 7], [9, 8]]
+    if on_gpu:
+        tokenizer = Tokenizer.load(targets.DEMO)
+        prompts = [tokenizer.encode(text) for text in TEXTS]
+    for batch in batches:
+        asked = [prompts[index % len(prompts)] for index in range(batch)]
+        plain: list[list[int]] = []
+        for name, (proposer, shape_of) in systems.items():
+            line: dict[str, Any] = {"system": name, "batch": batch}
+            if time.monotonic() > deadline:
+                document["runs"].append(line | {"left_out": "no time"})
+                continue
+            engine.set_proposer(proposer, config=shape_of)
+            ids, numbers = measure(engine, asked, 96 if on_gpu else 4)
+            plain = plain or ids
+            if proposer != "synthetic":
+                numbers["ok"] = ids == plain
+            if proposer == "none":
+                numbers["of_limit"] = round(numbers["tokens_per_s"] / batch / limit, 4)
+            if proposer == "head":
+                numbers["tokens_per_s_at_tau"] = {TAU: round(1000 * batch * TAU / numbers["round_ms"], 1)}
+            document["runs"].append(line | numbers)
+    return document
+
+
+def measure(engine: Engine, prompts: Sequence[list[int]], tokens: int) -> tuple[list[list[int]], dict[str, Any]]:
+    """Token ids, and of the rounds after all prompts are read: median time, tokens/s, τ."""
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    if engine.device.type == "cuda":
+        engine.generate([prompts[0]], replace(params, max_tokens=8))  # kernels are compiled, caches warm
+    names = [engine.add(prompt, params) for prompt in prompts]
+    requests = [engine.request(name) for name in names]
+    while any(request.output_length == 0 for request in requests):
+        engine.step()
+    rounds, emitted = [], 0
+    while engine.has_work:
+        full = all(request.finish_reason is None for request in requests)
+        begin = time.perf_counter()
+        outputs = engine.step()  # token ids have reached the host
+        if full:
+            rounds.append(time.perf_counter() - begin)
+            emitted += sum(len(output.token_ids) for output in outputs)
+    steps, all_emitted = (sum(getattr(request.stats, key) for request in requests) for key in ("steps", "emitted"))
+    return [request.output_ids for request in requests], {
+        "round_ms": round(1000 * statistics.median(rounds), 3),
+        "tokens_per_s": round(emitted / sum(rounds), 1),
+        "tau": round(all_emitted / steps, 3),
+    }
+
+
+def train_head(work: Path, minutes: float) -> Path:
+    """A head for the demo target, trained here. Raises ValueError with the end of the log if it fails."""
+    command = [sys.executable, "train/run.py", "model=demo", "head=eagle3", "tracker=none", f"minutes={minutes}"]
+    log = work / "train.log"
+    with log.open("w") as stream:
+        done = subprocess.run(
+            [*command, f"output_dir={work}"],
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            cwd=REPO_ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            timeout=60 * minutes + TRAIN_SECONDS,
+            check=False,
+        )
+    if done.returncode:
+        raise ValueError(f"training a head failed: {log.read_text(errors='replace')[-2000:]}")
+    return work / "heads" / "demo" / "eagle3"

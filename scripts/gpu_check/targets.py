@@ -1,0 +1,77 @@
+"""Targets and heads to check an engine with: the demo's, random ones of a large model's shape, and tiny ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from infer.config import REPO_ROOT
+from models.config import TargetConfig, read_json
+from models.heads.eagle3 import Eagle3Head
+from models.heads.eagle3_config import Eagle3Config
+from models.inflation import SHAPES, Shape
+from models.inflation.shapes import enlarged
+from models.targets.llama import LlamaTarget
+
+DEMO = REPO_ROOT / "models" / "demo"
+TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_layers": 3, "num_heads": 2}
+TINY |= {"num_kv_heads": 1, "head_dim": 16, "max_position_embeddings": 128}
+WIDE = Shape(340, 48, 64, 4, 4, 2, 16, 128, tie_word_embeddings=True, draft_vocab_size=320)  # what TINY is enlarged to
+
+
+def config_of(shape: str) -> TargetConfig:
+    """`tiny`, or one of SHAPES with the demo's constants."""
+    demo = TargetConfig.from_json(read_json(DEMO / "config.json"))
+    return replace(demo, **TINY) if shape == "tiny" else enlarged(demo, SHAPES[shape])
+
+
+def random_target(shape: str, dtype: torch.dtype, device: torch.device) -> LlamaTarget:
+    return randomised(LlamaTarget, config_of(shape), dtype, device)
+
+
+def random_head(target: LlamaTarget, draft_vocab_size: int) -> Eagle3Head:
+    """Made on the target's device, since a CPU would take a minute over a large one's weights."""
+    aux = (0, 1, 2) if target.config.num_layers < 8 else None
+    config = Eagle3Config.for_target(target.config, draft_vocab_size=draft_vocab_size, aux_layers=aux)
+    weight = target.embedding_weight
+    return randomised(Eagle3Head, config, weight.dtype, weight.device)
+
+
+def taught_head(target: LlamaTarget) -> Eagle3Head:
+    """One that starts from the weights of `target`, on a CPU and not packed, and so is right now and then."""
+    aux = (0, 1, 2) if target.config.num_layers < 8 else None
+    head = Eagle3Head(Eagle3Config.for_target(target.config, aux_layers=aux))
+    head.initialise(target, from_target=True)
+    return head.requires_grad_(False)
+
+
+def randomised(kind: type, config: object, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A module of this kind with random matrices, for inference."""
+    with torch.device("meta"):
+        module = kind(config)
+    module = module.to(dtype).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    for parameter in module.parameters():
+        if parameter.ndim == 1:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(0.0, 0.02 if parameter.shape[1] > 1000 else 0.1, generator=generator)
+    for name, buffer in module.named_buffers():  # of a head: its draft vocabulary is the first ids
+        buffer.copy_(torch.arange(len(buffer)) < config.draft_vocab_size if name == "t2d" else torch.zeros(len(buffer)))
+    if isinstance(module, LlamaTarget) and module.config.tie_word_embeddings:
+        module.lm_head.weight = module.embed_tokens.weight
+    return module.eval().requires_grad_(False)
+
+
+def write_tiny(folder: Path) -> None:
+    """A random checkpoint of TINY's sizes, in the layout of Hugging Face."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    names = {"layers": "hidden_layers", "heads": "attention_heads", "kv_heads": "key_value_heads"}
+    sizes = {"num_" + names[key[4:]] if key.startswith("num_") else key: value for key, value in TINY.items()}
+    config = LlamaConfig(**sizes, initializer_range=0.1, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0)
+    LlamaForCausalLM(config).save_pretrained(folder)

@@ -1,0 +1,61 @@
+"""Acceptance: the GPU's node is the CPU's, over random trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infer.tree import DraftTree
+from kernels.verify import accept
+from scripts.gpu_check.measure import same, timed
+
+
+def random_trees(batch: int, nodes: int, seed: int) -> tuple[DraftTree, Tensor]:
+    """Trees in which every node is the only child, or one of two; and choices that often agree."""
+    generator = torch.Generator().manual_seed(seed)
+    parent = torch.full((batch, nodes), -1)
+    token = torch.zeros(batch, nodes, dtype=torch.int64)
+    for node in range(1, nodes):
+        parent[:, node] = (node - 1) // 2
+        token[:, node] = node % 2
+    tree = DraftTree.from_parents(token, parent, torch.randint(1, nodes + 1, (batch,), generator=generator))
+    return tree, torch.randint(0, 2, (batch, nodes), generator=generator)
+
+
+def tensors(tree: DraftTree, choice: Tensor, device: torch.device) -> list[Tensor]:
+    fields = (tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice)
+    return [field.to(device) for field in fields]
+
+
+def expected(tree: DraftTree, choice: Tensor) -> Tensor:
+    """By walking down."""
+    ends = []
+    for token, parent, length, own in zip(tree.token, tree.parent, tree.length.tolist(), choice, strict=True):
+        node = 0
+        while True:
+            below = [i for i in range(1, length) if parent[i] == node and token[i] == own[node]]
+            if not below:
+                break
+            (node,) = below
+        ends.append(node)
+    return torch.tensor(ends)
+
+
+def correctness(device: torch.device) -> list[dict[str, Any]]:
+    found = []
+    for batch, nodes in ((64, 64), (256, 17), (3, 1)) if device.type == "cuda" else ((3, 16), (2, 64)):
+        tree, choice = random_trees(batch, nodes, seed=nodes)
+        last = accept(*tensors(tree, choice, device))
+        found.append(same("accept", f"{batch} trees of up to {nodes}", last, expected(tree, choice)))
+    return found
+
+
+def timings(device: torch.device) -> list[dict[str, Any]]:
+    found = []
+    for batch, nodes in ((1, 16), (64, 64)) if device.type == "cuda" else ((2, 16),):
+        given = tensors(*random_trees(batch, nodes, seed=0), device)
+        moved = sum(x.numel() * x.element_size() for x in given)
+        found.append(timed("accept", f"{batch} trees of {nodes}", lambda g=given: accept(*g), device, moved=moved))
+    return found

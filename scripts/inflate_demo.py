@@ -1,0 +1,83 @@
+"""Enlarges the demo target, and a head trained for it, to the sizes of a large model, with the same text.
+
+    python scripts/inflate_demo.py --shape llama3.1-8b OUT
+    python scripts/inflate_demo.py --shape 0.4b --head outputs/heads/demo/eagle3 OUT
+    python infer/generate.py model=demo model.path=OUT head=eagle3 head.path=OUT/eagle3 compare=true
+
+A target whose logits, and so whose text and acceptance length, are the small model's, at the cost of the large one:
+for measuring speed where no real weights are at hand. OUT appears whole or not at all. What is measured on it says so.
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from infer.config import REPO_ROOT
+from models.heads import load_head
+from models.heads.eagle3 import Eagle3Head
+from models.inflation import SHAPES, inflate_head, write_head, write_target
+from models.targets import load_target
+from train import atomic
+from train.provenance import provenance
+
+USER_ERROR = 2
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def parser() -> argparse.ArgumentParser:
+    own = argparse.ArgumentParser(
+        prog="python scripts/inflate_demo.py",
+        description=(__doc__ or "").partition("\n\n")[0],
+        allow_abbrev=False,
+    )
+    own.add_argument("out", metavar="OUT", type=Path, help="a folder that is not there yet")
+    own.add_argument("--shape", required=True, choices=list(SHAPES))
+    own.add_argument("--model", default=str(REPO_ROOT / "models/demo"), metavar="FOLDER", help="what to enlarge")
+    own.add_argument("--head", type=Path, metavar="FOLDER", help="an EAGLE-3 head of it, enlarged into OUT/eagle3")
+    own.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
+    own.add_argument("--seed", type=int, default=0, help="of the new weights")
+    return own
+
+
+def inflate(args: argparse.Namespace) -> None:
+    """Raises ValueError naming what is wrong; OUT is then not there."""
+    if args.out.exists() or args.out.is_symlink():
+        raise ValueError(f"{args.out}: is there already; remove it, or give another folder")
+    shape, dtype = SHAPES[args.shape], DTYPES[args.dtype]
+    small = load_target(args.model)
+    head = load_head(args.head, target=small) if args.head else None
+    if head is not None and not isinstance(head, Eagle3Head):
+        raise ValueError(f"--head {args.head}: a head of kind {head.name}; only EAGLE-3 heads are enlarged")
+    with atomic.replace_folder(args.out) as staging:
+        write_target(args.model, shape, staging, dtype=dtype, seed=args.seed)
+        if head is not None:
+            folder = staging / "eagle3"
+            folder.mkdir()
+            layers = small.config.num_layers
+            wide = inflate_head(head, shape, target_layers=layers, dtype=dtype, device="cpu", seed=args.seed)
+            facts = {"inflated_from": str(args.head), "target": str(args.model), "shape": args.shape}
+            write_head(wide, folder, staging, provenance({}, **facts), verifier=str(args.out))
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    try:
+        inflate(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    size = sum(file.stat().st_size for file in args.out.rglob("*.safetensors")) / 2**30
+    print(f"{args.model} at the sizes of {args.shape} ({args.dtype}, {size:.1f} GiB) in {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,159 @@
+"""The choice rule in Triton's interpreter against its torch form: the same bits, in blocks too small for a row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.choose import ChoiceParameters, choice_keys, choose, choose_best, logprobs, restrict
+from kernels.noise import exact_log, gumbel_noise, gumbel_of, noise_words, row_keys
+from kernels.triton import choose as gpu
+from tests.kernels.sm90 import MOST_SHARED, usage
+
+V, BLOCK = 150, 64
+POSITIONS = torch.arange(6) + 1000
+ROWS = [  # temperature, top_k, top_p, min_p
+    (0.0, 3, 0.5, 0.1),  # greedy: the rest means nothing
+    (1.0, 0, 0.9, 0.0),
+    (0.7, 5, 1.0, 0.02),
+    (1.3, 20, 0.8, 0.0),
+    (1.0, 0, 1.0, 0.0),
+    (2.0, 500, 1.0, 0.0),  # more than there are
+]
+
+
+def rows_of(rows):
+    temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*rows, strict=True))
+    seeds = torch.arange(len(rows)) * 7919 + 2**40 + 3
+    return ChoiceParameters(temperature, top_k, top_p, min_p, seeds & 0xFFFFFFFF, seeds >> 32)
+
+
+def logits_of(count, dtype=torch.float32):
+    x = torch.randn(count, V, generator=torch.Generator().manual_seed(1)) * 3
+    x[min(2, count - 1), 40:90] = 1.5  # ties, over blocks
+    x[0, [7, 140]] = 30.0
+    x[count - 1, 3:60] = -torch.inf  # masked
+    return x.to(dtype)
+
+
+def expected(logits, parameters, token_ids=None):
+    keys = choice_keys(logits, parameters, POSITIONS[: len(logits)], token_ids).float()
+    ordered = keys.sort(dim=-1, descending=True, stable=True)
+    return ordered.values, ordered.indices, keys.logsumexp(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_row_chooses_what_torch_chooses(dtype):
+    logits, parameters = logits_of(6, dtype), rows_of(ROWS)
+    keys, columns, log_mass = gpu.best(logits, parameters, POSITIONS, None, 4, mass=True, block=BLOCK)
+    values, indices, total = expected(logits, parameters)
+    assert torch.equal(keys, values[:, :4])
+    assert torch.equal(columns, indices[:, :4])
+    torch.testing.assert_close(log_mass, total)
+
+
+def test_thresholds_are_those_of_restrict():
+    logits, p = logits_of(6), rows_of(ROWS)
+    kept = restrict(logits[1:] / p.temperature[1:, None], p.top_k[1:], p.top_p[1:], p.min_p[1:]) > -torch.inf
+    thresholds = gpu.find_thresholds(logits, p, BLOCK)
+    assert thresholds[0] == -torch.inf
+    scaled = logits[1:] / p.temperature[1:, None]
+    assert torch.equal((scaled >= thresholds[1:, None]) & (scaled > -torch.inf), kept)
+
+
+def test_greedy_rows_and_draft_vocabularies():
+    logits = logits_of(3)
+    keys, columns, _ = gpu.best(logits, None, POSITIONS, None, 2, block=BLOCK)
+    assert columns[0].tolist() == [7, 140]  # a tie goes to the lowest id
+    assert torch.equal(keys, expected(logits, None)[0][:, :2])
+    ids = torch.arange(V) * 13 + 5  # of the target
+    parameters = rows_of(ROWS[4:] * 2).rows(torch.arange(3))
+    parameters.restricts = False
+    _, columns, _ = gpu.best(logits, parameters, POSITIONS, ids, 3, block=BLOCK)
+    plain = ChoiceParameters(*(getattr(parameters, name) for name in ("temperature", "top_k", "top_p", "min_p")),
+                             parameters.seed_low, parameters.seed_high)  # fmt: skip
+    plain.top_k = plain.top_k * 0
+    assert torch.equal(columns, expected(logits, plain, ids)[1][:, :3])
+
+
+def test_a_row_hangs_on_itself_alone():
+    logits, parameters = logits_of(6), rows_of(ROWS)
+    together = gpu.best(logits, parameters, POSITIONS, None, 1, mass=True, block=BLOCK)
+    for row in (3, 5):
+        index = torch.tensor([row])
+        alone = gpu.best(
+            logits[index], parameters.rows(index), POSITIONS[index], None, 1, mass=True, block=BLOCK
+        )  # fmt: skip
+        for whole, part in zip(together, alone, strict=True):
+            assert torch.equal(whole[row : row + 1], part)
+
+
+def test_the_switch_sends_rows_through_triton(monkeypatch):
+    logits, parameters = logits_of(6), rows_of(ROWS)
+    logits[0, 7] += 1  # among equals torch.topk takes any
+    tokens = torch.tensor([7, 1, 2, 3, 4, 100])
+    answers = {}
+    for switch in ("torch", "triton"):
+        monkeypatch.setenv("HEADWAY_KERNELS", switch)
+        answers[switch] = (
+            choose(logits, parameters, POSITIONS),
+            *choose_best(logits, parameters, POSITIONS, None, 3),
+            *logprobs(logits, tokens, 5),
+        )
+    for ours, theirs in zip(answers["triton"], answers["torch"], strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_noise_has_the_same_bits_in_c_and_in_torch(monkeypatch):
+    seeds = torch.tensor([0, 2**32 - 1, 12345])
+    ids = torch.cat([torch.arange(1000), torch.tensor([2**31, 2**32 - 1])])  # no multiple of a vector's lanes
+    words = noise_words(row_keys(seeds, seeds.flip(0), seeds + 9), ids)
+    assert torch.equal(gumbel_noise(seeds, seeds.flip(0), seeds + 9, ids), gumbel_of(words))
+
+
+def test_the_logarithm_is_one():
+    x = torch.cat([torch.logspace(-37, 38, 20000), torch.linspace(0.5, 2, 20001)])
+    found, true = exact_log(x).double(), x.double().log()
+    assert ((found - true).abs() <= 3e-7 * true.abs() + 1e-9).all()
+    ends = torch.tensor([0, 1, 2**31, 2**32 - 2, 2**32 - 1])
+    u = ((ends.double() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    torch.testing.assert_close(gumbel_of(ends).double(), -torch.log(-torch.log1p(-u)), rtol=1e-6, atol=1e-6)
+
+
+FLOATS, INTS = "*fp32", "*i32"
+BEST = {"logits": "*bf16", "stride": "i32", "size": "i32", "temperatures": FLOATS, "thresholds": FLOATS}
+BEST |= {"seeds_low": "*i64", "seeds_high": "*i64", "positions": "*i64", "token_ids": "*i64"}
+BEST |= {"found": FLOATS, "where_found": INTS, "peaks": FLOATS, "masses": FLOATS}
+MERGE = {"found": FLOATS, "where_found": INTS, "peaks": FLOATS, "masses": FLOATS, "out": FLOATS}
+MERGE |= {"out_columns": "*i64", "out_mass": FLOATS, "blocks": "i32", "candidates": "i32", "size": "i32"}
+COUNT = {"logits": "*bf16", "stride": "i32", "size": "i32", "temperatures": FLOATS, "tops": FLOATS, "floors": FLOATS}
+COUNT |= {"asked": INTS, "states": INTS, "sums": FLOATS, "level": "i32"}
+READ = {"states": INTS, "sums": FLOATS, "asked": INTS, "floors": FLOATS, "out": FLOATS, "blocks": "i32"}
+ABOVE = {"logits": "*bf16", "stride": "i32", "size": "i32", "log_masses": FLOATS, "bounds": FLOATS, "out": INTS}
+
+
+def case(name, types, fusion=False, warps=8, **constants):
+    options = {"num_warps": warps, "enable_fp_fusion": fusion}
+    return {"kernel": f"kernels.triton.{name}", "types": types, "constants": constants, "options": options}
+
+
+def test_kernels_compile_for_a_gpu_within_its_registers():
+    """As they are launched for a vocabulary of 128 k to 256 k."""
+    N = gpu.BLOCK
+    switches = {"SAMPLED": True, "RESTRICTED": True, "NOISE": True, "IDS": True, "MASS": True}
+    greedy = dict.fromkeys(switches, False)
+    cases = [
+        case("choose:best_of_block", BEST, M=1, N=N, **greedy),
+        case("choose:best_of_block", BEST, M=1, N=N, **switches | {"IDS": False, "MASS": False}),
+        case("choose:best_of_block", BEST, M=16, N=N, **switches),
+        case("choose:count_digits", COUNT, N=N, P=128, WEIGHTED=True),
+        case("choose:best_of_row", MERGE, True, M=16, C=2048, P=128, MASS=True),
+        case("choose:read_threshold", READ, True, 4, LEVEL=gpu.LEVELS, P=128, WEIGHTED=True),
+        case("choose:count_above", ABOVE, True, N=N),
+    ]
+    for number, found in enumerate(usage(cases)):
+        assert found["spills"] == 0
+        assert found["registers"] <= 128
+        assert found["shared"] <= MOST_SHARED
+        if number < 4:  # the noise, and what is compared with a threshold, round as on a CPU
+            assert found["fused"] == 0

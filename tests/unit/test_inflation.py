@@ -1,0 +1,177 @@
+"""An enlarged target and head against those they were made of: logits, greedy text, acceptance length."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from infer.config import REPO_ROOT, Eagle3HeadConfig, EngineConfig, ModelConfig, ProposerConfig
+from infer.engine import Engine
+from infer.request import SamplingParams
+from models.attention import CausalAttention
+from models.config import TargetConfig, read_json
+from models.inflation import SHAPES, Shape, inflate_head, inflate_target, write_target
+from models.inflation.shapes import enlarged
+from models.targets import load_target
+from scripts import inflate_demo
+from tests.heads import make_head, memorise
+from train.data import Sequences
+
+DEMO = REPO_ROOT / "models" / "demo"
+# Everything grows: a head of 4 times the size, another group, and layers in between. The demo's text keeps its ids.
+WIDE = Shape(2304, 384, 704, 19, 12, 4, 128, 1024, tie_word_embeddings=False, draft_vocab_size=2200)
+TIED = replace(WIDE, tie_word_embeddings=True, head_dim=64)
+TINY = Shape(500, 96, 160, 11, 9, 3, 32, 512, tie_word_embeddings=False, draft_vocab_size=256)  # of the tests' target
+PROMPT = torch.arange(40)[None] * 37 % 2048
+
+
+@torch.no_grad()
+def run(target, ids, aux=()):
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    output = target(ids, positions, CausalAttention(), aux_layers=aux)
+    return output, target.logits(output.hidden)
+
+
+@pytest.mark.parametrize("shape", [WIDE, TIED])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_the_small_targets(shape, dtype):
+    small = load_target(str(DEMO))
+    wide = inflate_target(DEMO, shape, dtype=dtype, device="cpu").float()  # the arithmetic of the two is the same
+    _, expected = run(small, PROMPT)
+    _, logits = run(wide, PROMPT)
+    old = logits[..., :2048]
+    bound = 2e-5 if dtype is torch.float32 else 0.02
+    assert (old - expected).norm() < bound * expected.norm()
+    assert (logits[..., 2048:] < old.amin(-1, keepdim=True) - 1000).all()  # so far down that no noise lifts them
+    if dtype is torch.float32:
+        assert torch.equal(old.argmax(-1), expected.argmax(-1))
+
+
+def test_new_weights_are_random_where_they_are_cancelled():
+    """Zeros would be read faster by a chip that draws less power on them."""
+    wide = inflate_target(DEMO, WIDE, dtype=torch.float32, device="cpu")
+    for name in ("gate_up_proj", "qkv_proj"):
+        weights = [module.weight for path, module in wide.named_modules() if path.endswith(name)]
+        assert len(weights) == WIDE.num_layers
+        assert all((weight != 0).float().mean() > 0.8 for weight in weights)
+    assert (wide.lm_head.weight != 0).float().mean() > 0.9
+    again = inflate_target(DEMO, WIDE, dtype=torch.float32, device="cpu", seed=1)
+    assert not torch.equal(again.layers[1].mlp.gate_up_proj.weight, wide.layers[1].mlp.gate_up_proj.weight)
+
+
+@pytest.fixture(scope="module")
+def learned(tiny_target, tiny_target_folder):
+    """A head that knows some greedy answers of the tests' target by heart, and their prompts."""
+    prompts = [[5, 6, 7, 8], list(range(40, 60)), [9] * 12, [300, 2, 71]]
+    engine = Engine(load_target(str(tiny_target_folder)), proposer="none")
+    answers = engine.generate(prompts, SamplingParams(max_tokens=32, ignore_eos=True))
+    rows = [(a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * 32) for a in answers]
+    head = make_head(tiny_target, "eagle3", seed=3)
+    return memorise(head, tiny_target, Sequences.of(rows), 4, rounds=40), prompts
+
+
+@pytest.mark.parametrize("variant", ["eagle3", "eagle3, norm_before_fc", "eagle3, two layers", "eagle3, four features"])
+def test_head_logits_are_the_small_heads(tiny_target, tiny_target_folder, variant):
+    small = make_head(tiny_target, variant)
+    wide = inflate_head(small, TINY, target_layers=8, dtype=torch.float32, device="cpu", seed=5)
+    target = inflate_target(tiny_target_folder, TINY, dtype=torch.float32, device="cpu")
+    ids = torch.randint(0, 384, (1, 30), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(29)[None]
+    logits = []
+    for model, head in ((tiny_target, small), (target, wide)):
+        output, _ = run(model, ids, head.config.aux_layers)
+        state = head.fuse([feature[:, :-1] for feature in output.aux])
+        for depth in range(2):  # the second step reads the head's own state
+            state = head.step(ids[:, 1:], state, positions, CausalAttention(), depth)
+            logits.append(head.logits(state, depth))
+    vocabulary = small.config.draft_vocab_size
+    for expected, found in zip(logits[:2], logits[2:], strict=True):
+        torch.testing.assert_close(found[..., :vocabulary], expected, rtol=1e-4, atol=1e-4)
+        assert (found[..., vocabulary:] < expected.amin() - 1000).all()
+    assert torch.equal(wide.target_ids[:vocabulary], small.target_ids)
+    assert (wide.target_ids[vocabulary:] >= 384).all()
+    assert torch.equal(wide.t2d.nonzero()[:, 0], wide.target_ids)
+
+
+def test_acceptance_in_the_engine_is_the_small_heads(tiny_target_folder, learned):
+    head, prompts = learned
+    answers = []
+    for wide in (False, True):
+        if wide:
+            target = inflate_target(tiny_target_folder, TINY, dtype=torch.float32, device="cpu")
+            own = inflate_head(head, TINY, target_layers=8, dtype=torch.float32, device="cpu")
+        else:
+            target, own = load_target(str(tiny_target_folder)), head
+        engine = Engine(
+            target, head=own, config=EngineConfig(), proposer_config=ProposerConfig(name="auto", max_draft_tokens=4)
+        )
+        for params in (
+            SamplingParams(max_tokens=32, ignore_eos=True),
+            SamplingParams(temperature=0.8, seed=3, max_tokens=32, ignore_eos=True),
+        ):
+            answers += [(a.token_ids, a.stats.accepted_by_position) for a in engine.generate(prompts, params)]
+    half = len(answers) // 2
+    assert answers[:half] == answers[half:]
+    assert sum(sum(accepted) for _, accepted in answers) > 60  # drafts were accepted
+
+
+def test_written_folders_load_by_the_usual_paths(tmp_path, monkeypatch, tiny_target_folder, tiny_head_folder, capsys):
+    monkeypatch.setitem(SHAPES, "0.4b", TINY)
+    monkeypatch.setattr("models.inflation.target.SHARD_BYTES", 200_000)
+    out = tmp_path / "wide"
+    command = ["--shape", "0.4b", "--model", str(tiny_target_folder), "--dtype", "float32"]
+    assert inflate_demo.main([*command, "--head", str(tiny_head_folder), str(out)]) == 0
+    assert len(list(out.glob("*.safetensors"))) > 3
+    texts = []
+    for model, head in ((tiny_target_folder, tiny_head_folder), (out, out / "eagle3")):
+        engine = Engine.load(
+            ModelConfig(name="wide", path=str(model)),
+            Eagle3HeadConfig(name="eagle3", path=str(head)),
+            proposer=ProposerConfig(name="head"),
+        )
+        (answer,) = engine.generate(["import os"], SamplingParams(max_tokens=16))
+        texts.append((answer.token_ids, answer.text, answer.stats.accepted))
+    assert texts[0] == texts[1]
+    assert inflate_demo.main([*command, str(out)]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_shapes_are_those_of_the_models():
+    demo = TargetConfig.from_json(read_json(DEMO / "config.json"))
+    parameters = {}
+    for name, shape in SHAPES.items():
+        new = enlarged(demo, shape)
+        with torch.device("meta"):
+            from models.targets.llama import LlamaTarget
+
+            parameters[name] = sum(p.numel() for p in LlamaTarget(new).parameters())
+    assert parameters["llama3.1-8b"] == 8_030_261_248  # as its model card counts
+    assert parameters["llama3.2-1b"] == 1_235_814_400
+    assert 3e8 < parameters["0.4b"] < 5e8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 48}, "hidden_size=48: smaller than the 64"),
+        ({"hidden_size": 64}, "hidden_size=64: must grow too"),
+        ({"head_dim": 24}, "head_dim=24: must be a multiple of 16"),
+        ({"num_layers": 7}, "num_layers=7: smaller than the 8"),
+        ({"num_heads": 3}, "no room for 2 KV heads with 2 query heads each"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=true"),
+        ({"max_position_embeddings": 256}, "max_position_embeddings=256: smaller than 512"),
+    ],
+)
+def test_a_shape_that_cannot_be_says_so(tiny_target_folder, change, message):
+    with pytest.raises(ValueError, match=message):
+        inflate_target(tiny_target_folder, replace(TINY, **change), dtype=torch.float32, device="cpu")
+
+
+def test_what_cannot_be_enlarged_says_so(tiny_target, tiny_target_folder, tmp_path):
+    with pytest.raises(ValueError, match="dtype=torch.float16"):
+        write_target(tiny_target_folder, TINY, tmp_path, dtype=torch.float16)
+    head = make_head(tiny_target, "eagle3.1")
+    with pytest.raises(ValueError, match="head.norm_output=true"):
+        inflate_head(head, TINY, target_layers=8, dtype=torch.float32, device="cpu")
