@@ -69,6 +69,9 @@ CASES = {
     "linear, 16 rows, int8": partial(multiply, 16, "int8"),
     "linear, 16 rows, fp8": partial(multiply, 16, "fp8"),
     "add and norm": lambda: elementwise.add_rms_norm(empty(4, 4096), empty(4, 4096), empty(4096), 1e-5),
+    "norms beside each other": lambda: elementwise.norm_beside(
+        empty(4, 4096), empty(4, 4096), empty(4096), empty(4096), 1e-5
+    ),
     "silu": lambda: elementwise.silu_mul(empty(4, 28672)),
     "rotary": partial(rotate, False),
     "rotary and QK norm": partial(rotate, True),

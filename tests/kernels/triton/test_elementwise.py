@@ -46,6 +46,14 @@ def test_rms_norm_with_and_without_a_sum(dtype, shape):
     assert torch.equal(elementwise.rms_norm(x[:1], weight, 1e-5), elementwise.rms_norm(x, weight, 1e-5)[:1])
 
 
+@torch.no_grad()
+def test_norms_beside_each_other(dtype):
+    x, y = random(3, 100, dtype=dtype), random(3, 200, dtype=dtype, seed=1)[:, 100:]
+    weights = random(100, dtype=dtype, seed=2), random(100, dtype=dtype, seed=3)
+    parts = [elementwise.rms_norm(own, weight, 1e-5) for own, weight in zip((x, y), weights, strict=True)]
+    assert torch.equal(elementwise.norm_beside(x, y, *weights, 1e-5), torch.cat(parts, dim=-1))
+
+
 @pytest.mark.parametrize("spread", [1.0, 200.0])  # far beyond where e^x overflows
 @torch.no_grad()
 def test_silu_mul(dtype, spread):
