@@ -8,27 +8,37 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 
 from infer.config import EngineConfig, HeadConfig, ModelConfig, at_least, one_of, register
 
+COLUMNS = (  # what a row may hold, train/examples.py
+    "input_ids", "loss_mask", "messages", "tools", "conversations", "system", "turns", "prompt", "response", "text",
+)  # fmt: skip
 LOSSES = ("kl", "ce", "label", "tv", "lk", "lk_hybrid")  # train/objectives/losses.py
 
 
 @dataclass
 class DataConfig:
-    """Prompts and how the target continues them. Responses are always the target's own, written by our engine."""
+    """Prompts and how the target continues them."""
 
     name: str = MISSING
-    num_sequences: int = 512  # at most this many training sequences
-    max_new_tokens: int = 192
+    num_sequences: int = 512  # at most this many training conversations or texts
+    max_new_tokens: int = 192  # of one answer
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # dealt out in turn
     top_k: int = 0
     top_p: float = 1.0
+    # who answers the training prompts: null our engine, else an OpenAI-compatible server that serves the same target
+    server: str | None = None  # such as http://127.0.0.1:8001/v1
+    server_model: str | None = None  # the target's name there; null: the only one it has
+    concurrency: int = 32  # requests in flight
+    retries: int = 4  # of one request, with growing pauses
+    timeout_s: float = 600.0  # of one request
 
     def __post_init__(self) -> None:
-        for key in ("num_sequences", "max_new_tokens"):
+        for key in ("num_sequences", "max_new_tokens", "concurrency"):
             at_least(f"data.{key}", getattr(self, key), 1)
         if not self.temperatures:
             raise ValueError("data.temperatures=[]: give at least one, 0.0 for greedy")
@@ -37,6 +47,12 @@ class DataConfig:
         at_least("data.top_k", self.top_k, 0)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"data.top_p={self.top_p}: must be above 0 and at most 1")
+        if self.server is not None and not re.match(r"https?://[^/]", self.server):
+            raise ValueError(f"data.server={self.server}: must be an address such as http://127.0.0.1:8001/v1")
+        if self.server_model is not None and self.server is None:
+            raise ValueError(f"data.server_model={self.server_model}: needs data.server, the address that serves it")
+        at_least("data.retries", self.retries, 0)
+        at_least("data.timeout_s", self.timeout_s, 0.001)
 
 
 @dataclass
@@ -49,17 +65,59 @@ class DemoDataConfig(DataConfig):
 
 
 @dataclass
-class JsonlDataConfig(DataConfig):
-    path: str = MISSING  # relative to the repository
-    held_out_path: str | None = None  # null: a share of `path`
-    held_out_share: float = 0.05
-    max_prompt_tokens: int = 2048  # rows with a longer prompt are left out, and counted
+class RowsDataConfig(DataConfig):
+    """Conversations, prompts or texts of one's own: train/examples.py lists the forms of a row."""
+
+    responses: str = "regenerate"  # regenerate: the target writes them | given: the data's own are learnt
+    held_out_share: float = 0.05  # of the conversations, chosen by their hash, where no held-out side is given
+    columns: Any = None  # our names for the data's own columns: {prompt: question}
+    chat_template: bool = True  # a prompt is a user's message, if the target has a chat template; false: a plain text
+    prompt_tokens: int = 64  # of a plain text, that the target continues
+    max_prompt_tokens: int = 2048  # rows with a longer prompt are left out, and counted; a later turn ends there
+    deduplicate: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
+        one_of("data.responses", self.responses, ("regenerate", "given"))
+        for key in ("prompt_tokens", "max_prompt_tokens"):
+            at_least(f"data.{key}", getattr(self, key), 1)
         if not 0 < self.held_out_share < 1:
             raise ValueError(f"data.held_out_share={self.held_out_share}: must be between 0 and 1")
+        columns = {} if self.columns is None else self.columns
+        if not isinstance(columns, dict) or not all(isinstance(theirs, str) for theirs in columns.values()):
+            raise ValueError(
+                f"data.columns={self.columns}: must be our names with the data's own: {{prompt: question}}"
+            )
+        for name in columns:
+            one_of("data.columns", name, COLUMNS)
+        if self.responses == "given" and self.server is not None:
+            raise ValueError(f"data.server={self.server}: has nothing to answer with data.responses=given")
+
+
+@dataclass
+class FilesDataConfig(RowsDataConfig):
+    path: Any = MISSING  # a file, folder or pattern, or a list of them; relative to the repository
+    held_out_path: Any = None  # likewise; null: a share of `path`
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = {"path": self.path} if self.held_out_path is None else vars(self)
+        for key in ("path", "held_out_path"):
+            value = given.get(key, [""])
+            texts = value if isinstance(value, list) else [value]
+            if not texts or not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"data.{key}={value}: must be a path or a list of paths")
+
+
+@dataclass
+class HubDataConfig(RowsDataConfig):
+    """Through `datasets`, as a stream: no more is fetched than is used."""
+
+    path: str = MISSING  # owner/name, or a folder that `datasets` can load
+    subset: str | None = None
+    split: str = "train"
+    held_out_split: str | None = None  # null: a share of `split`
+    revision: str | None = None
 
 
 @dataclass
@@ -223,6 +281,7 @@ class TrainConfig:
     run: str | None = None
     output_dir: str = "outputs"
     seed: int = 0
+    stage: str = "all"  # all | regenerate: have the target answer the prompts, and stop there
     # budget: whichever ends first; at least one of them
     steps: int | None = None
     minutes: float | None = None  # of optimisation, regeneration and evaluation included
@@ -254,6 +313,7 @@ class TrainConfig:
             raise ValueError(f"run={self.run}: becomes a folder name; use letters, digits, '.', '_' and '-'")
         if self.run == "heads":
             raise ValueError("run=heads: outputs/heads holds the exported heads; choose another name")
+        one_of("stage", self.stage, ("all", "regenerate"))
         one_of("precision", self.precision, ("fp32", "bf16"))
         if self.steps is None and self.minutes is None:
             raise ValueError("steps=null and minutes=null: the run would not end; give one of them")
@@ -299,7 +359,7 @@ OWN_WEIGHTS = ("medusa", "mlp")  # heads in which a depth shares no weights, or 
 DEFAULT_OBJECTIVE = {"eagle3": "ttt", "eagle": "eagle", "medusa": "medusa", "mlp": "mlp", "p-eagle": "p-eagle"}
 
 SCHEMAS: dict[str, dict[str, type]] = {
-    "data": {"demo": DemoDataConfig, "jsonl": JsonlDataConfig},
+    "data": {"demo": DemoDataConfig, "files": FilesDataConfig, "hub": HubDataConfig},
     "features": {"online": FeaturesConfig},
     "objective": {
         "ttt": TttConfig,

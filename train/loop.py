@@ -27,7 +27,7 @@ from train.export import check_room, export_head
 from train.objectives import StepSums, teach
 from train.parallel import any_process, broadcast_text, make_accelerator, release, say, total
 from train.plots import draw_plots
-from train.preparation import prepare
+from train.preparation import prepare, prepare_data
 from train.provenance import provenance
 from train.stopping import Interrupted, StopRequest
 from train.trackers import Trackers, make_trackers
@@ -82,6 +82,8 @@ class Run:
             run_folder.open_run(config)
         accelerator.wait_for_everyone()
         say(accelerator, f"run {config.run}: {self.folder}")
+        if config.stage == "regenerate":
+            return self._regenerate()
         self.prepared = prepare(config, accelerator, self.folder, self.stop)
         check_room(config, self.prepared.head, self.prepared.target)
         self._restore()
@@ -91,6 +93,11 @@ class Run:
         self.steps = self._decide_steps()
         self._optimise()
         return self._finish()
+
+    def _regenerate(self) -> dict[str, Any]:
+        _, data = prepare_data(self.config, self.accelerator, self.folder, self.stop)
+        say(self.accelerator, "any run with these data settings beside this one takes these sequences")
+        return {"run": self.config.run, "data": str(self.folder / "data"), "counts": data.counts}
 
     # ---- the loop -----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ weights takes them from a copy that was never packed.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -16,27 +15,21 @@ from accelerate import Accelerator
 
 from infer.config import EngineConfig, HeadConfig, NewHeadConfig, ProposerConfig
 from infer.engine import Engine
-from infer.request import SamplingParams
 from models.heads import HEADS
 from models.heads.base import Head
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from models.vocab import build_draft_vocab, coverage
-from train import atomic
-from train.config import DemoDataConfig, JsonlDataConfig, TrainConfig
+from train.config import DemoDataConfig, RowsDataConfig, TrainConfig
 from train.data import Sequences
+from train.data_folder import Data, open_data
 from train.evaluation import Evaluator
 from train.features import FeatureSource, OnlineFeatures, make_features
 from train.objectives import OBJECTIVES, Objective
-from train.parallel import any_process, say
-from train.prompts import Row, read_prompts
-from train.regenerate import collect_parts, continue_rows, sampling_params
-from train.reuse import RECIPE, copy_twin, find_twin, recipe
+from train.parallel import say
 from train.schedule import peak_rate
-from train.stopping import Interrupted, StopRequest
-
-TRAIN, HELD_OUT, SOURCE = "train.safetensors", "held_out.safetensors", "source.json"
+from train.stopping import StopRequest
 
 
 @dataclass
@@ -52,19 +45,24 @@ class Prepared:
     data_hash: str
 
 
-def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: StopRequest) -> Prepared:
+def prepare_data(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: StopRequest) -> tuple[Engine, Data]:
+    """The target in its engine, and the sequences of both splits: made, or found made."""
     torch.manual_seed(config.seed)
     dtype = getattr(torch, config.model.dtype)
     path, revision = config.model.path_or_hub_id, config.model.revision
     target = load_target(path, revision=revision, dtype=dtype, device=accelerator.device)
     tokenizer = Tokenizer.load(target.folder)
-    head = make_head(config.head, target)
     drafts = ProposerConfig(name="head", max_draft_tokens=config.eval_draft_tokens)
     engine = Engine(target, tokenizer=tokenizer, proposer="none", config=pool_for(config), proposer_config=drafts)
-    data = folder / "data"
-    if not (data / TRAIN).is_file():
-        make_data(config, engine, tokenizer, accelerator, data, stop)
-    whole, held_out = Sequences.load(data / TRAIN), Sequences.load(data / HELD_OUT)
+    return engine, open_data(config, engine, accelerator, folder / "data", stop)
+
+
+def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: StopRequest) -> Prepared:
+    engine, data = prepare_data(config, accelerator, folder, stop)
+    target, tokenizer = engine.target, engine.tokenizer
+    assert tokenizer is not None
+    head = make_head(config.head, target)
+    whole = data.train
     sequences = whole.cut(config.sequence_length)
     if not len(sequences):
         raise ValueError(
@@ -87,10 +85,12 @@ def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: S
         config.features, target, head.config.aux_layers, sequences, batch_size=config.batch_size, show=show
     )
     held_out_features = OnlineFeatures(target, head.config.aux_layers)
+    lost = 1 - sequences.assistant.sum().item() / max(1, whole.assistant.sum().item())
     say(
         accelerator,
         f"{len(sequences)} sequences, {int(sequences.offsets[-1])} tokens, {int(sequences.assistant.sum())} of them "
-        f"the target's own; the draft vocabulary of {head.config.draft_vocab_size} covers "
+        f"the target's own (sequence_length={config.sequence_length} cuts {100 * lost:.1f} % off); "
+        f"the draft vocabulary of {head.config.draft_vocab_size} covers "
         f"{100 * coverage(sequences.ids[sequences.assistant], head.target_ids):.2f} % of these",
     )
     return Prepared(
@@ -100,8 +100,8 @@ def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: S
         head=head,
         objective=objective,
         optimizer=optimizer,
-        evaluator=Evaluator(config, engine, held_out, held_out_features, stop.check),
-        data_source=json.loads((data / SOURCE).read_text(encoding="utf-8"))["source"],
+        evaluator=Evaluator(config, engine, data.held_out, held_out_features, stop.check),
+        data_source=data.source,
         data_hash=whole.content_hash(),
     )
 
@@ -111,7 +111,7 @@ def pool_for(config: TrainConfig) -> EngineConfig:
     if config.engine.max_tokens_in_cache is not None:
         return config.engine
     data = config.data
-    assert isinstance(data, DemoDataConfig | JsonlDataConfig)
+    assert isinstance(data, DemoDataConfig | RowsDataConfig)
     prompt = data.prompt_tokens if isinstance(data, DemoDataConfig) else data.max_prompt_tokens
     longest = prompt + max(data.max_new_tokens, config.eval_max_tokens) + config.eval_draft_tokens
     tokens = config.engine.max_batch * (longest + config.engine.page_size)
@@ -139,59 +139,3 @@ def give_vocabulary(
         # packed weights, the engine's, can neither be copied nor be differentiated through
         donor = load_target(config.model.path_or_hub_id, revision=config.model.revision, dtype=target.norm.weight.dtype)
     head.initialise(donor, from_target=config.head.init_from_target, seed=config.seed)
-
-
-def make_data(
-    config: TrainConfig,
-    engine: Engine,
-    tokenizer: Tokenizer,
-    accelerator: Accelerator,
-    folder: Path,
-    stop: StopRequest,
-) -> None:
-    """Writes the sequences of both splits, or what is finished of them when a stop is requested."""
-    prompts = read_prompts(config, tokenizer, engine.context)
-    for complaint in prompts.complaints[:8]:
-        say(accelerator, f"left out: {complaint}")
-    if len(prompts.complaints) > 8:
-        say(accelerator, f"left out: {len(prompts.complaints)} rows in all")
-    own = recipe(config, engine.target, prompts.source)
-    if copied(folder, own, accelerator):
-        return
-    say(accelerator, f"the target continues {len(prompts.train)} training and {len(prompts.held_out)} held-out prompts")
-    rank, world, show = accelerator.process_index, accelerator.num_processes, accelerator.is_main_process
-
-    def greedy(index: int) -> SamplingParams:
-        return SamplingParams(max_tokens=config.eval_max_tokens)
-
-    def sampled(index: int) -> SamplingParams:
-        return sampling_params(index, config.data, config.seed)
-
-    held_out = [Row(row.prompt) for row in prompts.held_out]
-    for rows, params, name in ((held_out, greedy, HELD_OUT), (prompts.train, sampled, TRAIN)):
-        parts = folder / Path(name).stem
-        cut = False
-        try:
-            continue_rows(engine, rows, params, parts, share=(rank, world), check=stop.check, show=show)
-        except Interrupted:
-            cut = True
-        if any_process(accelerator, cut):
-            raise Interrupted
-        if accelerator.is_main_process:
-            atomic.write_text(folder / SOURCE, json.dumps({"source": prompts.source, RECIPE: own}) + "\n")
-            collect_parts(parts, len(rows)).save(folder / name)  # the training part comes last: it marks the whole
-            atomic.discard(parts)
-    accelerator.wait_for_everyone()
-
-
-def copied(folder: Path, own: str, accelerator: Accelerator) -> bool:
-    """Takes the sequences of another run beside this one, if it was given the very same to make."""
-    twin = find_twin(folder.parents[1], own, SOURCE, (SOURCE, HELD_OUT, TRAIN))
-    if any_process(accelerator, twin is None):
-        return False
-    assert twin is not None
-    say(accelerator, f"sequences as in {twin}")
-    if accelerator.is_main_process:
-        copy_twin(twin, folder, (SOURCE, HELD_OUT, TRAIN))
-    accelerator.wait_for_everyone()
-    return True

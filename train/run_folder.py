@@ -19,6 +19,7 @@ from train.config import TrainConfig
 CONFIG, SCHEDULE = "config.yaml", "schedule.json"
 # What may differ when a run is resumed: nothing that the trained head depends on.
 FREE = (
+    "stage",
     "tracker.",
     "engine.",
     "log_every",
@@ -27,6 +28,9 @@ FREE = (
     "keep_checkpoints",
     "output_dir",
     "head.path",
+    "data.concurrency",
+    "data.retries",
+    "data.timeout_s",
 )
 ABSENT = object()
 

@@ -15,12 +15,16 @@ from infer.server.session import Choice
 class CompletionFormat:
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
+    def __init__(self, *, token_ids: bool = False) -> None:
+        self._token_ids = token_ids
+
     def choice(self, choice: Choice) -> Json:
         return {
             "index": choice.index,
             "text": choice.text,
             "logprobs": None,
             "finish_reason": choice.finish_reason,
+            **({"token_ids": choice.token_ids} if self._token_ids else {}),
         }
 
     def opening(self, choice: Choice) -> None:
@@ -55,6 +59,6 @@ def router(service: Service) -> APIRouter:
             max_tokens=body.max_tokens,
             default_max_tokens=COMPLETION_MAX_TOKENS,
         )
-        return await answer(request, session, CompletionFormat(), body)
+        return await answer(request, session, CompletionFormat(token_ids=bool(body.return_token_ids)), body)
 
     return routes

@@ -215,6 +215,13 @@ class GenerationRequest(Strict):
 
 class CompletionRequest(GenerationRequest):
     prompt: Prompt
+    return_token_ids: bool | None = None  # as vLLM: `token_ids` beside each text, without streaming
+
+    @model_validator(mode="after")
+    def check_return_token_ids(self) -> CompletionRequest:
+        if self.return_token_ids and self.stream:
+            raise field_error("return_token_ids", "not together with stream: true", "unsupported_parameter")
+        return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

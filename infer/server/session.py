@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from infer.request import FinishReason, SamplingParams, StepOutput
@@ -24,14 +24,14 @@ class Choice:
     stream: DetokenizeStream
     text: str = ""
     finish_reason: FinishReason | None = None
-    tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)  # the one that stopped the generation included
     drafted: int = 0
     accepted: int = 0
     last_output: float | None = None
 
     def take(self, output: StepOutput) -> str:
         """The new text. The token that stopped the generation counts as a token and is no text."""
-        self.tokens += len(output.token_ids)
+        self.token_ids += output.token_ids
         piece = self.stream.push(output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids)
         if output.finish_reason is not None:
             piece += self.stream.flush()
@@ -86,7 +86,7 @@ class Session:
 
     @property
     def usage(self) -> dict[str, Any]:
-        completion_tokens = sum(choice.tokens for choice in self.choices)
+        completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
         usage: dict[str, Any] = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": completion_tokens,

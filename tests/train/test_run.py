@@ -17,13 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from infer.cli import compose
-from infer.engine import Engine
 from models.heads import load_head
 from models.targets import load_target
 from train.config import TrainConfig
 from train.loop import Run, resume_command, train
-from train.prompts import Row
-from train.regenerate import continue_rows
+from train.regenerate import regenerate
 from train.run_folder import name_run
 from train.stopping import Interrupted
 from train.trackers import read_metrics
@@ -118,14 +116,14 @@ def test_interrupted_in_every_way_it_is_the_same_head(
     def steps() -> int:
         return max((int(row["step"]) for row in read_metrics(folder)), default=0)
 
-    def interrupt(engine: Engine, rows: list[Row], *rest: object, **options: object) -> None:
-        if len(rows) == 24:
+    def interrupt(answerer: Any, examples: Any, *rest: Any, **options: Any) -> Any:
+        if len(examples) == 24:
             os.kill(os.getpid(), signal.SIGINT)
-        continue_rows(engine, rows, *rest, **options)  # type: ignore[arg-type]
+        return regenerate(answerer, examples, *rest, **options)
 
     torn = [*settings, "run=torn"]
     with monkeypatch.context() as patch:
-        patch.setattr("train.preparation.continue_rows", interrupt)
+        patch.setattr("train.data_folder.regenerate", interrupt)
         assert train(compose("train", TrainConfig, torn), torn) is None
     expected = " ".join(["stopped; resume with: python train/run.py", *torn])
     assert capsys.readouterr().err.strip().endswith(expected)
@@ -256,18 +254,32 @@ def test_minutes_become_steps_once(settings: list[str], tmp_path: Path) -> None:
     assert max(row["step"] for row in read_metrics(tmp_path / "short")) == 2
 
 
+def rows_of_ones_own(folder: Path) -> Path:
+    rows: list[Any] = [{"prompt": f"def f{index}(x):"} for index in range(6)]
+    turns = ["user", "assistant", "user", "assistant"]
+    rows += [{"messages": [{"role": role, "content": f"say {n}"} for role in turns]} for n in range(6)]
+    rows += [{"input_ids": list(range(5, 20)), "loss_mask": [0] * 5 + [1] * 10}, {"title": "no"}]
+    rows += [{"question": "which?"}]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "data.jsonl"
+
+
 def test_data_of_ones_own(settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"prompt": f"def f{index}(x):"} for index in range(6)]
-    rows += [{"messages": [{"role": "user", "content": f"say {index}"}]} for index in range(6)]
-    rows += [{"input_ids": list(range(5, 20)), "loss_mask": [0] * 5 + [1] * 10}]
-    lines = [json.dumps(row) for row in rows]
-    (tmp_path / "data.jsonl").write_text("\n".join([*lines, '{"text": "no"}']))
     kept = [item for item in settings if not item.startswith("data.prompt_tokens")]
-    result = run(kept, "data=jsonl", f"data.path={tmp_path / 'data.jsonl'}", "run=own", "steps=3")
-    assert result["gap"] == 0.0
+    kept += ["data=files", f"data.path={rows_of_ones_own(tmp_path)}", "data.held_out_share=0.2", "run=own", "steps=2"]
+    kept += ["data.columns={prompt: question}"]
+    result = run(kept, "stage=regenerate")
     err = capsys.readouterr().err
-    assert "data.jsonl, line 14: must hold exactly one of prompt, messages, input_ids; it holds none" in err
-    assert "the target continues 12 training and 1 held-out prompts" in err
+    assert "left out: data.jsonl, line 14: must hold one of input_ids, messages" in err
+    assert "15 rows read (7 prompt, 6 messages, 1 input_ids): " in err
+    counts = result["counts"]
+    assert counts["rows"]["read"] == 15 == sum(counts["rows"][key] for key in ("train", "held_out")) + 1
+    assert counts["answers"] == {"conversations": counts["rows"]["train"], "failed": 0, "done": counts["rows"]["train"]}
+    assert not (tmp_path / "own" / "checkpoints").exists()
+    assert run(kept)["gap"] == 0.0
+    assert "the target continues" not in capsys.readouterr().err
+    given = run(kept, "data.responses=given", "run=given")
+    assert given["gap"] == 0.0
 
 
 def test_sequences_must_hold_a_response(settings: list[str]) -> None:

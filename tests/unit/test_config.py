@@ -26,7 +26,8 @@ SCHEMAS = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
 COMMANDS = {**infer_config.COMMANDS, **train_config.COMMANDS}
 FILES = sorted(path.relative_to(CONF).as_posix() for path in Path(CONF).rglob("*.yaml"))
 GIVEN = {  # what an option asks the user for
-    "data/jsonl": ["data.path=x.jsonl"],
+    "data/files": ["data.path=x.jsonl"],
+    "data/hub": ["data.path=owner/name"],
     **{f"objective/{head}": [f"head={head}"] for head in ("eagle", "medusa", "mlp", "p-eagle")},
     "proposer/draft_model": ["proposer.draft_model=models/demo"],
     "proposer/synthetic": ["proposer.acceptance=[0.8,0.6]"],
@@ -117,7 +118,9 @@ def test_no_key_comes_or_goes_unseen() -> None:
             "head=eagel3: no such option; did you mean eagle3? known: eagle, eagle3,",
         ),
         ("train", ["experiment=x"], "experiment=x: no such option; known: demo-eagle3-hour"),
-        ("train", ["data=jsonl"], "data.path: must be given, as data.path=..."),
+        ("train", ["data=files", "data.path=x", "data.columns={a: b}"], "data.columns=a: must be one of input_ids"),
+        ("train", ["data=files", "data.path=x", "data.columns=5"], "data.columns=5: must be our names"),
+        ("train", ["data=files"], "data.path: must be given, as data.path=..."),
         ("train", ["seed"], "Error parsing override 'seed'"),
         # what __post_init__ refuses
         ("serve", ["engine.page_size=24"], "engine.page_size=24: must be a power of two (16, 32, ...)"),
