@@ -122,11 +122,28 @@ class HubDataConfig(RowsDataConfig):
 
 @dataclass
 class FeaturesConfig:
-    name: str = MISSING  # online: from the target in this process
+    name: str = MISSING
+
+
+@dataclass
+class OnlineFeaturesConfig(FeaturesConfig):
+    """From the target in this process."""
+
     cache_gb: float = 4.0  # features computed once and kept in memory while all of the data's fit; 0: never
 
     def __post_init__(self) -> None:
         at_least("features.cache_gb", self.cache_gb, 0)
+
+
+@dataclass
+class OfflineFeaturesConfig(FeaturesConfig):
+    """Computed once, before the first step, into files that later runs read again."""
+
+    path: str | None = None  # the store's folder; null: <output_dir>/features/<model>/<hash of all it depends on>
+    shard_mb: int = 512  # about; what an interruption can lose
+
+    def __post_init__(self) -> None:
+        at_least("features.shard_mb", self.shard_mb, 1)
 
 
 @dataclass
@@ -245,10 +262,10 @@ class OptimConfig:
 
 @dataclass
 class ParallelConfig:
-    name: str = MISSING  # single | ddp
+    name: str = MISSING  # single | ddp | fsdp | zero2 | zero3; train/sharding.py says what each divides
 
     def __post_init__(self) -> None:
-        one_of("parallel.name", self.name, ("single", "ddp"))
+        one_of("parallel.name", self.name, ("single", "ddp", "fsdp", "zero2", "zero3"))
 
 
 @dataclass
@@ -281,6 +298,9 @@ class TrainConfig:
     run: str | None = None
     output_dir: str = "outputs"
     seed: int = 0
+    check: bool = (
+        False  # print the plan (data, memory, disk, time, what will be written), refuse what cannot work, and stop
+    )
     stage: str = "all"  # all | regenerate: have the target answer the prompts, and stop there
     # budget: whichever ends first; at least one of them
     steps: int | None = None
@@ -294,7 +314,9 @@ class TrainConfig:
     log_every: int = 1
     eval_every: int = 50
     checkpoint_every: int = 50
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = 2  # the newest; the one of the highest τ in the engine is kept besides
+    export: str = "best"  # best: what had the highest τ in the engine is published | last
+    max_skipped: int = 5  # updates in a row whose loss or gradient is not finite, before the run stops
     # held-out prompts on which acceptance is measured, by the trainer and by the engine
     eval_prompts: int = 16
     eval_max_tokens: int = 128
@@ -313,6 +335,8 @@ class TrainConfig:
             raise ValueError(f"run={self.run}: becomes a folder name; use letters, digits, '.', '_' and '-'")
         if self.run == "heads":
             raise ValueError("run=heads: outputs/heads holds the exported heads; choose another name")
+        one_of("export", self.export, ("best", "last"))
+        at_least("max_skipped", self.max_skipped, 1)
         one_of("stage", self.stage, ("all", "regenerate"))
         one_of("precision", self.precision, ("fp32", "bf16"))
         if self.steps is None and self.minutes is None:
@@ -324,6 +348,11 @@ class TrainConfig:
             at_least(key, getattr(self, key), 1)
         for key in ("eval_prompts", "eval_max_tokens", "eval_draft_tokens"):
             at_least(key, getattr(self, key), 1)
+        if isinstance(self.data, DemoDataConfig) and self.sequence_length < self.data.prompt_tokens + 2:
+            raise ValueError(
+                f"sequence_length={self.sequence_length}: cuts every sequence before its second generated token; "
+                f"data.prompt_tokens={self.data.prompt_tokens} come before it"
+            )
         self._check_objective()
 
     def _check_objective(self) -> None:
@@ -360,7 +389,7 @@ DEFAULT_OBJECTIVE = {"eagle3": "ttt", "eagle": "eagle", "medusa": "medusa", "mlp
 
 SCHEMAS: dict[str, dict[str, type]] = {
     "data": {"demo": DemoDataConfig, "files": FilesDataConfig, "hub": HubDataConfig},
-    "features": {"online": FeaturesConfig},
+    "features": {"online": OnlineFeaturesConfig, "offline": OfflineFeaturesConfig},
     "objective": {
         "ttt": TttConfig,
         "eagle": EagleObjectiveConfig,

@@ -7,29 +7,34 @@ weights takes them from a copy that was never packed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from infer.config import EngineConfig, HeadConfig, NewHeadConfig, ProposerConfig
+from infer.config import EngineConfig, HeadConfig, NewHeadConfig, ProposerConfig, resolve_path
 from infer.engine import Engine
+from models.config import TargetConfig
 from models.heads import HEADS
 from models.heads.base import Head
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from models.vocab import build_draft_vocab, coverage
-from train.config import DemoDataConfig, RowsDataConfig, TrainConfig
+from train.config import DemoDataConfig, OfflineFeaturesConfig, OnlineFeaturesConfig, RowsDataConfig, TrainConfig
 from train.data import Sequences
 from train.data_folder import Data, open_data
 from train.evaluation import Evaluator
+from train.feature_store import FeatureStore, manifest, open_store, refuse_small_disk, store_name
 from train.features import FeatureSource, OnlineFeatures, make_features
-from train.objectives import OBJECTIVES, Objective
-from train.parallel import say
+from train.objectives import OBJECTIVES
+from train.parallel import any_process, say
 from train.schedule import peak_rate
-from train.stopping import StopRequest
+from train.sharding import PLACEMENTS, Whole
+from train.stopping import Interrupted, StopRequest
 
 
 @dataclass
@@ -37,12 +42,15 @@ class Prepared:
     target: LlamaTarget
     sequences: Sequences  # cut to sequence_length
     features: FeatureSource
-    head: Head
-    objective: Objective  # around the head, as accelerate prepared it
-    optimizer: torch.optim.Optimizer
+    placement: Whole  # head, objective and optimiser
     evaluator: Evaluator
     data_source: str
     data_hash: str
+    data_counts: Mapping[str, Any]  # of rows and conversations
+
+    @property
+    def head(self) -> Head:
+        return self.placement.head
 
 
 def prepare_data(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: StopRequest) -> tuple[Engine, Data]:
@@ -61,7 +69,7 @@ def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: S
     engine, data = prepare_data(config, accelerator, folder, stop)
     target, tokenizer = engine.target, engine.tokenizer
     assert tokenizer is not None
-    head = make_head(config.head, target)
+    head = make_head(config.head, target.config)
     whole = data.train
     sequences = whole.cut(config.sequence_length)
     if not len(sequences):
@@ -72,18 +80,9 @@ def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: S
     give_vocabulary(head, config, target, sequences, tokenizer)
     head.to(accelerator.device)
     objective = OBJECTIVES[config.objective.name](head, config.objective)
-    optimizer = torch.optim.AdamW(
-        [parameter for parameter in head.parameters() if parameter.requires_grad],
-        lr=peak_rate(config.optim, head.config.hidden_size),
-        betas=(config.optim.betas[0], config.optim.betas[1]),
-        eps=config.optim.eps,
-        weight_decay=config.optim.weight_decay,
-    )
-    objective, optimizer = accelerator.prepare(objective, optimizer)
-    show = accelerator.is_main_process
-    features = make_features(
-        config.features, target, head.config.aux_layers, sequences, batch_size=config.batch_size, show=show
-    )
+    rate = peak_rate(config.optim, head.config.hidden_size)
+    placement = PLACEMENTS[config.parallel.name](accelerator, objective, config.optim, rate)
+    features = open_features(config, engine, head.config.aux_layers, sequences, accelerator, stop)
     held_out_features = OnlineFeatures(target, head.config.aux_layers)
     lost = 1 - sequences.assistant.sum().item() / max(1, whole.assistant.sum().item())
     say(
@@ -97,13 +96,46 @@ def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: S
         target=target,
         sequences=sequences,
         features=features,
-        head=head,
-        objective=objective,
-        optimizer=optimizer,
+        placement=placement,
         evaluator=Evaluator(config, engine, data.held_out, held_out_features, stop.check),
         data_source=data.source,
+        data_counts=data.counts,
         data_hash=whole.content_hash(),
     )
+
+
+def open_features(
+    config: TrainConfig,
+    engine: Engine,
+    aux_layers: Sequence[int],
+    sequences: Sequences,
+    accelerator: Accelerator,
+    stop: StopRequest,
+) -> FeatureSource:
+    """Raises Interrupted on every process when a stop is requested meanwhile."""
+    settings, target, show = config.features, engine.target, accelerator.is_main_process
+    if isinstance(settings, OnlineFeaturesConfig):
+        return make_features(settings, target, aux_layers, sequences, batch_size=config.batch_size, show=show)
+    assert isinstance(settings, OfflineFeaturesConfig)
+    assert engine.tokenizer is not None
+    record = manifest(target, engine.tokenizer, sequences, aux_layers, settings.shard_mb)
+    default = resolve_path(config.output_dir) / "features" / config.model.name / store_name(record)
+    folder = resolve_path(settings.path) if settings.path else default
+    store = FeatureStore(folder, target, aux_layers, sequences, settings.shard_mb)
+    refuse_small_disk(folder, store.missing_bytes)
+    say(accelerator, f"features in {folder}: {store.missing_bytes / 1e9:.2f} GB to be computed")
+    if accelerator.is_main_process:
+        open_store(folder, record)
+    accelerator.wait_for_everyone()
+    cut = False
+    try:
+        share = (accelerator.process_index, accelerator.num_processes)
+        store.fill(config.batch_size, share, stop.check, show=show)
+    except Interrupted:
+        cut = True
+    if any_process(accelerator, cut):
+        raise Interrupted
+    return store
 
 
 def pool_for(config: TrainConfig) -> EngineConfig:
@@ -118,11 +150,11 @@ def pool_for(config: TrainConfig) -> EngineConfig:
     return replace(config.engine, max_tokens_in_cache=tokens)
 
 
-def make_head(config: HeadConfig, target: LlamaTarget) -> Head:
+def make_head(config: HeadConfig, target: TargetConfig) -> Head:
     """Of the target's sizes, with no vocabulary yet. Raises ValueError for settings that do not fit the target."""
     kind, common = HEADS[config.name], {field.name for field in fields(NewHeadConfig)}
     options = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in common}
-    return kind(kind.config_class.for_target(target.config, **options))
+    return kind(kind.config_class.for_target(target, **options))
 
 
 def give_vocabulary(

@@ -117,6 +117,14 @@ class Reader:
         source = f"{name_of(self.data)} {digest:016x}"
         return Prompts(self.train, self.held_out, source, reading)
 
+    def read_prompts(self) -> list[list[int]]:
+        """Every row on the held-out side: the first prompts of up to `eval_prompts` of them. Raises ValueError."""
+        items = read_items(self.data, held_out=False)
+        assert items is not None
+        self._fill(items, TO_HELD_OUT)
+        self._refuse_empty(self.held_out, "prompt")
+        return [list(example.ids) for example in self.held_out.values()]
+
     def _fill(self, items: Iterable[Item], side: str | None) -> None:
         """Until nothing more is wanted. `side` None: each row's prompt decides."""
         for item in items:

@@ -37,6 +37,7 @@ ENTRY_POINTS = {
     "serve": "infer/serve.py",
     "generate": "infer/generate.py",
     "bench": "scripts/bench.py",
+    "eval": "scripts/eval.py",
     "step_time": "scripts/step_time.py",
 }
 
