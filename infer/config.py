@@ -397,10 +397,9 @@ class BenchConfig:
 class EvalConfig:
     model: ModelConfig = MISSING
     head: HeadConfig = MISSING
-    proposer: ProposerConfig = MISSING
     engine: EngineConfig = MISSING
     output_dir: str = "outputs"
-    data: list[str] = field(default_factory=list)  # files, as data=files of training takes them; []: the demo corpus
+    files: list[str] = field(default_factory=list)  # as data.path of training; none: prompts of the demo corpus
     columns: Any = None  # our names for the data's own columns: {prompt: question}
     chat_template: list[bool] = field(default_factory=lambda: [True])  # [true,false]: every file both ways
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.6, 1.0])
@@ -414,8 +413,6 @@ class EvalConfig:
     def __post_init__(self) -> None:
         if self.head.name == "none":
             raise ValueError("head=none: an evaluation needs a head; say head=eagle3")
-        if self.proposer.name not in ("auto", "head"):
-            raise ValueError(f"proposer={self.proposer.name}: an evaluation is of the head; leave proposer out")
         if self.engine.tensor_parallel > 1:
             raise ValueError(f"engine.tensor_parallel={self.engine.tensor_parallel}: is for serving; use one process")
         for temperature in self.temperatures:

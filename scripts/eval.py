@@ -1,9 +1,9 @@
 """How good an exported head is, by data set, temperature, chat template, draft shape and length of the prompt.
 
     python scripts/eval.py model=demo head=eagle3
-    python scripts/eval.py model=demo head=eagle3 data=[gsm8k/test.jsonl] columns='{prompt: question}' temperatures=[0]
+    python scripts/eval.py model=demo head=eagle3 files=[gsm8k/test.jsonl] columns='{prompt: question}' temperatures=[0]
 
-`data` are files as data=files takes them; none means held-out prompts of the demo corpus. Speed is a ratio to plain
+`files` are what data.path of training takes; none means held-out prompts of the demo corpus. Speed is a ratio to plain
 decoding of the same prompts in the same round. Table and plots go to <output_dir>/eval/<model>-<head>/; the last line
 of standard output is one JSON document.
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 from infer.cli import entry_point
 from infer.compare import Comparison
-from infer.config import EvalConfig, resolve_path
+from infer.config import EvalConfig, ProposerConfig, resolve_path
 from infer.request import SpeculationStats
 
 DEMO = "demo corpus"
@@ -56,10 +56,10 @@ def prompt_sets(config: EvalConfig, engine: Any) -> Iterator[tuple[str, bool, li
     from train.config import FilesDataConfig
     from train.prompts import Reader
 
-    if not config.data:
+    if not config.files:
         yield DEMO, False, held_out_prompts(engine.tokenizer, config.num_prompts, config.prompt_tokens)
     longest = engine.context - config.max_tokens - 1
-    for path in config.data:
+    for path in config.files:
         for template in config.chat_template:
             settings = FilesDataConfig(
                 name="files",
@@ -89,7 +89,7 @@ def measure(config: EvalConfig, engine: Any) -> list[Cell]:
             for shape in config.shapes:
                 bar.set_description(f"{name}, temperature {temperature:g}, {shape}")
                 depth = engine.head.config.max_depth
-                drafts = shaped(config.proposer, shape)
+                drafts = shaped(ProposerConfig(name="head"), shape)
                 if depth is not None:
                     drafts = replace(drafts, max_draft_tokens=min(depth, drafts.max_draft_tokens))
                 engine.set_proposer("head", config=drafts)
@@ -187,8 +187,7 @@ def main(config: EvalConfig) -> None:
 
     # a prompt is asked again and again: cached pages would spare one side its prefill
     cold = replace(config.engine, prefix_cache=False)
-    drafts = replace(config.proposer, name="head")
-    engine = Engine.load(config.model, config.head, cold, drafts, output_dir=config.output_dir)
+    engine = Engine.load(config.model, config.head, cold, ProposerConfig(name="head"), output_dir=config.output_dir)
     cells = measure(config, engine)
     folder = resolve_path(config.output_dir) / "eval" / f"{config.model.name}-{config.head.name}"
     folder.mkdir(parents=True, exist_ok=True)

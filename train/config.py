@@ -278,9 +278,12 @@ class WandbConfig(TrackerConfig):
     project: str = "headway"
     entity: str | None = None
     mode: str = "auto"  # auto: online with credentials, else offline | online | offline
+    samples: int = 0  # held-out texts, accepted drafts marked, that are sent as a table; they may be private
+    upload: bool = False  # send the exported head as an artifact
 
     def __post_init__(self) -> None:
         one_of("tracker.mode", self.mode, ("auto", "online", "offline"))
+        at_least("tracker.samples", self.samples, 0)
 
 
 @dataclass

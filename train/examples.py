@@ -164,10 +164,10 @@ def from_sharegpt(turns: object, system: object) -> list[dict[str, Any]]:
 def parse_calls(value: object) -> list[dict[str, Any]]:
     """The JSON that a ShareGPT turn holds: one call or several, {"name": ..., "arguments": ...} each."""
     try:
-        calls = json.loads(value) if isinstance(value, str) else value
+        parsed = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError:
         raise ValueError("function_call holds no JSON") from None
-    calls = calls if isinstance(calls, list) else [calls]
+    calls: list[Any] = parsed if isinstance(parsed, list) else [parsed]
     if not all(isinstance(call, Mapping) and "name" in call for call in calls):
         raise ValueError('function_call must hold {"name": ..., "arguments": ...}')
     return [{"type": "function", "function": dict(call)} for call in calls]

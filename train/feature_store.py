@@ -150,7 +150,8 @@ class FeatureStore:
         """Computes this process's share of what is missing; what is finished when `check` raises is kept."""
         atomic.sweep(self.folder)
         rank, world = share
-        todo = self.missing[rank::world]
+        missing = set(self.missing)
+        todo = [shard for shard in self._shards[rank::world] if shard in missing]  # by number: others are at work too
         with tqdm(total=len(todo), desc="features", unit="shard", disable=not show, dynamic_ncols=True) as bar:
             for shard in todo:
                 atomic.write_tensors(self.folder / shard.file, {"features": self._compute(shard, batch_size, check)})

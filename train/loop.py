@@ -33,9 +33,10 @@ from train.provenance import provenance
 from train.report import write_report
 from train.sharding import State, agree, load_module
 from train.stopping import Interrupted, StopRequest
-from train.trackers import Trackers, make_trackers
+from train.trackers import Results, Trackers, make_trackers
 
 TRIAL_STEPS = 3  # timed to turn minutes into steps
+SHOWN_TEXTS = 2  # in the report
 SHOWN_ROWS = 16  # of a batch that went wrong
 
 
@@ -348,10 +349,12 @@ class Run:
         metrics = evaluator.losses(prepared.placement.measured) | acceptance_metrics(measured.greedy)
         self.trackers.log(self.step, metrics)
         if config.export == "best" and self.best > measured.greedy.engine.acceptance_length:
-            measured = self._export_best(record)
+            measured, record = self._export_best(record)
         greedy = measured.greedy
-        plots = draw_plots(self.folder, measured)
-        report = write_report(self.folder, config, record, measured, plots)
+        samples = evaluator.samples(prepared.head, max(SHOWN_TEXTS, getattr(config.tracker, "samples", 0)))
+        results = Results(draw_plots(self.folder, measured), samples, export, ("latest", f"step_{record['steps']}"))
+        report = write_report(self.folder, config, record, measured, results)
+        self.trackers.publish(results)
         lengths = greedy.summary()
         positions = " ".join(f"{share:.2f}" for share in greedy.engine.acceptance_by_position)
         say(self.accelerator, f"acceptance length τ {lengths['engine']:.3f} in the engine (by position {positions})")
@@ -360,7 +363,7 @@ class Run:
         seconds = round(time.perf_counter() - self.started, 1)
         return {"export": str(export), "acceptance_length": lengths, "gap": round(greedy.gap, 4), "seconds": seconds}
 
-    def _export_best(self, record: Mapping[str, Any]) -> Measured:
+    def _export_best(self, record: Mapping[str, Any]) -> tuple[Measured, dict[str, Any]]:
         """In place of the last state, which drafts worse than an earlier one did."""
         path = checkpoint.best_checkpoint(self.folder / "checkpoints")
         assert path is not None, "the best state was saved when it was found"
@@ -372,4 +375,5 @@ class Run:
             self.accelerator, f"exported is the head of step {step}, τ {self.best:.3f} in the engine: the last is worse"
         )
         own = {**record, "steps": step, "tokens": loaded.state["tokens"]}
-        return export_head(head, self.prepared.target, self.config, own, self.prepared.evaluator.measure_fully)[1]
+        _, measured = export_head(head, self.prepared.target, self.config, own, self.prepared.evaluator.measure_fully)
+        return measured, own

@@ -8,7 +8,7 @@ from train.export import Measured
 from train.trackers import read_metrics, warn
 
 
-def draw_plots(folder: Path, measured: Measured) -> list[Path]:
+def draw_plots(folder: Path, measured: Measured | None = None) -> list[Path]:
     """The files written; none, with a note, when matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
@@ -36,6 +36,8 @@ def draw_plots(folder: Path, measured: Measured) -> list[Path]:
         path = folder / f"{name}.png"
         figure.savefig(path)
         written.append(path)
+    if measured is None:
+        return written
     figure = Figure(figsize=(6, 4), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     for label, acceptance in (("greedy", measured.greedy), ("temperature 1", measured.sampled)):

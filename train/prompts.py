@@ -113,7 +113,7 @@ class Reader:
         self.reading.train, self.reading.held_out = len(self.train), len(self.held_out)
         reading = self.reading
         assert reading.read == reading.train + reading.held_out + reading.dropped.total(), "a row was lost"
-        digest = content_key([list(self.train), list(self.held_out)])
+        digest = content_key([[example.key for example in self.train.values()], list(self.held_out)])
         source = f"{name_of(self.data)} {digest:016x}"
         return Prompts(self.train, self.held_out, source, reading)
 

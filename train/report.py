@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,21 @@ from train import atomic
 from train.config import TrainConfig
 from train.export import Acceptance, Measured
 from train.run_folder import flatten
-from train.trackers import read_metrics
+from train.trackers import Results, read_metrics
 
 REPORT = "report.md"
 SHOWN = ("step", "eval/tau_engine", "eval/tau_simulated", "eval/loss", "eval/coverage")
 
 
 def write_report(
-    folder: Path, config: TrainConfig, record: Mapping[str, Any], measured: Measured, plots: Sequence[Path]
+    folder: Path, config: TrainConfig, record: Mapping[str, Any], measured: Measured, results: Results
 ) -> Path:
     path = folder / REPORT
-    atomic.write_text(path, report(folder, config, record, measured, plots))
+    atomic.write_text(path, report(folder, config, record, measured, results))
     return path
 
 
-def report(
-    folder: Path, config: TrainConfig, record: Mapping[str, Any], measured: Measured, plots: Sequence[Path]
-) -> str:
+def report(folder: Path, config: TrainConfig, record: Mapping[str, Any], measured: Measured, results: Results) -> str:
     rows = [row for row in read_metrics(folder) if "eval/tau_engine" in row]
     commit = ((record.get("git") or {}).get("commit") or "unknown")[:12]
     parts = [
@@ -46,9 +45,15 @@ def report(
         table(
             [name.removeprefix("eval/") for name in SHOWN], [[number(row.get(name)) for name in SHOWN] for row in rows]
         ),
-        *(f"![{plot.stem}]({plot.name})" for plot in plots),
+        *(f"![{plot.stem}]({plot.name})" for plot in results.plots),
+        "## Texts",
+        "Greedy answers to held-out prompts; what was drafted and accepted stands between ⟦ and ⟧.",
+        *(
+            f"τ {sample.acceptance_length:.2f}\n\n{fenced(sample.prompt)}\n\n{fenced(sample.text)}"
+            for sample in results.samples
+        ),
         "## Settings",
-        "```\n" + "\n".join(f"{key}={value}" for key, value in flatten(record["config"]).items()) + "\n```",
+        fenced("\n".join(f"{key}={value}" for key, value in flatten(record["config"]).items())),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -74,6 +79,12 @@ def line(name: str, acceptance: Acceptance) -> list[str]:
     shares = [f"{share:.3f}" for share in engine.acceptance_by_position]
     taus = [engine.acceptance_length, acceptance.simulated.acceptance_length]
     return [name, *(f"{tau:.3f}" for tau in taus), f"{100 * acceptance.gap:+.2f} %", *shares]
+
+
+def fenced(text: str) -> str:
+    """As a code block, whatever the text holds."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence}\n{text}\n{fence}"
 
 
 def number(value: Any) -> str:

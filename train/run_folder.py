@@ -17,7 +17,7 @@ from train import config as train_config
 from train.config import TrainConfig
 
 CONFIG, SCHEDULE = "config.yaml", "schedule.json"
-# What may differ when a run is resumed: nothing that the trained head depends on.
+# What may differ when a run is resumed: nothing that an update depends on.
 FREE = (
     "check",
     "stage",
@@ -27,6 +27,8 @@ FREE = (
     "eval_every",
     "checkpoint_every",
     "keep_checkpoints",
+    "export",
+    "max_skipped",
     "output_dir",
     "head.path",
     "data.concurrency",

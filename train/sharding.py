@@ -214,7 +214,7 @@ class Zero(Divided):
 
         tensors = checkpoint.module_tensors(self.plain.head)
         for name, parameter in checkpoint.trainable(self.plain.head).items():
-            tensors[name] = safe_get_full_fp32_param(parameter).detach().clone()
+            tensors[name] = present(safe_get_full_fp32_param(parameter))
         return tensors
 
     def state(self) -> State:
@@ -225,7 +225,7 @@ class Zero(Divided):
         for name, parameter in checkpoint.trainable(self.plain.head).items():
             tensors[f"{name}|step"] = step.detach().clone()
             for key in ("exp_avg", "exp_avg_sq"):
-                tensors[f"{name}|{key}"] = safe_get_full_optimizer_state(parameter, key).detach().clone()
+                tensors[f"{name}|{key}"] = present(safe_get_full_optimizer_state(parameter, key))
         return State(self._module(), tensors)
 
     def load(self, state: State) -> None:
@@ -240,6 +240,13 @@ class Zero(Divided):
     def _load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
 
+        if tensors and not self._inner.state:  # ZeRO-2 makes it with its first step
+            flat = getattr(self._engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3's parts
+            for part in flat or [part for group in self._inner.param_groups for part in group["params"]]:
+                moments = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
+                self._inner.state[part] = {"step": torch.tensor(0.0), **moments}
+            if flat is None:
+                self._engine.optimizer._lazy_init_hp_params_optimizer_state()
         for name, parameter in checkpoint.trainable(self.plain.head).items():
             for key in ("exp_avg", "exp_avg_sq"):
                 value = tensors.get(f"{name}|{key}")
@@ -288,6 +295,11 @@ def load_module(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             mine[name].copy_(value)
 
 
+def present(value: Tensor | None) -> Tensor:
+    assert value is not None, "DeepSpeed holds no such tensor"
+    return value.detach().clone()
+
+
 def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -302,7 +314,9 @@ def like(value: Tensor, parameter: Tensor | None) -> Tensor:
 def refuse_loose_parameters(head: Head, accelerator: Accelerator) -> None:
     """ZeRO-3 brings a module's parameters when that module is called; a head itself never is."""
     loose = [name for name, _ in head.named_parameters(recurse=False)]
-    if loose and accelerator.state.deepspeed_plugin.zero_stage == 3:
+    plugin = accelerator.state.deepspeed_plugin
+    assert plugin is not None
+    if loose and plugin.zero_stage == 3:
         raise ValueError(
             f"parallel=zero3: head={head.name} holds {', '.join(loose)} outside of any layer, which ZeRO-3 cannot "
             "divide; use parallel=zero2 or parallel=fsdp"

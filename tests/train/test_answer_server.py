@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,13 +13,15 @@ from typing import Any
 import httpx
 import pytest
 
+from infer.cli import compose
 from infer.engine import Engine
 from models.tokenizer import Tokenizer
 from tests.server.conftest import make_server  # noqa: F401  # a fixture
 from tests.server.harness import MakeServer, Server
 from train.answer_server import ServerAnswerer
-from train.config import DataConfig
+from train.config import DataConfig, TrainConfig
 from train.examples import Example
+from train.loop import train
 from train.regenerate import EngineAnswerer, collect_parts, read_parts, regenerate, sampling_params
 
 TURNS = (("user", "say {}"), ("assistant", "-"), ("user", "and {}"))
@@ -154,6 +157,33 @@ def test_servers_that_cannot_serve_end_the_work(
 ) -> None:
     with pytest.raises(ValueError, match=complaint):
         answer(data_for(failing(failure)), tmp_path, tiny_tokenizer)
+
+
+def test_a_run_asks_again_for_what_failed(
+    failing: Any, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [
+        f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "stage=regenerate", "run=answers",
+        "eval_prompts=2", "data.num_sequences=12", "data.prompt_tokens=8", "data.max_new_tokens=8", "eval_max_tokens=8",
+        "tracker=none", "engine.max_tokens_in_cache=1024", "data.concurrency=1", f"data.server={failing('500')}/v1",
+    ]  # fmt: skip
+
+    def run(*more: str) -> dict[str, int]:
+        result = train(compose("train", TrainConfig, [*settings, *more]))
+        assert result is not None
+        return result["counts"]["answers"]
+
+    first = run("data.retries=0")
+    assert first["conversations"] == 12 == first["done"] + first["failed"]
+    assert first["failed"] > 0
+    failed = json.loads((tmp_path / "answers" / "data" / "failed.json").read_text())
+    assert len(failed) == first["failed"]
+    assert "conversations failed, the first: status 500" in capsys.readouterr().err
+    asked = Failing.count
+    assert run("data.retries=6") == {"conversations": 12, "failed": 0, "done": 12}
+    assert Failing.count - asked < 2 * first["failed"] + 2  # only those
+    assert not (tmp_path / "answers" / "data" / "failed.json").exists()
+    assert not (tmp_path / "answers" / "data" / "train").exists()
 
 
 def test_a_server_that_is_not_there(server: Server) -> None:

@@ -40,7 +40,7 @@ def outputs(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.returncode == 0, result.stderr[-8000:]
     return folder
 
 

@@ -105,6 +105,8 @@ def test_what_a_run_leaves_behind(settings: list[str], tmp_path: Path, tiny_targ
     report = (tmp_path / "one" / "report.md").read_text()
     assert f"| greedy | {result['acceptance_length']['engine']:.3f} |" in report
     assert "28 rows were read: 24 to train on, 4 held out" in report
+    assert report.count("\nτ ") == 2
+    assert "⟦" in report.split("## Settings")[0].split("## Texts")[1].partition("\n\n")[2]
     assert all(f"]({name})" in report for name in files if name.endswith(".png"))
 
     target = load_target(str(tiny_target_folder))
