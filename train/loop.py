@@ -26,7 +26,7 @@ from train.evaluation import acceptance_metrics, step_metrics
 from train.export import Measured, check_room, export_head
 from train.objectives import StepSums, teach
 from train.parallel import any_process, broadcast_text, make_accelerator, release, say, total
-from train.plan import check_plan
+from train.plan import check_plan, outlook
 from train.plots import draw_plots
 from train.preparation import prepare, prepare_data
 from train.provenance import provenance
@@ -94,6 +94,8 @@ class Run:
         say(accelerator, f"run {config.run}: {self.folder}")
         if config.stage == "regenerate":
             return self._regenerate()
+        for line in outlook(config):
+            say(accelerator, line)
         self.prepared = prepare(config, accelerator, self.folder, self.stop)
         check_room(config, self.prepared.head, self.prepared.target)
         self._restore()

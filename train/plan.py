@@ -53,11 +53,29 @@ class Speed:
 def check_plan(config: TrainConfig) -> dict[str, Any]:
     """Prints the plan; its numbers are the command's result. Raises ValueError for what cannot work."""
     plan = make_plan(config)
-    for line in plan.lines:
+    for line in plan.lines if int(os.environ.get("RANK", "0")) == 0 else ():
         print(line, file=sys.stderr)
     if plan.refusals:
         raise ValueError("; ".join(plan.refusals))
     return {"check": plan.numbers}
+
+
+def outlook(config: TrainConfig) -> list[str]:
+    """Memory and disk at most, for the beginning of a run; without a look at the data."""
+    plan = Plan()
+    target, head, _ = shapes(config)
+    tokens = config.data.num_sequences * config.sequence_length
+    plan_memory_of(plan, config, target, head, tokens)
+    plan_disk(plan, config, target, head, tokens, resolve_path(config.output_dir) / str(config.run))
+    return plan.lines + [f"note    {text}" for text in plan.refusals]
+
+
+def shapes(config: TrainConfig) -> tuple[LlamaTarget, Head, Path]:
+    """Target and head with no memory behind them, and the checkpoint's folder, of which no weight was fetched."""
+    checkpoint = resolve_checkpoint(config.model.path_or_hub_id, config.model.revision, weights=False)
+    target = empty_target(checkpoint).to(getattr(torch, config.model.dtype))
+    with torch.device("meta"):
+        return target, make_head(config.head, target.config), checkpoint
 
 
 def make_plan(config: TrainConfig) -> Plan:
@@ -66,10 +84,7 @@ def make_plan(config: TrainConfig) -> Plan:
     resumed = check_run(config)
     folder = resolve_path(config.output_dir) / (config.run or f"{config.model.name}-{config.head.name}-<time>")
     plan.add("run", f"{folder}, {'resumed' if resumed else 'new'}")
-    checkpoint = resolve_checkpoint(config.model.path_or_hub_id, config.model.revision, weights=False)
-    target = empty_target(checkpoint).to(getattr(torch, config.model.dtype))
-    with torch.device("meta"):
-        head = make_head(config.head, target.config)
+    target, head, checkpoint = shapes(config)
     tokens, prompts = plan_data(plan, config, target, checkpoint)
     plan_memory_of(plan, config, target, head, tokens)
     store = plan_disk(plan, config, target, head, tokens, folder)

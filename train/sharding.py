@@ -229,12 +229,16 @@ class Zero(Divided):
         return State(self._module(), tensors)
 
     def load(self, state: State) -> None:
+        import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param
 
         parameters = checkpoint.trainable(self.plain.head)
         load_module(self.plain.head, {n: v for n, v in state.module.items() if n not in parameters})
         for name, parameter in parameters.items():
-            safe_set_full_fp32_param(parameter, state.module[name].to(self.accelerator.device))
+            value = state.module[name].to(self.accelerator.device)
+            safe_set_full_fp32_param(parameter, value)  # what is updated, and below what the next forward reads
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(value)
         self._load_optimizer(state.optimizer)
 
     def _load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:

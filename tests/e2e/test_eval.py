@@ -32,9 +32,9 @@ def test_an_evaluation_of_two_files(tiny_target_folder: Path, tiny_head_folder: 
     assert {(cell["data"], cell["prompts"]) for cell in cells} == {("own", 3), ("texts", 2)}
     assert all(cell["identical"] for cell in cells)
     assert all(1 <= cell["acceptance_length"] <= 7 and 0 < cell["coverage"] <= 1 for cell in cells)
-    assert all(len(cell["by_position"]) == (2 if cell["shape"] == "chain2" else 5) for cell in cells)
+    assert all(1 <= len(cell["by_position"]) <= (2 if cell["shape"] == "chain2" else 5) for cell in cells)
     chats = [cell for cell in cells if cell["data"] == "own" and cell["template"]]
-    assert all(set(cell["by_context"]) == {"32", "64"} for cell in chats)
+    assert all(set(cell["by_context"]) == {"32", "64", "128"} for cell in chats)
     folder = tmp_path / "eval" / "demo-eagle3"
     report = (folder / "report.md").read_text()
     assert "| own | yes | 0 | chain2 |" in report

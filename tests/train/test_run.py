@@ -76,7 +76,9 @@ def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
         assert torch.equal(value, b[name]), name
 
 
-def test_what_a_run_leaves_behind(settings: list[str], tmp_path: Path, tiny_target_folder: Path) -> None:
+def test_what_a_run_leaves_behind(
+    settings: list[str], tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = run(settings, "run=one", "eval_every=20", "log_every=10", "tracker=tensorboard")
     assert set(result) == {"run", "export", "acceptance_length", "gap", "seconds"}
     assert (result["run"], result["export"]) == ("one", str(tmp_path / "heads" / "demo" / "eagle3"))
@@ -102,6 +104,8 @@ def test_what_a_run_leaves_behind(settings: list[str], tmp_path: Path, tiny_targ
     assert all(row["eval/tau_simulated"] == row["eval/tau_engine"] for row in evaluated)
     assert evaluated[-1]["eval/loss"] < evaluated[0]["eval/loss"]
 
+    topics = [line.split(" ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert (topics.count("memory"), topics.count("disk")) == (2, 1)
     report = (tmp_path / "one" / "report.md").read_text()
     assert f"| greedy | {result['acceptance_length']['engine']:.3f} |" in report
     assert "28 rows were read: 24 to train on, 4 held out" in report
@@ -304,8 +308,6 @@ def test_the_head_that_drafted_best_is_exported(
     assert result["acceptance_length"]["engine"] == pytest.approx(taus[best], abs=1e-4)
     provenance = json.loads((tmp_path / "heads" / "demo" / "eagle3" / "provenance.json").read_text())
     assert provenance["steps"] == best
-    run(own, "run=last", "export=last")
-    assert json.loads((tmp_path / "heads" / "demo" / "eagle3" / "provenance.json").read_text())["steps"] == 30
 
 
 def live(settings: list[str], seconds: float) -> None:
@@ -329,13 +331,13 @@ def live(settings: list[str], seconds: float) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_killed_at_any_moment_it_loses_no_more_than_a_checkpoints_worth(settings: list[str], tmp_path: Path) -> None:
-    own = [*settings, "checkpoint_every=2", "eval_every=8", "steps=14"]
+    own = [*settings, "checkpoint_every=2", "eval_every=6", "steps=10"]
     begun = time.monotonic()
     run([*own, "run=whole", f"output_dir={tmp_path / 'elsewhere'}"])
     whole_time = time.monotonic() - begun
     moments = random.Random(5)
     folder = tmp_path / "torn"
-    for _ in range(3):
+    for _ in range(2):
         before = read_metrics(folder) if folder.is_dir() else []
         live([*own, "run=torn"], whole_time * moments.uniform(0.1, 0.9))
         done = max((row["step"] for row in (read_metrics(folder) if folder.is_dir() else before)), default=0)
