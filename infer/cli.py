@@ -150,7 +150,9 @@ def _refuse_added_keys(config: DictConfig) -> None:
         if name not in known:
             key = config._get_full_key(str(name))
             raise ValueError(f"{key}: unknown key; {_one_of(str(name), known)}")
-        if not OmegaConf.is_missing(config, name) and isinstance(config[name], DictConfig):
+        if OmegaConf.is_missing(config, name) or not isinstance(config[name], DictConfig):
+            continue
+        if OmegaConf.get_type(config[name]) is not dict:  # one whose keys are the user's has no schema for them
             _refuse_added_keys(config[name])
 
 

@@ -403,6 +403,37 @@ class BenchConfig:
 
 
 @dataclass
+class EvalConfig:
+    model: ModelConfig = MISSING
+    head: HeadConfig = MISSING
+    engine: EngineConfig = MISSING
+    output_dir: str = "outputs"
+    files: list[str] = field(default_factory=list)  # as data.path of training; none: prompts of the demo corpus
+    columns: Any = None  # our names for the data's own columns: {prompt: question}
+    chat_template: list[bool] = field(default_factory=lambda: [True])  # [true,false]: every file both ways
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 0.6, 1.0])
+    shapes: list[str] = field(default_factory=lambda: ["chain5", "tree16"])  # see scripts/bench_systems.py
+    num_prompts: int = 16  # of each file
+    prompt_tokens: int = 64  # of a prompt cut from the corpus or from a plain text
+    max_tokens: int = 128
+    batch: int = 1  # prompts in flight together
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.head.name == "none":
+            raise ValueError("head=none: an evaluation needs a head; say head=eagle3")
+        if self.engine.tensor_parallel > 1:
+            raise ValueError(f"engine.tensor_parallel={self.engine.tensor_parallel}: is for serving; use one process")
+        for temperature in self.temperatures:
+            check_sampling(temperature, 0, 1.0)
+        for key in ("chat_template", "temperatures", "shapes"):
+            if not getattr(self, key):
+                raise ValueError(f"{key}=[]: name at least one")
+        for key in ("num_prompts", "prompt_tokens", "max_tokens", "batch"):
+            at_least(key, getattr(self, key), 1)
+
+
+@dataclass
 class StepTimeConfig:
     model: ModelConfig = MISSING
     head: HeadConfig = MISSING
@@ -448,6 +479,7 @@ COMMANDS: dict[str, type] = {
     "serve": ServeConfig,
     "generate": GenerateConfig,
     "bench": BenchConfig,
+    "eval": EvalConfig,
     "step_time": StepTimeConfig,
 }
 

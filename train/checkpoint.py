@@ -1,14 +1,16 @@
 """Checkpoints of a training run: parameters, optimiser, random state and position, in safetensors and JSON.
 
-A checkpoint is one folder, whole or not there; `latest` names the newest and moves last. Restoring one continues the
-run bit for bit. Knows nothing about what is trained beyond names and tensors.
+A checkpoint is one folder, whole or not there; `latest` names the newest and moves last, `best` the one of the highest
+acceptance length. Restoring one continues the run bit for bit. Knows nothing about what is trained beyond names and
+tensors.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -17,53 +19,79 @@ from torch import Tensor, nn
 
 from train import atomic
 
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
+FILES = ("module", "optimizer", "random")
+
+
+class Checkpoint(NamedTuple):
+    module: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    random: dict[str, Tensor]
+    state: dict[str, Any]
 
 
 def save_checkpoint(
-    folder: Path, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, keep: int
+    folder: Path,
+    step: int,
+    module: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    *,
+    keep: int,
+    best: bool = False,
 ) -> Path:
-    """Writes `folder`/step-NNNNNN and keeps the newest `keep`. Frozen parameters are not stored."""
+    """Writes `folder`/step-NNNNNN; keeps the newest `keep`, and besides them the last one that was called the best."""
     path = folder / f"step-{step:06d}"
     with atomic.replace_folder(path) as staging:
-        save_file(module_tensors(module), staging / "module.safetensors")
-        save_file(optimizer_tensors(module, optimizer), staging / "optimizer.safetensors")
+        save_file(separate(module), staging / "module.safetensors")
+        save_file(separate(optimizer), staging / "optimizer.safetensors")
         save_file(random_state(), staging / "random.safetensors")
         atomic.write_text(staging / "state.json", json.dumps({"step": step, **state}, indent=2) + "\n")
+    if best:
+        atomic.write_text(folder / BEST, path.name + "\n")
     atomic.write_text(folder / LATEST, path.name + "\n")
+    kept = {path, best_checkpoint(folder)}
     for old in sorted(folder.glob("step-*"))[:-keep]:
-        if old != path:
+        if old not in kept:
             atomic.discard(old)
     return path
 
 
+def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous, and none sharing memory with another, as the format wants them."""
+    return {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
+
+
 def latest_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint, None when there is none yet."""
-    if not (folder / LATEST).is_file():
+    return named_checkpoint(folder, LATEST, "delete it to start the run anew")
+
+
+def best_checkpoint(folder: Path) -> Path | None:
+    """The one that drafted best when it was evaluated, None when there is none."""
+    return named_checkpoint(folder, BEST, "delete it to go on without a best one")
+
+
+def named_checkpoint(folder: Path, name: str, cure: str) -> Path | None:
+    if not (folder / name).is_file():
         return None
-    path = folder / (folder / LATEST).read_text(encoding="utf-8").strip()
+    path = folder / (folder / name).read_text(encoding="utf-8").strip()
     if not path.is_dir():
-        raise ValueError(f"{folder / LATEST}: names {path.name}, which is not there; delete it to start the run anew")
+        raise ValueError(f"{folder / name}: names {path.name}, which is not there; {cure}")
     return path
 
 
-def load_checkpoint(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Restores what `save_checkpoint` wrote, the random state included, and returns its `state`."""
+def load_checkpoint(path: Path, expected: Mapping[str, Tensor]) -> Checkpoint:
+    """What `save_checkpoint` wrote. Raises ValueError where it cannot be read or has other tensors than `expected`."""
     try:
-        tensors = {name: load_file(path / f"{name}.safetensors") for name in ("module", "optimizer", "random")}
+        module, optimizer, random = (load_file(path / f"{name}.safetensors") for name in FILES)
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"{path}: this checkpoint cannot be read ({error})") from error
-    mine = module_tensors(module)
-    if mine.keys() != tensors["module"].keys():
-        names = sorted(mine.keys() ^ tensors["module"].keys())
+    if module.keys() != expected.keys():
+        names = sorted(module.keys() ^ expected.keys())
         raise ValueError(f"{path}: of another head; these tensors are on one side only: {', '.join(names[:8])}")
-    with torch.no_grad():
-        for name, value in mine.items():
-            value.copy_(tensors["module"][name])
-    load_optimizer_tensors(module, optimizer, tensors["optimizer"])
-    restore_random_state(tensors["random"])
-    return state
+    return Checkpoint(module, optimizer, random, state)
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -83,7 +111,7 @@ def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> di
     for index, values in optimizer.state_dict()["state"].items():
         for key, value in values.items():
             assert isinstance(value, Tensor), f"optimiser state {key} is no tensor"
-            tensors[f"{names[index]}|{key}"] = value.detach().contiguous()
+            tensors[f"{names[index]}|{key}"] = value.detach()
     return tensors
 
 

@@ -8,27 +8,37 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 
 from infer.config import EngineConfig, HeadConfig, ModelConfig, at_least, one_of, register
 
+COLUMNS = (  # what a row may hold, train/examples.py
+    "input_ids", "loss_mask", "messages", "tools", "conversations", "system", "turns", "prompt", "response", "text",
+)  # fmt: skip
 LOSSES = ("kl", "ce", "label", "tv", "lk", "lk_hybrid")  # train/objectives/losses.py
 
 
 @dataclass
 class DataConfig:
-    """Prompts and how the target continues them. Responses are always the target's own, written by our engine."""
+    """Prompts and how the target continues them."""
 
     name: str = MISSING
-    num_sequences: int = 512  # at most this many training sequences
-    max_new_tokens: int = 192
+    num_sequences: int = 512  # at most this many training conversations or texts
+    max_new_tokens: int = 192  # of one answer
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # dealt out in turn
     top_k: int = 0
     top_p: float = 1.0
+    # who answers the training prompts: null our engine, else an OpenAI-compatible server that serves the same target
+    server: str | None = None  # such as http://127.0.0.1:8001/v1
+    server_model: str | None = None  # the target's name there; null: the only one it has
+    concurrency: int = 32  # requests in flight
+    retries: int = 4  # of one request, with growing pauses
+    timeout_s: float = 600.0  # of one request
 
     def __post_init__(self) -> None:
-        for key in ("num_sequences", "max_new_tokens"):
+        for key in ("num_sequences", "max_new_tokens", "concurrency"):
             at_least(f"data.{key}", getattr(self, key), 1)
         if not self.temperatures:
             raise ValueError("data.temperatures=[]: give at least one, 0.0 for greedy")
@@ -37,6 +47,12 @@ class DataConfig:
         at_least("data.top_k", self.top_k, 0)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"data.top_p={self.top_p}: must be above 0 and at most 1")
+        if self.server is not None and not re.match(r"https?://[^/]", self.server):
+            raise ValueError(f"data.server={self.server}: must be an address such as http://127.0.0.1:8001/v1")
+        if self.server_model is not None and self.server is None:
+            raise ValueError(f"data.server_model={self.server_model}: needs data.server, the address that serves it")
+        at_least("data.retries", self.retries, 0)
+        at_least("data.timeout_s", self.timeout_s, 0.001)
 
 
 @dataclass
@@ -49,26 +65,85 @@ class DemoDataConfig(DataConfig):
 
 
 @dataclass
-class JsonlDataConfig(DataConfig):
-    path: str = MISSING  # relative to the repository
-    held_out_path: str | None = None  # null: a share of `path`
-    held_out_share: float = 0.05
-    max_prompt_tokens: int = 2048  # rows with a longer prompt are left out, and counted
+class RowsDataConfig(DataConfig):
+    """Conversations, prompts or texts of one's own: train/examples.py lists the forms of a row."""
+
+    responses: str = "regenerate"  # regenerate: the target writes them | given: the data's own are learnt
+    held_out_share: float = 0.05  # of the conversations, chosen by their hash, where no held-out side is given
+    columns: Any = None  # our names for the data's own columns: {prompt: question}
+    chat_template: bool = True  # a prompt is a user's message, if the target has a chat template; false: a plain text
+    prompt_tokens: int = 64  # of a plain text, that the target continues
+    max_prompt_tokens: int = 2048  # rows with a longer prompt are left out, and counted; a later turn ends there
+    deduplicate: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
+        one_of("data.responses", self.responses, ("regenerate", "given"))
+        for key in ("prompt_tokens", "max_prompt_tokens"):
+            at_least(f"data.{key}", getattr(self, key), 1)
         if not 0 < self.held_out_share < 1:
             raise ValueError(f"data.held_out_share={self.held_out_share}: must be between 0 and 1")
+        columns = {} if self.columns is None else self.columns
+        if not isinstance(columns, dict) or not all(isinstance(theirs, str) for theirs in columns.values()):
+            raise ValueError(
+                f"data.columns={self.columns}: must be our names with the data's own: {{prompt: question}}"
+            )
+        for name in columns:
+            one_of("data.columns", name, COLUMNS)
+        if self.responses == "given" and self.server is not None:
+            raise ValueError(f"data.server={self.server}: has nothing to answer with data.responses=given")
+
+
+@dataclass
+class FilesDataConfig(RowsDataConfig):
+    path: Any = MISSING  # a file, folder or pattern, or a list of them; relative to the repository
+    held_out_path: Any = None  # likewise; null: a share of `path`
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = {"path": self.path} if self.held_out_path is None else vars(self)
+        for key in ("path", "held_out_path"):
+            value = given.get(key, [""])
+            texts = value if isinstance(value, list) else [value]
+            if not texts or not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"data.{key}={value}: must be a path or a list of paths")
+
+
+@dataclass
+class HubDataConfig(RowsDataConfig):
+    """Through `datasets`, as a stream: no more is fetched than is used."""
+
+    path: str = MISSING  # owner/name, or a folder that `datasets` can load
+    subset: str | None = None
+    split: str = "train"
+    held_out_split: str | None = None  # null: a share of `split`
+    revision: str | None = None
 
 
 @dataclass
 class FeaturesConfig:
-    name: str = MISSING  # online: from the target in this process
+    name: str = MISSING
+
+
+@dataclass
+class OnlineFeaturesConfig(FeaturesConfig):
+    """From the target in this process."""
+
     cache_gb: float = 4.0  # features computed once and kept in memory while all of the data's fit; 0: never
 
     def __post_init__(self) -> None:
         at_least("features.cache_gb", self.cache_gb, 0)
+
+
+@dataclass
+class OfflineFeaturesConfig(FeaturesConfig):
+    """Computed once, before the first step, into files that later runs read again."""
+
+    path: str | None = None  # the store's folder; null: <output_dir>/features/<model>/<hash of all it depends on>
+    shard_mb: int = 512  # about; what an interruption can lose
+
+    def __post_init__(self) -> None:
+        at_least("features.shard_mb", self.shard_mb, 1)
 
 
 @dataclass
@@ -213,10 +288,10 @@ class OptimConfig:
 
 @dataclass
 class ParallelConfig:
-    name: str = MISSING  # single | ddp
+    name: str = MISSING  # single | ddp | fsdp | zero2 | zero3; train/sharding.py says what each divides
 
     def __post_init__(self) -> None:
-        one_of("parallel.name", self.name, ("single", "ddp"))
+        one_of("parallel.name", self.name, ("single", "ddp", "fsdp", "zero2", "zero3"))
 
 
 @dataclass
@@ -229,9 +304,12 @@ class WandbConfig(TrackerConfig):
     project: str = "headway"
     entity: str | None = None
     mode: str = "auto"  # auto: online with credentials, else offline | online | offline
+    samples: int = 0  # held-out texts, accepted drafts marked, that are sent as a table; they may be private
+    upload: bool = False  # send the exported head as an artifact
 
     def __post_init__(self) -> None:
         one_of("tracker.mode", self.mode, ("auto", "online", "offline"))
+        at_least("tracker.samples", self.samples, 0)
 
 
 @dataclass
@@ -249,6 +327,10 @@ class TrainConfig:
     run: str | None = None
     output_dir: str = "outputs"
     seed: int = 0
+    check: bool = (
+        False  # print the plan (data, memory, disk, time, what will be written), refuse what cannot work, and stop
+    )
+    stage: str = "all"  # all | regenerate: have the target answer the prompts, and stop there
     # budget: whichever ends first; at least one of them
     steps: int | None = None
     minutes: float | None = None  # of optimisation, regeneration and evaluation included
@@ -261,7 +343,9 @@ class TrainConfig:
     log_every: int = 1
     eval_every: int = 50
     checkpoint_every: int = 50
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = 2  # the newest; the one of the highest τ in the engine is kept besides
+    export: str = "best"  # best: what had the highest τ in the engine is published | last
+    max_skipped: int = 5  # updates in a row whose loss or gradient is not finite, before the run stops
     # held-out prompts on which acceptance is measured, by the trainer and by the engine
     eval_prompts: int = 16
     eval_max_tokens: int = 128
@@ -280,6 +364,9 @@ class TrainConfig:
             raise ValueError(f"run={self.run}: becomes a folder name; use letters, digits, '.', '_' and '-'")
         if self.run == "heads":
             raise ValueError("run=heads: outputs/heads holds the exported heads; choose another name")
+        one_of("export", self.export, ("best", "last"))
+        at_least("max_skipped", self.max_skipped, 1)
+        one_of("stage", self.stage, ("all", "regenerate"))
         one_of("precision", self.precision, ("fp32", "bf16"))
         if self.steps is None and self.minutes is None:
             raise ValueError("steps=null and minutes=null: the run would not end; give one of them")
@@ -290,6 +377,11 @@ class TrainConfig:
             at_least(key, getattr(self, key), 1)
         for key in ("eval_prompts", "eval_max_tokens", "eval_draft_tokens"):
             at_least(key, getattr(self, key), 1)
+        if isinstance(self.data, DemoDataConfig) and self.sequence_length < self.data.prompt_tokens + 2:
+            raise ValueError(
+                f"sequence_length={self.sequence_length}: cuts every sequence before its second generated token; "
+                f"data.prompt_tokens={self.data.prompt_tokens} come before it"
+            )
         self._check_objective()
 
     def _check_objective(self) -> None:
@@ -298,6 +390,11 @@ class TrainConfig:
             raise ValueError(
                 f"objective={objective.name}: is for head={' or '.join(TRAINS[objective.name])}, not for "
                 f"head={head.name}; without objective= it gets {DEFAULT_OBJECTIVE[head.name]}"
+            )
+        if objective.name == "medusa-2" and self.parallel.name not in ("single", "ddp"):
+            raise ValueError(
+                f"parallel={self.parallel.name}: divides a head, and objective=medusa-2 trains the target too; use "
+                "parallel=ddp"
             )
         if depths is not None:
             for key, asked in (("objective.steps", objective.steps), ("eval_draft_tokens", self.eval_draft_tokens)):
@@ -326,8 +423,8 @@ OWN_WEIGHTS = ("medusa", "mlp")  # heads in which a depth shares no weights, or 
 DEFAULT_OBJECTIVE = {"eagle3": "ttt", "eagle": "eagle", "medusa": "medusa", "mlp": "mlp", "p-eagle": "p-eagle"}
 
 SCHEMAS: dict[str, dict[str, type]] = {
-    "data": {"demo": DemoDataConfig, "jsonl": JsonlDataConfig},
-    "features": {"online": FeaturesConfig},
+    "data": {"demo": DemoDataConfig, "files": FilesDataConfig, "hub": HubDataConfig},
+    "features": {"online": OnlineFeaturesConfig, "offline": OfflineFeaturesConfig},
     "objective": {
         "ttt": TttConfig,
         "eagle": EagleObjectiveConfig,

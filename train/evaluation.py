@@ -7,14 +7,16 @@ speak of the same tokens, and their acceptance lengths may be compared (DESIGN s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import torch
 
 from infer.engine import Engine
 from infer.request import Completion, SamplingParams, SpeculationStats, StepOutput
 from models.heads.base import Head
+from models.tokenizer import Tokenizer
 from models.vocab import coverage
 from train.acceptance import Sampling, count_ranks, simulate
 from train.config import TrainConfig
@@ -22,7 +24,7 @@ from train.data import Batch, Sequences
 from train.export import Acceptance, Measured
 from train.features import Features, FeatureSource
 from train.objectives import Objective, StepSums, teach
-from train.trackers import warn
+from train.trackers import Sample, warn
 
 SAMPLED = 1.0  # the temperature of the card's second figure
 RANKS = 10
@@ -51,6 +53,14 @@ def acceptance_metrics(measured: Acceptance) -> dict[str, float]:
 def prompts_of(sequences: Sequences) -> list[list[int]]:
     rows = [sequences.row(index) for index in range(len(sequences))]
     return [ids[: int(assistant.int().argmax())].tolist() for ids, assistant in rows]
+
+
+def mark(tokenizer: Tokenizer, ids: Sequence[int], accepted: Sequence[bool]) -> str:
+    """The text, every run of accepted drafts between ⟦ and ⟧."""
+    spans = [
+        (flag, [token for token, _ in run]) for flag, run in groupby(zip(ids, accepted, strict=True), lambda p: p[1])
+    ]
+    return "".join(f"⟦{tokenizer.decode(span)}⟧" if flag else tokenizer.decode(span) for flag, span in spans)
 
 
 class Evaluator:
@@ -122,6 +132,29 @@ class Evaluator:
                 assert not self._config.engine.exact, "speculation changed a token"
                 warn("the engine's tokens differ with and without the head (engine.exact=false)")
         return total
+
+    def samples(self, head: Head, count: int) -> list[Sample]:
+        """Greedy answers to the first held-out prompts, the accepted drafts in them marked."""
+        tokenizer = self._engine.tokenizer
+        assert tokenizer is not None
+        flags: dict[int, list[bool]] = {}
+
+        def keep(index: int, output: StepOutput) -> None:
+            flags.setdefault(index, []).extend(output.accepted)
+
+        prompts = self._prompts[:count]
+        self._engine.set_proposer("head", head)
+        params = SamplingParams(max_tokens=self._config.eval_max_tokens)
+        completions = self._engine.generate(prompts, params, on_output=keep)
+        self._engine.set_proposer("none")
+        return [
+            Sample(
+                tokenizer.decode(prompt),
+                mark(tokenizer, completion.token_ids, flags[index]),
+                completion.stats.acceptance_length,
+            )
+            for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+        ]
 
     def _sampled(self, temperature: float) -> Sequences:
         rows = []

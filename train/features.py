@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from models.attention import CausalAttention
 from models.targets.llama import LAST, LlamaTarget
-from train.config import FeaturesConfig
+from train.config import OnlineFeaturesConfig
 from train.data import Batch, Sequences
 
 
@@ -96,7 +96,7 @@ def feature_bytes(target: LlamaTarget, aux_layers: Sequence[int], tokens: int) -
 
 
 def make_features(
-    config: FeaturesConfig,
+    config: OnlineFeaturesConfig,
     target: LlamaTarget,
     aux_layers: Sequence[int],
     sequences: Sequences,

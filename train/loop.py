@@ -11,7 +11,8 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,16 +24,22 @@ from train import checkpoint, run_folder, schedule
 from train.config import TrainConfig
 from train.data import Batch, rows_at
 from train.evaluation import acceptance_metrics, step_metrics
-from train.export import check_room, export_head
+from train.export import Measured, check_room, export_head
 from train.objectives import StepSums, teach
 from train.parallel import any_process, broadcast_text, make_accelerator, release, say, total
+from train.plan import check_plan, outlook
 from train.plots import draw_plots
-from train.preparation import prepare
+from train.preparation import prepare, prepare_data
 from train.provenance import provenance
+from train.report import write_report
+from train.served import Publication
+from train.sharding import State, agree, load_module
 from train.stopping import Interrupted, StopRequest
-from train.trackers import Trackers, make_trackers
+from train.trackers import Results, Trackers, make_trackers
 
 TRIAL_STEPS = 3  # timed to turn minutes into steps
+SHOWN_TEXTS = 2  # in the report
+SHOWN_ROWS = 16  # of a batch that went wrong
 
 
 class StepResult(NamedTuple):
@@ -46,6 +53,8 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
 
     `overrides` is the command line, quoted in the command to resume. Raises ValueError for what the user can mend.
     """
+    if config.check:
+        return check_plan(config)
     started = time.perf_counter()
     accelerator = make_accelerator(config)
     config = dataclasses.replace(config, run=broadcast_text(accelerator, str(run_folder.name_run(config).run)))
@@ -74,6 +83,9 @@ class Run:
         self.config, self.accelerator, self.stop, self.started = config, accelerator, stop, started
         self.trackers = Trackers([])
         self.step = self.tokens = 0
+        self.skipped = self.skipped_in_a_row = 0  # updates left out because something was not finite
+        self.best = 0.0  # acceptance length in the engine
+        self.evaluated = 0  # at which step last
 
     def execute(self) -> dict[str, Any]:
         config, accelerator = self.config, self.accelerator
@@ -82,6 +94,10 @@ class Run:
             run_folder.open_run(config)
         accelerator.wait_for_everyone()
         say(accelerator, f"run {config.run}: {self.folder}")
+        if config.stage == "regenerate":
+            return self._regenerate()
+        for line in outlook(config):
+            say(accelerator, line)
         self.prepared = prepare(config, accelerator, self.folder, self.stop)
         check_room(config, self.prepared.head, self.prepared.target, self.prepared.served.bytes_needed())
         self._restore()
@@ -92,12 +108,18 @@ class Run:
         self._optimise()
         return self._finish()
 
+    def _regenerate(self) -> dict[str, Any]:
+        _, data = prepare_data(self.config, self.accelerator, self.folder, self.stop)
+        say(self.accelerator, "any run with these data settings beside this one takes these sequences")
+        return {"run": self.config.run, "data": str(self.folder / "data"), "counts": data.counts}
+
     # ---- the loop -----------------------------------------------------------------------------------------------
 
     def _optimise(self) -> None:
         config, show = self.config, self.accelerator.is_main_process
         peak = schedule.peak_rate(config.optim, self.prepared.head.config.hidden_size)
         with tqdm(total=self.steps, initial=self.step, unit="step", dynamic_ncols=True, disable=not show) as bar:
+            self._catch_up()
             while self.step < self.steps:
                 begun = time.perf_counter()
                 rate = schedule.learning_rate(self.step, self.steps, config.optim, peak)
@@ -107,7 +129,9 @@ class Run:
                 self.step += 1
                 self.tokens += result.tokens
                 speed = result.tokens / (time.perf_counter() - begun)
-                if logged:
+                if self.skipped_in_a_row:
+                    self.trackers.log(self.step, {"train/skipped_steps": self.skipped, "train/lr": rate})
+                elif logged:
                     metrics = {"train/loss": result.loss, **step_metrics("train", result.sums), "train/lr": rate}
                     metrics |= {"train/grad_norm": norm, "train/tokens": self.tokens, "train/tokens_per_s": speed}
                     self.trackers.log(self.step, metrics)
@@ -115,19 +139,32 @@ class Run:
                 bar.update()
                 self._between_steps()
 
+    def _catch_up(self) -> None:
+        """The evaluation that was due when the run was stopped."""
+        due = 0 < self.step < self.steps and self.step % self.config.eval_every == 0
+        if due and self.evaluated != self.step and self._improved(self._evaluate()):
+            self._save(best=True)
+
     def _between_steps(self) -> None:
+        """Evaluates before it saves, so that a checkpoint knows what its evaluation found."""
         last = self.step == self.steps
         stopping = any_process(self.accelerator, self.stop.requested)
-        if stopping or last or self.step % self.config.checkpoint_every == 0:
-            self._save()
+        better = False
+        if not (last or stopping) and self.step % self.config.eval_every == 0:
+            try:
+                better = self._improved(self._evaluate())
+            except Interrupted:
+                stopping = True
+        due = stopping or last or better or self.step % self.config.checkpoint_every == 0
+        if due and not self.skipped_in_a_row:
+            self._save(best=better)
         if stopping and not last:
             raise Interrupted
-        if not last and self.step % self.config.eval_every == 0:
-            try:
-                self._evaluate()
-            except Interrupted:
-                self._save()
-                raise
+
+    def _improved(self, tau: float) -> bool:
+        better = tau > self.best
+        self.best, self.evaluated = max(tau, self.best), self.step
+        return better
 
     def _forward_backward(self, *, metrics: bool, progress: float) -> StepResult:
         """Gradients of one optimiser step, over its accumulated batches and all processes.
@@ -136,8 +173,8 @@ class Run:
         """
         prepared, config, accelerator = self.prepared, self.config, self.accelerator
         batches = [self._batch(micro) for micro in range(config.accumulate)]
-        objective = self._objective()
-        counts = torch.stack([objective.denominators(batch.assistant) for batch in batches]).sum(0)
+        placement = prepared.placement
+        counts = torch.stack([placement.plain.denominators(batch.assistant) for batch in batches]).sum(0)
         denominators = total(accelerator, counts)
         losses, sums = [], []
         for micro, batch in enumerate(batches):
@@ -145,14 +182,11 @@ class Run:
             teacher = teach(prepared.target, features.hidden, batch, prepared.head.target_ids)
             generator = torch.Generator(accelerator.device).manual_seed((config.seed << 32) + self._number(micro))
             given = (batch, features, teacher, denominators, metrics, generator, progress)
-            if micro + 1 < len(batches):
-                with accelerator.no_sync(prepared.objective):
-                    loss, part = prepared.objective(*given)
-                    accelerator.backward(loss * accelerator.num_processes)
-            else:
-                loss, part = prepared.objective(*given)
+            last = micro + 1 == len(batches)
+            with placement.accumulating(last):
+                loss, part = placement.objective(*given)
                 # Gradients are averaged over processes; the losses, parts of one, are to be summed.
-                accelerator.backward(loss * accelerator.num_processes)
+                placement.backward(loss * accelerator.num_processes, last=last)
             losses.append(loss.detach())
             sums.append(torch.stack(list(part)))
         lengths = prepared.sequences.lengths[[row for batch in batches for row in batch.rows]]
@@ -163,23 +197,34 @@ class Run:
         )
 
     def _update(self, loss: float, rate: float) -> float:
-        """Clips, updates and clears the gradients; their norm before clipping. Raises ValueError when not finite."""
-        optimizer = self.prepared.optimizer
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = float(self.accelerator.clip_grad_norm_(parameters, self.config.optim.clip) or 0.0)
-        for name, value in (("loss", loss), ("gradient norm", norm)):
-            if not math.isfinite(value):
-                kept = checkpoint.latest_checkpoint(self.folder / "checkpoints")
-                raise ValueError(
-                    f"step {self.step + 1}: the {name} is {value}; the run stops before it touches the head. Last good "
-                    f"checkpoint: {kept or 'none yet'}. Try a smaller optim.lr (it is {rate:.3g} here) or optim.clip="
-                    f"{self.config.optim.clip} under another run="
-                )
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group["scale"]
-        optimizer.step()
-        optimizer.zero_grad()
+        """The gradient's norm before clipping. An update that is not finite is left out, by all processes alike.
+
+        Raises ValueError after `max_skipped` of them in a row.
+        """
+        norm = self.prepared.placement.update(rate, sound=math.isfinite(loss))
+        wrong = next((n for n, v in (("loss", loss), ("gradient norm", norm)) if not math.isfinite(v)), None)
+        if wrong is None:
+            self.skipped_in_a_row = 0
+            return norm
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        touched = wrong != "loss" and not self.prepared.placement.drops_gradients
+        if touched or self.skipped_in_a_row >= self.config.max_skipped:
+            kept = checkpoint.latest_checkpoint(self.folder / "checkpoints")
+            rows = ", ".join(map(str, self._rows_of_step()[:SHOWN_ROWS]))
+            raise ValueError(
+                f"step {self.step + 1}: the {wrong} is {loss if wrong == 'loss' else norm}, the "
+                f"{self.skipped_in_a_row}. time in a row, here in sequences {rows}, ...; the run stops. Last good "
+                f"checkpoint: {kept or 'none yet'}. Try a smaller optim.lr (it is {rate:.3g} here) or optim.clip="
+                f"{self.config.optim.clip} under another run="
+            )
+        say(self.accelerator, f"step {self.step + 1} left out: the {wrong} is not finite")
         return norm
+
+    def _rows_of_step(self) -> list[int]:
+        """Of all processes and batches of the coming step."""
+        per_step = self.config.batch_size * self.config.accumulate * self.accelerator.num_processes
+        return rows_at(len(self.prepared.sequences), self.step * per_step, per_step, self.config.seed)
 
     def _batch(self, micro: int) -> Batch:
         """Of this process: number `micro` of the coming step. Depends on seed and step alone."""
@@ -199,39 +244,54 @@ class Run:
         path = checkpoint.latest_checkpoint(self.folder / "checkpoints")
         if path is None:
             return
-        state = checkpoint.load_checkpoint(path, self._objective(), self.prepared.optimizer)
+        placement = self.prepared.placement
+        loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(placement.trained))
+        state = loaded.state
         if state["data_hash"] != self.prepared.data_hash or state["processes"] != self.accelerator.num_processes:
             raise ValueError(
                 f"run={self.config.run}: {path} was written for data {state['data_hash']} by {state['processes']} "
                 f"processes, here are data {self.prepared.data_hash} and {self.accelerator.num_processes} processes"
             )
-        self.step, self.tokens = state["step"], state["tokens"]
+        placement.load(State(loaded.module, loaded.optimizer))
+        checkpoint.restore_random_state(loaded.random)
+        self.step, self.tokens, self.skipped = state["step"], state["tokens"], state["skipped"]
+        self.best, self.evaluated = state["best"], state["evaluated"]
         say(self.accelerator, f"resumed after step {self.step}")
 
-    def _save(self) -> None:
+    def _save(self, *, best: bool = False) -> None:
+        tensors = self.prepared.placement.state()
         if not self.accelerator.is_main_process:
             return
         state = {
             "tokens": self.tokens,
+            "skipped": self.skipped,
+            "best": self.best,
+            "evaluated": self.evaluated,
             "data_hash": self.prepared.data_hash,
             "processes": self.accelerator.num_processes,
         }
         folder, keep = self.folder / "checkpoints", self.config.keep_checkpoints
-        checkpoint.save_checkpoint(folder, self.step, self._objective(), self.prepared.optimizer, state, keep=keep)
+        checkpoint.save_checkpoint(folder, self.step, *tensors, state, keep=keep, best=best)
 
-    def _evaluate(self) -> None:
-        """On the main process, while the others wait. Raises Interrupted on all of them."""
-        self._alone(self._evaluate_alone)
+    def _evaluate(self) -> float:
+        """τ in the engine, measured on the main process while the others wait. Raises Interrupted on all of them."""
+        self.prepared.placement.collect()
+        found: list[float] = []
+        self._alone(lambda: found.append(self._evaluate_alone()))
+        return agree(self.accelerator, found[0] if found else 0.0)
 
-    def _evaluate_alone(self) -> None:
+    def _evaluate_alone(self) -> float:
         evaluator = self.prepared.served.evaluator()
-        metrics = evaluator.losses(self._objective()) | acceptance_metrics(evaluator.measure(self.prepared.head))
+        metrics = evaluator.losses(self.prepared.placement.measured) | acceptance_metrics(
+            evaluator.measure(self.prepared.head)
+        )
         self.trackers.log(self.step, metrics)
         tqdm.write(
             f"step {self.step}: held-out loss {metrics['eval/loss']:.3f}, acceptance length τ "
             f"{metrics['eval/tau_engine']:.3f} in the engine, {metrics['eval/tau_simulated']:.3f} simulated",
             file=sys.stderr,
         )
+        return metrics["eval/tau_engine"]
 
     def _alone(self, work: Callable[[], None]) -> None:
         """Runs `work` on the main process; an interruption there is one everywhere, or the others would wait on."""
@@ -243,9 +303,6 @@ class Run:
                 cut = True
         if any_process(self.accelerator, cut):
             raise Interrupted
-
-    def _objective(self) -> Any:
-        return self.accelerator.unwrap_model(self.prepared.objective)
 
     def _decide_steps(self) -> int:
         """Evaluates the untrained head, and turns `minutes` into steps; once per run."""
@@ -274,42 +331,67 @@ class Run:
             self.stop.check()
             begun = time.perf_counter()
             self._forward_backward(metrics=False, progress=1.0)
-            self.prepared.optimizer.zero_grad()
+            self.prepared.placement.drop()
             times.append(time.perf_counter() - begun)
         return sorted(times[1:])[TRIAL_STEPS // 2]  # the first one warms up
 
     def _finish(self) -> dict[str, Any]:
         """Export and summary, on the main process; the others have nothing left to do."""
         summary: dict[str, Any] = {"run": self.config.run}
+        self.prepared.placement.collect()
         self._alone(lambda: summary.update(self._export()))
+        self.prepared.placement.close()
         return summary
 
     def _export(self) -> dict[str, Any]:
         config, prepared = self.config, self.prepared
-        trained = sum(p.numel() for p in self._objective().parameters() if p.requires_grad)
+        trained = sum(p.numel() for p in prepared.placement.trained.parameters() if p.requires_grad)
         facts = {"run": config.run, "steps": self.steps, "tokens": self.tokens}
         facts |= {"trained_parameters": trained, "seconds": round(time.perf_counter() - self.started, 1)}
         facts |= {"data_source": prepared.data_source, "data_hash": prepared.data_hash}
+        facts |= {"data_counts": dict(prepared.data_counts)}
         record = provenance(dataclasses.asdict(config), **facts)
-        published = prepared.served.publish()
-        evaluator = published.evaluator
-        export, measured = export_head(
-            prepared.head,
-            published.target,
-            published.config,
-            record,
-            evaluator.measure_fully,
-            words=published.words,
-            note=published.note,
-        )
-        greedy = measured.greedy
-        metrics = evaluator.losses(self._objective()) | acceptance_metrics(greedy)
+        published, export, measured = self._publish(record)
+        metrics = published.evaluator.losses(prepared.placement.measured) | acceptance_metrics(measured.greedy)
         self.trackers.log(self.step, metrics)
-        draw_plots(self.folder)
+        if config.export == "best" and self.best > measured.greedy.engine.acceptance_length:
+            record = self._return_to_best(record)
+            published, export, measured = self._publish(record)
+        greedy = measured.greedy
+        samples = published.evaluator.samples(prepared.head, max(SHOWN_TEXTS, getattr(config.tracker, "samples", 0)))
+        results = Results(draw_plots(self.folder, measured), samples, export, ("latest", f"step_{record['steps']}"))
+        report = write_report(self.folder, config, record, measured, results)
+        self.trackers.publish(results)
         lengths = greedy.summary()
         positions = " ".join(f"{share:.2f}" for share in greedy.engine.acceptance_by_position)
         say(self.accelerator, f"acceptance length τ {lengths['engine']:.3f} in the engine (by position {positions})")
-        say(self.accelerator, f"exported to {export}")
+        say(self.accelerator, f"exported to {export}; report in {report}")
         say(self.accelerator, f"serve it: python infer/serve.py {published.words} head={config.head.name}")
         seconds = round(time.perf_counter() - self.started, 1)
         return {"export": str(export), "acceptance_length": lengths, "gap": round(greedy.gap, 4), "seconds": seconds}
+
+    def _publish(self, record: Mapping[str, Any]) -> tuple[Publication, Path, Measured]:
+        published = self.prepared.served.publish()
+        export, measured = export_head(
+            self.prepared.head,
+            published.target,
+            published.config,
+            record,
+            published.evaluator.measure_fully,
+            words=published.words,
+            note=published.note,
+        )
+        return published, export, measured
+
+    def _return_to_best(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Takes up the state of highest acceptance length, since the last one drafts worse; the record of it."""
+        path = checkpoint.best_checkpoint(self.folder / "checkpoints")
+        assert path is not None, "the best state was saved when it was found"
+        trained = self.prepared.placement.trained
+        loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(trained))
+        load_module(trained, loaded.module)
+        step = loaded.state["step"]
+        say(
+            self.accelerator, f"exported is the head of step {step}, τ {self.best:.3f} in the engine: the last is worse"
+        )
+        return {**record, "steps": step, "tokens": loaded.state["tokens"]}

@@ -1,13 +1,15 @@
-"""Processes and devices, through accelerate: one process, or one per device with gradients averaged (ddp).
+"""Processes and devices, through accelerate: one process, or one per device.
 
 Refuses launches that look distributed and are not. Knows nothing about heads or data.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,43 +19,91 @@ from torch import Tensor
 
 from train.config import TrainConfig
 
-LAUNCH = "torchrun --nproc_per_node 2 train/run.py parallel=ddp ..."
+LAUNCH = "torchrun --nproc_per_node 2 train/run.py parallel={name} ..."
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if config.parallel.name == "ddp" and world == 1:
-        raise ValueError(f"parallel=ddp: started as a single process; start it with {LAUNCH}")
-    if config.parallel.name == "single" and world > 1:
+    """Raises ValueError for a launch that does not fit `parallel`; asserts that the processes really work together."""
+    name, world = config.parallel.name, int(os.environ.get("WORLD_SIZE", "1"))
+    if name != "single" and world == 1:
+        raise ValueError(f"parallel={name}: started as a single process; start it with {LAUNCH.format(name=name)}")
+    if name == "single" and world > 1:
         raise ValueError(f"parallel=single: started as {world} processes; say parallel=ddp, or start one process")
     on_cpu = config.model.device == "cpu" or not torch.cuda.is_available()
     if config.model.device.startswith("cuda") and on_cpu:
         raise ValueError(f"model.device={config.model.device}: torch sees no CUDA device here; say model.device=cpu")
     if config.model.device.startswith("cuda:"):
         if world > 1:
-            raise ValueError(f"model.device={config.model.device}: parallel=ddp gives each process its own; say auto")
+            raise ValueError(
+                f"model.device={config.model.device}: parallel={name} gives each process its own; say auto"
+            )
         torch.cuda.set_device(config.model.device)
+    zero = name.startswith("zero")
     if on_cpu:
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # without it two processes never synchronise, and nothing says so
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed, if installed, would warn on standard output
+        if zero:
+            os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate forgets DeepSpeed
+        else:
+            os.environ["ACCELERATE_USE_CPU"] = "true"  # without it two processes never synchronise, and nothing says so
     patience = timedelta(hours=6)  # the others wait while the main process evaluates
+    # without a backend of its own accelerate counts one process under DeepSpeed on a CPU
     group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=patience)
     # While Medusa-2 trains the heads alone, its adapters have no gradient.
     wrapper = DistributedDataParallelKwargs(find_unused_parameters=config.objective.name == "medusa-2")
     accelerator = Accelerator(
-        cpu=on_cpu,
-        mixed_precision="bf16" if config.precision == "bf16" else "no",
+        cpu=on_cpu and not zero,
+        mixed_precision="bf16" if config.precision == "bf16" and not zero else "no",
         kwargs_handlers=[group, wrapper] if world > 1 else None,
+        deepspeed_plugin=zero_plugin(config) if zero else None,
     )
     assert accelerator.num_processes == world, "accelerate and the launcher disagree on the number of processes"
-    assert world == 1 or str(accelerator.distributed_type) != "DistributedType.NO", "gradients would not be averaged"
+    kind = str(accelerator.distributed_type)
+    assert world == 1 or kind != "DistributedType.NO", "gradients would not be averaged"
+    assert zero == (kind == "DistributedType.DEEPSPEED"), f"parallel={name} became {kind}"
     return accelerator
+
+
+def zero_plugin(config: TrainConfig) -> Any:
+    """DeepSpeed through accelerate. Raises ValueError where it is not installed."""
+    try:
+        import deepspeed
+        from accelerate.utils import DeepSpeedPlugin
+    except ImportError as error:
+        raise ValueError(
+            f"parallel={config.parallel.name}: {error}; pip install deepspeed, or parallel=fsdp"
+        ) from error
+    if config.model.device == "cpu" or not torch.cuda.is_available():
+        # else DeepSpeed compiles one of its own at the first start, and fails where there is no compiler
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    settings = zero_settings(config)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"DeepSpeed: {json.dumps(settings)}", file=sys.stderr, flush=True)
+    return DeepSpeedPlugin(hf_ds_config=settings)
+
+
+def zero_settings(config: TrainConfig) -> dict[str, Any]:
+    """DeepSpeed's configuration, from ours. Parameters stay fp32; with precision=bf16 the arithmetic is autocast."""
+    return {
+        "train_micro_batch_size_per_gpu": config.batch_size,
+        "gradient_accumulation_steps": 1,  # our losses are parts of one, already weighted
+        "gradient_clipping": config.optim.clip,
+        "zero_optimization": {
+            "stage": int(config.parallel.name[-1]),
+            "contiguous_gradients": True,
+            "overlap_comm": False,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "zero_allow_untested_optimizer": True,
+        "torch_autocast": {"enabled": config.precision == "bf16", "dtype": "bfloat16"},
+        "steps_per_print": 10**9,
+    }
 
 
 def release(accelerator: Accelerator) -> None:
     """Ends the process group and forgets accelerate's global state, so that another run may begin in this process."""
     if accelerator.num_processes > 1:
         accelerator.end_training()
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     AcceleratorState._reset_state(reset_partial_state=True)
 
 

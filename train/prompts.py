@@ -1,42 +1,66 @@
-"""Where data come from: prompts cut from the demo corpus, or rows of a JSON Lines file; split into train and held-out.
+"""From rows to what a run learns from and is measured on: read, checked, deduplicated, split, counted.
 
-Knows how a row is read and why one is refused; what is generated from a prompt is train/regenerate.py.
+Reading stops as soon as both sides are full. A bad row is counted and the first ones are shown with their place; it
+never stops a run. What is generated from a prompt is train/regenerate.py.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Sequence
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
-from infer.config import resolve_path
 from models.demo.corpus import corpus_hash, held_out_prompts, train_prompts
 from models.tokenizer import Tokenizer
-from train.config import DemoDataConfig, JsonlDataConfig, TrainConfig
+from train.config import DataConfig, DemoDataConfig, FilesDataConfig, HubDataConfig, RowsDataConfig, TrainConfig
+from train.dialogue import TooLong, first_prompt, given_rows
+from train.examples import Example, content_key, parse_row
+from train.sources import Item, read_items
 
-FORMS = ("prompt", "messages", "input_ids")
-
-
-class Row(NamedTuple):
-    """A prompt for the target to continue; with `loss_mask` a whole sequence that somebody generated before."""
-
-    ids: list[int]
-    loss_mask: list[bool] | None = None
-
-    @property
-    def prompt(self) -> list[int]:
-        """The part before the target's first token."""
-        return self.ids if self.loss_mask is None else self.ids[: self.loss_mask.index(True)]
+SHOWN = 8  # bad rows
+KEYS = 2**63  # a key is below
+TO_TRAIN, TO_HELD_OUT = "train", "held out"
 
 
-class Prompts(NamedTuple):
-    train: list[Row]
-    held_out: list[Row]
+@dataclass
+class Reading:
+    """What became of the rows that were read: each is trained on, held out or dropped."""
+
+    forms: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)  # by reason
+    complaints: list[str] = field(default_factory=list)  # the first ones, with their place
+    read: int = 0
+    train: int = 0
+    held_out: int = 0
+
+    def drop(self, reason: str, complaint: str | None = None) -> None:
+        self.dropped[reason] += 1
+        if complaint is not None and len(self.complaints) < SHOWN:
+            self.complaints.append(complaint)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        forms = ", ".join(f"{count} {form}" for form, count in self.forms.most_common())
+        dropped = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common()) or "none"
+        lines = [
+            f"{self.read} rows read ({forms}): {self.train} to train on, {self.held_out} held out; left out: {dropped}"
+        ]
+        lines += [f"left out: {complaint}" for complaint in self.complaints]
+        more = self.dropped["bad"] + self.dropped["too long"] - len(self.complaints)
+        return [*lines, f"left out: {more} more"] if more > 0 else lines
+
+    def summary(self) -> dict[str, object]:
+        kept = {"read": self.read, "train": self.train, "held_out": self.held_out}
+        return {**kept, "dropped": dict(self.dropped), "forms": dict(self.forms)}
+
+
+@dataclass
+class Prompts:
+    train: dict[int, Example]  # by key
+    held_out: dict[int, Example]  # prompts as token ids
     source: str  # what the data were made from, for the record
-    complaints: list[str]  # rows that were left out, and why
+    reading: Reading
 
 
 def read_prompts(config: TrainConfig, tokenizer: Tokenizer, context: int) -> Prompts:
@@ -44,96 +68,134 @@ def read_prompts(config: TrainConfig, tokenizer: Tokenizer, context: int) -> Pro
     if isinstance(data, DemoDataConfig):
         if data.prompt_tokens + 2 >= context:
             raise ValueError(f"data.prompt_tokens={data.prompt_tokens}: leaves no room in a context of {context}")
-        return Prompts(
-            [Row(ids) for ids in train_prompts(tokenizer, data.num_sequences, data.prompt_tokens, config.seed)],
-            [Row(ids) for ids in held_out_prompts(tokenizer, config.eval_prompts, data.prompt_tokens, config.seed)],
-            f"demo corpus {corpus_hash()}",
-            [],
-        )
-    assert isinstance(data, JsonlDataConfig)
-    return read_jsonl_prompts(data, tokenizer, min(data.max_prompt_tokens, context - 3), config.eval_prompts)
+        train = by_key(train_prompts(tokenizer, data.num_sequences, data.prompt_tokens, config.seed))
+        held_out = by_key(held_out_prompts(tokenizer, config.eval_prompts, data.prompt_tokens, config.seed))
+        count = len(train) + len(held_out)
+        reading = Reading(Counter(prompt=count), read=count, train=len(train), held_out=len(held_out))
+        return Prompts(train, held_out, f"demo corpus {corpus_hash()}", reading)
+    assert isinstance(data, FilesDataConfig | HubDataConfig)
+    return Reader(data, tokenizer, longest_prompt(data, context), config.eval_prompts).read()
 
 
-def read_jsonl_prompts(data: JsonlDataConfig, tokenizer: Tokenizer, longest: int, eval_prompts: int) -> Prompts:
-    rows, complaints, digest = read_jsonl("data.path", data.path, tokenizer, longest)
-    source = f"{Path(data.path).name} {digest}"
-    if data.held_out_path is not None:
-        held_out, more, digest = read_jsonl("data.held_out_path", data.held_out_path, tokenizer, longest)
-        source, complaints = f"{source}, {Path(data.held_out_path).name} {digest}", complaints + more
-    else:
-        # By content, so that adding rows moves none from one side to the other, and twins stay together.
-        ranked = sorted(rows, key=lambda row: hashlib.sha256(repr(row.ids).encode()).digest())
-        count = max(1, round(data.held_out_share * len(ranked)))
-        chosen = {tuple(row.ids) for row in ranked[:count]}
-        held_out = [row for row in rows if tuple(row.ids) in chosen]
-        rows = [row for row in rows if tuple(row.ids) not in chosen]
-    if not rows or not held_out:
-        raise ValueError(f"data.path={data.path}: too few different rows to hold one out; give at least two")
-    return Prompts(rows[: data.num_sequences], held_out[:eval_prompts], source, complaints)
+def by_key(prompts: list[list[int]]) -> dict[int, Example]:
+    """Two that are alike are two."""
+    return {content_key([number, ids]): Example(ids=tuple(ids)) for number, ids in enumerate(prompts)}
 
 
-def read_jsonl(key: str, path: str, tokenizer: Tokenizer, longest: int) -> tuple[list[Row], list[str], str]:
-    """Rows, complaints and the content's hash. Raises ValueError when there is no such file or no good row."""
-    file = resolve_path(path)
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{key}={path}: cannot be read ({error.strerror or error}); looked for {file}") from error
-    rows, complaints = [], []
-    for number, line in enumerate(content.decode("utf-8", errors="replace").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(parse_row(line, tokenizer, longest))
-        except ValueError as error:
-            complaints.append(f"{path}, line {number}: {error}")
-    if not rows:
-        first = f"; {complaints[0]}" if complaints else ": the file is empty"
-        raise ValueError(f"{key}={path}: no usable row{first}")
-    return rows, complaints, hashlib.sha256(content).hexdigest()[:16]
+def longest_prompt(data: DataConfig, context: int) -> int:
+    """In tokens, in a context that must also hold an answer."""
+    own = data.max_prompt_tokens if isinstance(data, RowsDataConfig) else context
+    return min(own, context - 3)
 
 
-def parse_row(line: str, tokenizer: Tokenizer, longest: int) -> Row:
-    """Raises ValueError saying what is wrong with the row."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
-    forms = [form for form in FORMS if isinstance(row, dict) and form in row]
-    if len(forms) != 1:
-        raise ValueError(f"must hold exactly one of {', '.join(FORMS)}; it holds {' and '.join(forms) or 'none'}")
-    if forms == ["input_ids"]:
-        parsed = Row(*check_sequence(row["input_ids"], row.get("loss_mask"), tokenizer.vocab_size))
-    elif forms == ["prompt"]:
-        if not isinstance(row["prompt"], str):
-            raise ValueError("prompt must be a text")
-        parsed = Row(tokenizer.encode(row["prompt"]))
-    else:
-        parsed = Row(tokenizer.apply_chat_template(check_messages(row["messages"])))
-    if not 1 <= len(parsed.prompt) <= longest:
-        raise ValueError(f"the prompt has {len(parsed.prompt)} tokens; 1 to {longest} are possible")
-    return parsed
+class Reader:
+    def __init__(
+        self, data: FilesDataConfig | HubDataConfig, tokenizer: Tokenizer, longest: int, eval_prompts: int
+    ) -> None:
+        self.data, self.tokenizer, self.longest, self.eval_prompts = data, tokenizer, longest, eval_prompts
+        self.reading = Reading()
+        self.train: dict[int, Example] = {}
+        self.held_out: dict[int, Example] = {}  # by prompt key
+        self._count = 0
+
+    def read(self) -> Prompts:
+        """Raises ValueError when a side stays empty."""
+        own_side = read_items(self.data, held_out=True)
+        if own_side is not None:
+            self._fill(own_side, TO_HELD_OUT)
+            self._refuse_empty(self.held_out, "row to hold out")
+        items = read_items(self.data, held_out=False)
+        assert items is not None
+        self._fill(items, None if own_side is None else TO_TRAIN)
+        if not self.held_out:
+            self._hold_one_out()
+        self._refuse_empty(self.train, "row to train on")
+        self.reading.train, self.reading.held_out = len(self.train), len(self.held_out)
+        reading = self.reading
+        assert reading.read == reading.train + reading.held_out + reading.dropped.total(), "a row was lost"
+        digest = content_key([[example.key for example in self.train.values()], list(self.held_out)])
+        source = f"{name_of(self.data)} {digest:016x}"
+        return Prompts(self.train, self.held_out, source, reading)
+
+    def read_prompts(self) -> list[list[int]]:
+        """Every row on the held-out side: the first prompts of up to `eval_prompts` of them. Raises ValueError."""
+        items = read_items(self.data, held_out=False)
+        assert items is not None
+        self._fill(items, TO_HELD_OUT)
+        self._refuse_empty(self.held_out, "prompt")
+        return [list(example.ids) for example in self.held_out.values()]
+
+    def _fill(self, items: Iterable[Item], side: str | None) -> None:
+        """Until nothing more is wanted. `side` None: each row's prompt decides."""
+        for item in items:
+            full = {TO_TRAIN: len(self.train) >= self.data.num_sequences}
+            full[TO_HELD_OUT] = len(self.held_out) >= self.eval_prompts
+            if full[side] if side else all(full.values()):
+                break
+            self.reading.read += 1
+            try:
+                if item.error is not None:
+                    raise ValueError(item.error)
+                self._take(item.row, side)
+            except TooLong as error:
+                self.reading.drop("too long", f"{item.place}: {error}")
+            except ValueError as error:
+                self.reading.drop("bad", f"{item.place}: {error}")
+
+    def _take(self, row: object, side: str | None) -> None:
+        form, example = parse_row(row, self.data, self.tokenizer)
+        prompt_key, given = example.prompt_key, self.data.responses == "given"
+        self.reading.forms[form] += 1
+        side = side or (TO_HELD_OUT if prompt_key < self.data.held_out_share * KEYS else TO_TRAIN)
+        if prompt_key in self.held_out:
+            self.reading.drop("held out already")
+        elif side == TO_HELD_OUT:
+            if len(self.held_out) < self.eval_prompts:
+                self._hold_out(example)
+            else:
+                self.reading.drop("on the held-out side, which is full")
+        else:
+            self._count += 1
+            # two answers to one prompt are two rows only if they are learnt
+            key = example.key if given else prompt_key
+            key = key if self.data.deduplicate else content_key([key, self._count])
+            if key in self.train:
+                self.reading.drop("twins")
+            elif len(self.train) >= self.data.num_sequences:
+                self.reading.drop("beyond data.num_sequences")
+            else:
+                if given:
+                    given_rows(example, self.tokenizer, self.longest)
+                else:
+                    first_prompt(example, self.tokenizer, self.longest)
+                self.train[key] = example
+
+    def _hold_out(self, example: Example) -> None:
+        """Acceptance is measured on the answer to its first prompt."""
+        self.held_out[example.prompt_key] = Example(ids=tuple(first_prompt(example, self.tokenizer, self.longest)))
+
+    def _hold_one_out(self) -> None:
+        """Few rows, of which the hash chose none: the prompt that it would have chosen first."""
+        if len({example.prompt_key for example in self.train.values()}) < 2:
+            raise ValueError(
+                f"data.path={self.data.path}: too few different prompts to hold one out; give at least two"
+                + "".join(f"; {complaint}" for complaint in self.reading.complaints[:1])
+            )
+        first = min(self.train.values(), key=lambda example: example.prompt_key)
+        self._hold_out(first)
+        same = [key for key, example in self.train.items() if example.prompt_key == first.prompt_key]
+        for key in same:
+            del self.train[key]
+        if len(same) > 1:
+            self.reading.dropped["held out already"] += len(same) - 1
+
+    def _refuse_empty(self, rows: Mapping[int, object], wanted: str) -> None:
+        if not rows:
+            first = f"; {self.reading.complaints[0]}" if self.reading.complaints else ""
+            raise ValueError(f"data.path={self.data.path}: no usable {wanted} among {self.reading.read}{first}")
 
 
-def check_messages(messages: object) -> list[dict]:
-    """The conversation up to the turn that the target is to write; a last answer in the data is dropped."""
-    if not isinstance(messages, list) or not all(isinstance(item, dict) and "role" in item for item in messages):
-        raise ValueError('messages must be a list of {"role": ..., "content": ...}')
-    kept = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
-    if not kept:
-        raise ValueError("messages hold no turn to answer")
-    return kept
-
-
-def check_sequence(ids: object, mask: object, vocab_size: int) -> tuple[list[int], list[bool]]:
-    if not isinstance(ids, list) or not all(type(item) is int and 0 <= item < vocab_size for item in ids):
-        raise ValueError(f"input_ids must be a list of token ids below {vocab_size}")
-    if not isinstance(mask, list) or not all(item in (0, 1) for item in mask) or len(mask) != len(ids):
-        raise ValueError("loss_mask must be a list of 0 and 1, as long as input_ids")
-    if not has_served_slot(mask):
-        raise ValueError("loss_mask leaves nothing to learn: two neighbouring tokens must be the target's own")
-    return ids, [bool(item) for item in mask]
-
-
-def has_served_slot(mask: Sequence[int]) -> bool:
-    return any(a and b for a, b in pairwise(mask[1:]))
+def name_of(data: FilesDataConfig | HubDataConfig) -> str:
+    if isinstance(data, HubDataConfig):
+        return f"{data.path}{f' ({data.subset})' if data.subset else ''}, {data.split}"
+    return ", ".join(Path(path).name for path in ([data.path] if isinstance(data.path, str) else data.path))

@@ -1,25 +1,58 @@
-"""On-policy responses: the target continues every prompt through our engine, and ids and mask are kept as they came.
+"""On-policy responses: the target answers every prompt, turn by turn on its own history, and ids are kept as they came.
 
-What is generated depends on prompts, seeds and target alone, so it is made once per run: finished responses are
-written down in parts as they come, and an interrupted run goes on with the missing ones.
+What is generated depends on prompts, seeds and target alone, so it is made once: finished conversations are written
+down in parts as they come, by key, and an interrupted run goes on with the missing ones. Who answers is behind one
+protocol: our engine here, or an OpenAI-compatible server (train/answer_server.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from tqdm import tqdm
 
 from infer.engine import Engine
-from infer.request import SamplingParams, StepOutput
+from infer.request import SamplingParams
+from models.tokenizer import Tokenizer
 from train import atomic
 from train.config import DataConfig
 from train.data import Sequences
-from train.prompts import Row
+from train.dialogue import Dialogue, Row
+from train.examples import Example
 
-PART = 64  # responses per part file: what an interruption can lose
+PART = 64  # conversations per part file: what an interruption can lose
+
+
+class Job(NamedTuple):
+    key: int
+    dialogue: Dialogue
+    params: SamplingParams
+
+
+Finished = Callable[[Job, str | None], None]  # with what went wrong, if anything did
+
+
+class Answerer(Protocol):
+    """Contract: takes jobs one after another, brings each to its last turn and reports it once, in any order.
+
+    `check` is called often and may raise to stop; jobs that were not reported are then dropped.
+    """
+
+    def answer(self, jobs: Iterator[Job], finished: Finished, check: Callable[[], None]) -> None: ...
+
+
+@dataclass
+class Outcome:
+    """Of `regenerate`: every example is in exactly one of the two."""
+
+    rows: dict[int, list[Row]]  # by key
+    failed: dict[int, str] = field(default_factory=dict)  # why
 
 
 def sampling_params(index: int, data: DataConfig, seed: int) -> SamplingParams:
@@ -31,74 +64,122 @@ def sampling_params(index: int, data: DataConfig, seed: int) -> SamplingParams:
     )
 
 
-def continue_rows(
-    engine: Engine,
-    rows: Sequence[Row],
+def regenerate(
+    answerer: Answerer,
+    examples: Mapping[int, Example],
     params: Callable[[int], SamplingParams],
     folder: Path,
+    tokenizer: Tokenizer,
     *,
+    longest_prompt: int,
     share: tuple[int, int] = (0, 1),
     check: Callable[[], None] = lambda: None,
     show: bool = False,
-) -> None:
-    """Continues the rows of this process's share that no part in `folder` holds yet, and writes parts.
+) -> dict[int, str]:
+    """Answers the examples (by key) of this process's share that no part in `folder` holds yet, and writes parts.
 
-    `check` is called at every step and may raise to stop; what is finished by then is kept.
+    `params(n)` for the n-th example. What is finished when `check` raises is kept. Returns those that failed, and why.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rank, world = share
+    own = list(enumerate(examples.items()))[rank::world]
     done = read_parts(folder)
-    missing = [index for index in range(rank, len(rows), world) if index not in done]
-    finished = {index: whole for index in missing if (whole := rows[index]).loss_mask is not None}
-    missing = [index for index in missing if index not in finished]
-    outputs: dict[int, list[int]] = {index: [] for index in missing}
+    missing = [(number, key, example) for number, (key, example) in own if key not in done]
+    finished: dict[int, list[Row]] = {}
+    failed: dict[int, str] = {}
 
-    def keep(place: int, output: StepOutput) -> None:
-        index = missing[place]
-        outputs[index] += output.token_ids
-        if output.finish_reason is not None:
-            prompt, response = rows[index].ids, outputs.pop(index)
-            finished[index] = Row(prompt + response, [False] * len(prompt) + [True] * len(response))
-            if len(finished) >= PART:
+    def jobs() -> Iterator[Job]:
+        for number, key, example in missing:
+            yield Job(key, Dialogue(example, tokenizer, longest_prompt=longest_prompt), params(number))
+
+    with tqdm(total=len(own), initial=len(own) - len(missing), unit="row", disable=not show, dynamic_ncols=True) as bar:
+
+        def finish(job: Job, error: str | None) -> None:
+            if error is None:
+                finished[job.key] = job.dialogue.rows
+                if len(finished) >= PART:
+                    write_part(folder, finished)
+                    finished.clear()
+            else:
+                failed[job.key] = error
+                bar.set_postfix(failed=len(failed), refresh=False)
+            bar.update()
+
+        try:
+            answerer.answer(jobs(), finish, check)
+        finally:
+            if finished:
                 write_part(folder, finished)
-                finished.clear()
-        check()
-
-    try:
-        if missing:
-            engine.generate(
-                [rows[index].ids for index in missing],
-                [params(index) for index in missing],
-                on_output=keep,
-                progress=show,
-            )
-    finally:
-        if finished:
-            write_part(folder, finished)
+    return failed
 
 
-def write_part(folder: Path, rows: dict[int, Row]) -> None:
-    """One file, named by its first row: no two parts hold the same one."""
-    indices = sorted(rows)
-    sequences = Sequences.of([(rows[index].ids, rows[index].loss_mask or []) for index in indices])
-    path = folder / f"part-{indices[0]:07d}.safetensors"
-    atomic.write_tensors(path, {"rows": torch.tensor(indices), **sequences.tensors()})
+class EngineAnswerer:
+    """Our engine, kept full: a conversation's next turn is queued as soon as its last one is answered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def answer(self, jobs: Iterator[Job], finished: Finished, check: Callable[[], None]) -> None:
+        engine, running = self._engine, dict[str, Job]()
+        answers: dict[str, list[int]] = {}
+
+        def ask(job: Job) -> None:
+            try:
+                prompt = job.dialogue.next_prompt()
+                if prompt is None:
+                    finished(job, None)
+                    return
+                name = engine.add(prompt, job.params)
+            except ValueError as error:
+                finished(job, str(error))
+                return
+            running[name], answers[name] = job, []
+
+        try:
+            while True:
+                while len(running) < 2 * engine.config.max_batch and (job := next(jobs, None)) is not None:
+                    ask(job)
+                if not running:
+                    return
+                check()
+                for output in engine.step():
+                    answers[output.request_id] += output.token_ids
+                    if output.finish_reason is not None:
+                        job = running.pop(output.request_id)
+                        job.dialogue.take(answers.pop(output.request_id))
+                        ask(job)
+        finally:
+            for name in running:
+                engine.abort(name)
 
 
-def read_parts(folder: Path) -> dict[int, Row]:
-    rows: dict[int, Row] = {}
+def write_part(folder: Path, rows: Mapping[int, Sequence[Row]]) -> None:
+    """One file, named by its first key: no two parts hold the same one. A conversation may have no row, or several."""
+    keys = list(rows)
+    flat = [row for key in keys for row in rows[key]]
+    counts = torch.tensor([len(rows[key]) for key in keys])
+    path = folder / f"part-{keys[0]:016x}.safetensors"
+    atomic.write_tensors(path, {"keys": torch.tensor(keys), "counts": counts, **Sequences.of(flat).tensors()})
+
+
+def read_parts(folder: Path) -> dict[int, list[Row]]:
+    rows: dict[int, list[Row]] = {}
     for path in sorted(folder.glob("part-*.safetensors")):
-        tensors = load_file(path)
-        sequences = Sequences.from_tensors(tensors)
-        for place, index in enumerate(tensors["rows"].tolist()):
-            ids, assistant = sequences.row(place)
-            rows[index] = Row(ids.tolist(), assistant.tolist())
+        try:
+            tensors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path}: cannot be read ({error}); delete it to have it made again") from error
+        sequences, place = Sequences.from_tensors(tensors), 0
+        for key, count in zip(tensors["keys"].tolist(), tensors["counts"].tolist(), strict=True):
+            parts = [sequences.row(index) for index in range(place, place + count)]
+            rows[key] = [Row(ids.tolist(), assistant.tolist()) for ids, assistant in parts]
+            place += count
     return rows
 
 
-def collect_parts(folder: Path, count: int) -> Sequences:
-    """All rows in their order, once every process has written its parts."""
+def collect_parts(folder: Path, keys: Iterable[int], failed: Mapping[int, str]) -> Sequences:
+    """All rows in the order of their conversations, once every process has written its parts."""
     rows = read_parts(folder)
-    missing = [index for index in range(count) if index not in rows]
-    assert not missing, f"{len(missing)} responses were never written, the first is number {missing[0]}"
-    return Sequences.of([(rows[index].ids, rows[index].loss_mask or []) for index in range(count)])
+    lost = [key for key in keys if key not in rows and key not in failed]
+    assert not lost, f"{len(lost)} conversations were neither answered nor reported as failed"
+    return Sequences.of([row for key in keys for row in rows.get(key, [])])

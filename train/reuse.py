@@ -17,15 +17,17 @@ from train import atomic
 from train.config import TrainConfig
 
 RECIPE = "recipe"
+WITHOUT_EFFECT = ("concurrency", "retries", "timeout_s")  # of data, on what is written
 
 
 def recipe(config: TrainConfig, target: LlamaTarget, source: str) -> str:
     """A hash over all that the sequences of both splits depend on. `source` names the prompts and their content."""
+    data = {key: value for key, value in asdict(config.data).items() if key not in WITHOUT_EFFECT}
     parts = {
         "target": target.fingerprint,
         "dtype": config.model.dtype,
         "source": source,
-        "data": asdict(config.data),
+        "data": data,
         "seed": config.seed,
         "held out": [config.eval_prompts, config.eval_max_tokens],
         "exact": config.engine.exact,

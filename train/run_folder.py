@@ -17,16 +17,23 @@ from train import config as train_config
 from train.config import TrainConfig
 
 CONFIG, SCHEDULE = "config.yaml", "schedule.json"
-# What may differ when a run is resumed: nothing that the trained head depends on.
+# What may differ when a run is resumed: nothing that an update depends on.
 FREE = (
+    "check",
+    "stage",
     "tracker.",
     "engine.",
     "log_every",
     "eval_every",
     "checkpoint_every",
     "keep_checkpoints",
+    "export",
+    "max_skipped",
     "output_dir",
     "head.path",
+    "data.concurrency",
+    "data.retries",
+    "data.timeout_s",
 )
 ABSENT = object()
 
@@ -41,15 +48,25 @@ def name_run(config: TrainConfig) -> TrainConfig:
     return replace(config, run=free)
 
 
-def open_run(config: TrainConfig) -> Path:
-    """The run's folder, made or checked. Raises ValueError naming the keys in which `config` differs from the run's."""
-    assert config.run is not None
+def check_run(config: TrainConfig) -> bool:
+    """Whether there is such a run to be resumed. Raises ValueError naming the keys in which it was begun otherwise."""
+    if config.run is None:
+        return False
     folder = resolve_path(config.output_dir) / config.run
     if (folder / CONFIG).is_file():
         schemas = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
         refuse_differences(config, load_config(folder / CONFIG, TrainConfig, schemas), folder)
-    elif folder.is_dir() and any(folder.iterdir()):
+        return True
+    if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"run={config.run}: {folder} holds something else than a training run; choose another name")
+    return False
+
+
+def open_run(config: TrainConfig) -> Path:
+    """The run's folder, made or checked."""
+    assert config.run is not None
+    folder = resolve_path(config.output_dir) / config.run
+    check_run(config)
     folder.mkdir(parents=True, exist_ok=True)
     atomic.sweep(folder)
     staging = folder / f".{CONFIG}.tmp"

@@ -13,9 +13,9 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from train import atomic
@@ -28,10 +28,29 @@ INIT_SECONDS = 20  # for W&B to answer at the start; then the run is tracked off
 FINISH_SECONDS = 60  # for its upload at the end
 
 
+class Sample(NamedTuple):
+    """A held-out prompt and its answer, accepted drafts marked."""
+
+    prompt: str
+    text: str
+    acceptance_length: float
+
+
+class Results(NamedTuple):
+    """What a finished run has to show."""
+
+    plots: Sequence[Path]
+    samples: Sequence[Sample]
+    export: Path  # the exported head's folder
+    aliases: Sequence[str]
+
+
 class Tracker(Protocol):
-    """Contract: `log` with growing steps, then `finish` once; neither raises for a lost network."""
+    """Contract: `log` with growing steps, then `publish` and `finish` once; none raises for a lost network."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def publish(self, results: Results) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -48,6 +67,9 @@ class JsonlTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
+
+    def publish(self, results: Results) -> None:
+        """Plots and report lie beside the metrics already."""
 
     def finish(self) -> None:
         self._file.close()
@@ -67,6 +89,9 @@ class TensorboardTracker:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
+    def publish(self, results: Results) -> None:
+        """Scalars alone; the rest is in the run's folder."""
+
     def finish(self) -> None:
         self._writer.close()
 
@@ -75,7 +100,7 @@ class WandbTracker:
     """Weights & Biases, files under the run's folder. The run's name is its id there, so that resuming continues it."""
 
     def __init__(self, wandb: Any, config: WandbConfig, folder: Path, run: str, settings: Mapping[str, Any]) -> None:
-        self._wandb = wandb
+        self._wandb, self._config = wandb, config
         arguments = {
             "project": config.project,
             "entity": config.entity,
@@ -99,6 +124,18 @@ class WandbTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
+    def publish(self, results: Results) -> None:
+        """Plots always; texts and the head's files only where the configuration sends them."""
+        images = {f"plots/{plot.stem}": self._wandb.Image(str(plot)) for plot in results.plots}
+        self._run.log(images)
+        if self._config.samples:
+            rows = [list(sample) for sample in results.samples[: self._config.samples]]
+            self._run.log({"samples": self._wandb.Table(columns=["prompt", "answer, accepted marked", "τ"], data=rows)})
+        if self._config.upload:
+            artifact = self._wandb.Artifact("-".join(results.export.parts[-2:]), type="head")
+            artifact.add_dir(str(results.export))
+            self._run.log_artifact(artifact, aliases=list(results.aliases))
+
     def finish(self) -> None:
         """Waits for the upload, but not for ever: what is left lies in the run's folder for `wandb sync`."""
         ending = threading.Thread(target=self._run.finish, daemon=True)
@@ -117,6 +154,10 @@ class Trackers:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for tracker in self._trackers:
             tracker.log(step, metrics)
+
+    def publish(self, results: Results) -> None:
+        for tracker in self._trackers:
+            tracker.publish(results)
 
     def finish(self) -> None:
         for tracker in self._trackers:

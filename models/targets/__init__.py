@@ -17,7 +17,7 @@ from models.targets.qwen3 import Qwen3Target
 from models.targets.qwen3_moe import Qwen3MoeTarget
 from models.weights import fingerprint, load_into, read_tensors
 
-__all__ = ["ARCHITECTURES", "LlamaTarget", "TargetOutput", "load_target", "resolve_checkpoint"]
+__all__ = ["ARCHITECTURES", "LlamaTarget", "TargetOutput", "empty_target", "load_target", "resolve_checkpoint"]
 
 ARCHITECTURES: dict[str, type[LlamaTarget]] = {
     "LlamaForCausalLM": LlamaTarget,
@@ -28,8 +28,11 @@ ARCHITECTURES: dict[str, type[LlamaTarget]] = {
 }
 
 
-def resolve_checkpoint(path_or_hub_id: str, revision: str | None = None) -> Path:
-    """A local folder for a path or a hub id. Raises ValueError that says what was looked for and what to do."""
+def resolve_checkpoint(path_or_hub_id: str, revision: str | None = None, *, weights: bool = True) -> Path:
+    """A local folder for a path or a hub id. Raises ValueError that says what was looked for and what to do.
+
+    Without `weights` no more than configuration and tokenizer is fetched.
+    """
     folder = Path(path_or_hub_id).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -40,7 +43,7 @@ def resolve_checkpoint(path_or_hub_id: str, revision: str | None = None) -> Path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+    wanted = ["*.json", "*.jinja", "tokenizer.model", *(["*.safetensors"] if weights else [])]
     try:
         return Path(snapshot_download(path_or_hub_id, revision=revision, allow_patterns=wanted))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
@@ -49,6 +52,21 @@ def resolve_checkpoint(path_or_hub_id: str, revision: str | None = None) -> Path
             f"({type(error).__name__}). Check the spelling, the network and, for a gated model, `hf auth login`; "
             "or download it elsewhere and give the folder: model.path=/path/to/folder"
         ) from error
+
+
+def empty_target(folder: Path, part: Part | None = None) -> LlamaTarget:
+    """Of the right family and sizes, with no memory behind its tensors. Raises ValueError for what is not supported."""
+    written = read_json(folder / "config.json")
+    architecture = str((written.get("architectures") or [written.get("model_type")])[0])
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"{folder}: architecture {architecture!r} is not supported; one of {', '.join(ARCHITECTURES)}")
+    family = ARCHITECTURES[architecture]
+    config = family.read_config(written)
+    with torch.device("meta"):
+        target = family(config)
+        if part is not None:
+            divide(target, part)
+    return target
 
 
 def load_target(
@@ -64,16 +82,8 @@ def load_target(
     With `part` this rank's share of it: no more of a divided tensor is read.
     """
     folder = resolve_checkpoint(path_or_hub_id, revision)
-    written = read_json(folder / "config.json")
-    architecture = str((written.get("architectures") or [written.get("model_type")])[0])
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"{folder}: architecture {architecture!r} is not supported; one of {', '.join(ARCHITECTURES)}")
-    family = ARCHITECTURES[architecture]
-    config = family.read_config(written)
-    with torch.device("meta"):
-        target = family(config)
-        if part is not None:
-            divide(target, part)
+    target = empty_target(folder, part)
+    config = target.config
     target = target.to(dtype).to_empty(device=device)
     layout = target.checkpoint_layout()
     tensors = dict(read_tensors(folder, part and part.rows))

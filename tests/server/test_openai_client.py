@@ -31,9 +31,11 @@ def test_completion(client: openai.OpenAI) -> None:
 
 def test_the_text_is_the_engine_s_own(client: openai.OpenAI, plain_engine: Any) -> None:
     """A draft, a batch and a server change nothing."""
-    answer = client.completions.create(model=MODEL, prompt="def f(x):", max_tokens=24, **SAMPLING, extra_body=FULL)
+    asked = FULL | {"return_token_ids": True}
+    answer = client.completions.create(model=MODEL, prompt="def f(x):", max_tokens=24, **SAMPLING, extra_body=asked)
     (expected,) = plain_engine.generate(["def f(x):"], SamplingParams(1.0, seed=7, max_tokens=24, ignore_eos=True))
     assert answer.choices[0].text == expected.text
+    assert answer.choices[0].to_dict()["token_ids"] == expected.token_ids
 
 
 @pytest.mark.parametrize("sampling", [SAMPLING, {"temperature": 0}, {"temperature": 0.7, "top_p": 0.9, "seed": 3}])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from train import checkpoint
-from train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from train.checkpoint import best_checkpoint, latest_checkpoint
+from train.sharding import load_module
 
 
 def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -18,6 +20,19 @@ def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     module[0].bias.requires_grad_(False)
     return module, torch.optim.AdamW(checkpoint.trainable(module).values(), lr=0.01)
+
+
+def save(folder: Path, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, state: dict, **how: Any) -> Path:
+    tensors = checkpoint.module_tensors(module), checkpoint.optimizer_tensors(module, optimizer)
+    return checkpoint.save_checkpoint(folder, step, *tensors, state, **how)
+
+
+def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(module))
+    load_module(module, loaded.module)
+    checkpoint.load_optimizer_tensors(module, optimizer, loaded.optimizer)
+    checkpoint.restore_random_state(loaded.random)
+    return loaded.state
 
 
 def work(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -30,7 +45,7 @@ def work(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 def test_a_restored_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     module, optimizer = make(0)
     work(module, optimizer, 3)
-    save_checkpoint(tmp_path, 3, module, optimizer, {"tokens": 7}, keep=2)
+    save(tmp_path, 3, module, optimizer, {"tokens": 7}, keep=2)
     work(module, optimizer, 3)
 
     again, other = make(0)
@@ -38,14 +53,14 @@ def test_a_restored_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     torch.manual_seed(99)
     path = latest_checkpoint(tmp_path)
     assert path is not None
-    assert load_checkpoint(path, again, other) == {"step": 3, "tokens": 7}
+    assert load(path, again, other) == {"step": 3, "tokens": 7}
     work(again, other, 3)
     for name, value in module.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
 
 
 def test_only_safetensors_and_json(tmp_path: Path) -> None:
-    path = save_checkpoint(tmp_path, 1, *make(0), {}, keep=1)
+    path = save(tmp_path, 1, *make(0), {}, keep=1)
     files = sorted(file.name for file in path.iterdir())
     assert files == ["module.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"]
 
@@ -59,28 +74,40 @@ def test_frozen_parameters_are_not_stored(tmp_path: Path) -> None:
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     module, optimizer = make(0)
     for step in (1, 2, 3, 10):
-        save_checkpoint(tmp_path, step, module, optimizer, {}, keep=2)
+        save(tmp_path, step, module, optimizer, {}, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000003", "step-000010"]
     assert latest_checkpoint(tmp_path) == tmp_path / "step-000010"
+
+
+def test_the_best_is_kept_beside_them(tmp_path: Path) -> None:
+    module, optimizer = make(0)
+    assert best_checkpoint(tmp_path) is None
+    for step in range(1, 7):
+        save(tmp_path, step, module, optimizer, {}, keep=1, best=step in (2, 3))
+    assert best_checkpoint(tmp_path) == tmp_path / "step-000003"
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000003", "step-000006"]
+    (tmp_path / "best").write_text("step-000002\n")
+    with pytest.raises(ValueError, match=r"best: names step-000002, which is not there; delete it to go on without"):
+        best_checkpoint(tmp_path)
 
 
 def test_writing_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     module, optimizer = make(0)
     for tokens in (1, 2):
-        path = save_checkpoint(tmp_path, 5, module, optimizer, {"tokens": tokens}, keep=2)
+        path = save(tmp_path, 5, module, optimizer, {"tokens": tokens}, keep=2)
     assert json.loads((path / "state.json").read_text())["tokens"] == 2
 
 
 def test_a_kill_before_latest_moves_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, optimizer = make(0)
-    save_checkpoint(tmp_path, 1, module, optimizer, {}, keep=2)
+    save(tmp_path, 1, module, optimizer, {}, keep=2)
 
     def die(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(checkpoint.atomic, "write_text", die)
     with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(tmp_path, 2, module, optimizer, {}, keep=2)
+        save(tmp_path, 2, module, optimizer, {}, keep=2)
     assert latest_checkpoint(tmp_path) == tmp_path / "step-000001"
 
 
@@ -90,13 +117,13 @@ def test_no_checkpoint_yet(tmp_path: Path) -> None:
 
 def test_what_cannot_be_restored_is_named(tmp_path: Path) -> None:
     module, optimizer = make(0)
-    path = save_checkpoint(tmp_path, 1, module, optimizer, {}, keep=2)
+    path = save(tmp_path, 1, module, optimizer, {}, keep=2)
     other = nn.Sequential(nn.Linear(4, 3))
     with pytest.raises(ValueError, match=r"of another head; these tensors are on one side only: 0.bias, 1\.bias"):
-        load_checkpoint(path, other, torch.optim.AdamW(other.parameters()))
+        load(path, other, torch.optim.AdamW(other.parameters()))
     (path / "optimizer.safetensors").write_bytes(b"cut")
     with pytest.raises(ValueError, match="step-000001: this checkpoint cannot be read"):
-        load_checkpoint(path, module, optimizer)
+        load(path, module, optimizer)
     (tmp_path / "latest").write_text("step-000077\n")
     with pytest.raises(ValueError, match="names step-000077, which is not there"):
         latest_checkpoint(tmp_path)

@@ -8,7 +8,7 @@ import torch
 from infer.engine import Engine
 from models.attention import CausalAttention
 from models.targets.llama import LlamaTarget
-from train.config import FeaturesConfig
+from train.config import OnlineFeaturesConfig
 from train.data import Sequences
 from train.features import CachedFeatures, OnlineFeatures, feature_bytes, make_features
 
@@ -46,6 +46,6 @@ def test_features_are_the_models(tiny_target: LlamaTarget, responses: Sequences)
 
 @pytest.mark.parametrize(("gigabytes", "kind"), [(4.0, CachedFeatures), (0.0, OnlineFeatures)])
 def test_the_cache_has_a_limit(gigabytes: float, kind: type, engine: Engine, responses: Sequences) -> None:
-    config = FeaturesConfig(name="online", cache_gb=gigabytes)
+    config = OnlineFeaturesConfig(name="online", cache_gb=gigabytes)
     assert type(make_features(config, engine.target, AUX, responses, batch_size=4)) is kind
     assert feature_bytes(engine.target, AUX, 100) == 4 * 100 * 64 * 4

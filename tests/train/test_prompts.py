@@ -1,4 +1,4 @@
-"""Where data come from: rows of a JSON Lines file, what is refused and how it is said, and the demo corpus."""
+"""From rows to both sides of the split: every row is counted, bad ones are shown with their place, none stops a run."""
 
 from __future__ import annotations
 
@@ -11,112 +11,97 @@ import pytest
 
 from infer.cli import compose
 from models.tokenizer import Tokenizer
-from train.config import JsonlDataConfig, TrainConfig
-from train.prompts import Row, parse_row, read_jsonl_prompts, read_prompts
-
-GOOD = [
-    {"prompt": "def f(x):"},
-    {"messages": [{"role": "user", "content": "hi"}], "id": 3},
-    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "dropped"}]},
-    {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]},
-]
+from train.config import FilesDataConfig, TrainConfig
+from train.prompts import Prompts, Reader, read_prompts
 
 
-def test_the_three_forms(tiny_tokenizer: Tokenizer) -> None:
-    rows = [parse_row(json.dumps(row), tiny_tokenizer, 100) for row in GOOD]
-    assert rows[0] == Row(tiny_tokenizer.encode("def f(x):"))
-    assert tiny_tokenizer.decode(rows[1].ids) == "# user: hi\n# assistant:"
-    assert rows[2] == rows[1]  # the target writes its own answer
-    assert rows[3] == Row([5, 6, 7, 8], [False, False, True, True])
-    assert rows[3].prompt == [5, 6]
+def prompts_of(count: int, first: int = 0) -> list[str]:
+    return [json.dumps({"prompt": f"def f{number}(x):"}) for number in range(first, first + count)]
 
 
-@pytest.mark.parametrize(
-    ("row", "complaint"),
-    [
-        ("{", "not JSON (Expecting property name enclosed in double quotes at column 2)"),
-        ("[1]", "must hold exactly one of prompt, messages, input_ids; it holds none"),
-        ('{"text": "a"}', "must hold exactly one of prompt, messages, input_ids; it holds none"),
-        (
-            '{"prompt": "a", "messages": []}',
-            "must hold exactly one of prompt, messages, input_ids; it holds prompt and",
-        ),
-        ('{"prompt": 5}', "prompt must be a text"),
-        ('{"prompt": ""}', "the prompt has 0 tokens; 1 to 20 are possible"),
-        (json.dumps({"prompt": "xyz " * 40}), "the prompt has"),
-        ('{"messages": "hi"}', "messages must be a list of"),
-        ('{"messages": [{"content": "a"}]}', "messages must be a list of"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}', "messages hold no turn to answer"),
-        ('{"input_ids": [1, 999999], "loss_mask": [0, 1]}', "input_ids must be a list of token ids below 384"),
-        ('{"input_ids": [1, 2.5], "loss_mask": [0, 1]}', "input_ids must be a list of token ids below 384"),
-        ('{"input_ids": [1, 2, 3]}', "loss_mask must be a list of 0 and 1, as long as input_ids"),
-        ('{"input_ids": [1, 2, 3], "loss_mask": [0, 1]}', "loss_mask must be a list of 0 and 1, as long as input_ids"),
-        ('{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}', "loss_mask leaves nothing to learn"),
-    ],
-)
-def test_bad_rows_say_what_is_wrong(row: str, complaint: str, tiny_tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # compared below
-        parse_row(row, tiny_tokenizer, 20)
-    assert str(error.value).startswith(complaint)
-
-
-def data(tmp_path: Path, lines: list[str], **settings: Any) -> JsonlDataConfig:
+def read(
+    tmp_path: Path,
+    lines: list[str],
+    tokenizer: Tokenizer,
+    *,
+    eval_prompts: int = 16,
+    longest: int = 50,
+    **settings: Any,
+) -> Prompts:
     (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
-    return JsonlDataConfig(name="jsonl", path=str(tmp_path / "data.jsonl"), **settings)
+    data = FilesDataConfig(name="files", path=str(tmp_path / "data.jsonl"), **settings)
+    return Reader(data, tokenizer, longest, eval_prompts).read()
 
 
-def prompts_of(count: int) -> list[str]:
-    return [json.dumps({"prompt": f"def f{index}(x):"}) for index in range(count)]
-
-
-def test_bad_rows_are_left_out_and_named_by_line(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
-    lines = [*prompts_of(3), "", "oops", *prompts_of(6)[3:], '{"prompt": 1}']
-    found = read_jsonl_prompts(data(tmp_path, lines, held_out_share=0.2), tiny_tokenizer, 50, 16)
-    assert len(found.train) + len(found.held_out) == 6
-    assert [complaint.split(": ", 1)[0].split(", ")[1] for complaint in found.complaints] == ["line 5", "line 9"]
-    assert found.complaints[1].endswith("prompt must be a text")
+def test_bad_rows_are_left_out_counted_and_shown(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
+    lines = [*prompts_of(20), "", "oops", *["{}"] * 10, json.dumps({"prompt": "long " * 60}), *prompts_of(5)]
+    found = read(tmp_path, lines, tiny_tokenizer, held_out_share=0.3)
+    reading = found.reading
+    assert (reading.read, len(found.train) + len(found.held_out)) == (37, 20)
+    assert reading.dropped["bad"] == 11
+    assert reading.dropped["too long"] == 1
+    assert reading.dropped["twins"] + reading.dropped["held out already"] == 5
+    text = reading.lines()
+    assert text[0].startswith(
+        f"37 rows read (26 prompt): {len(found.train)} to train on, {len(found.held_out)} held out"
+    )
+    assert text[1] == "left out: data.jsonl, line 22: not JSON (Expecting value at column 1)"
+    assert text[-1] == "left out: 4 more"
+    assert len(text) == 10
 
 
 def test_the_split_is_by_content(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
-    lines = prompts_of(40)
-    first = read_jsonl_prompts(data(tmp_path, lines, held_out_share=0.1), tiny_tokenizer, 50, 16)
-    turned = read_jsonl_prompts(data(tmp_path, lines[::-1], held_out_share=0.1), tiny_tokenizer, 50, 16)
-    assert len(first.held_out) == 4
-    assert sorted(first.held_out) == sorted(turned.held_out)
-    assert [row for row in first.train if row in first.held_out] == []
+    """Neither order nor further rows move a prompt to the other side, and twins stay together."""
+    first = read(tmp_path, prompts_of(60), tiny_tokenizer, held_out_share=0.2, eval_prompts=60)
+    turned = read(tmp_path, prompts_of(60)[::-1], tiny_tokenizer, held_out_share=0.2, eval_prompts=60)
+    more = read(tmp_path, prompts_of(90), tiny_tokenizer, held_out_share=0.2, eval_prompts=60)
+    assert 5 <= len(first.held_out) <= 20
+    assert turned.held_out == first.held_out
+    assert turned.train == first.train
+    assert first.held_out.keys() <= more.held_out.keys()
+    assert not more.train.keys() & more.held_out.keys()
+    answers = [json.dumps({"prompt": "def f1(x):", "response": f"{n}"}) for n in range(3)]
+    twins = read(tmp_path, [*prompts_of(9, first=20), *answers, answers[0]], tiny_tokenizer, responses="regenerate")
+    assert twins.reading.dropped.total() == 3
 
 
-def test_limits(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
-    found = read_jsonl_prompts(data(tmp_path, prompts_of(40), num_sequences=5), tiny_tokenizer, 50, 1)
-    assert (len(found.train), len(found.held_out)) == (5, 1)
+def test_answers_that_are_learnt_are_rows_of_their_own(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
+    rows = [json.dumps({"prompt": f"f{n % 4}", "response": f"def g{n}(x)"}) for n in range(12)]
+    found = read(tmp_path, [*rows, rows[0]], tiny_tokenizer, responses="given", held_out_share=0.001)
+    assert (len(found.train), len(found.held_out), found.reading.dropped.total()) == (9, 1, 3)
+    found = read(tmp_path, [*rows, rows[0]], tiny_tokenizer, responses="given", held_out_share=0.001, deduplicate=False)
+    assert len(found.train) + found.reading.dropped.total() == 12
 
 
-def test_a_held_out_file_of_ones_own(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
-    (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "class A:"}) + "\nbad\n")
-    config = data(tmp_path, prompts_of(2), held_out_path=str(tmp_path / "held.jsonl"))
-    found = read_jsonl_prompts(config, tiny_tokenizer, 50, 16)
-    assert (len(found.train), found.held_out) == (2, [Row(tiny_tokenizer.encode("class A:"))])
-    assert len(found.complaints) == 1
-    assert "held.jsonl, line 2" in found.complaints[0]
+def test_reading_stops_when_both_sides_are_full(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
+    found = read(tmp_path, prompts_of(400), tiny_tokenizer, num_sequences=5, eval_prompts=2, held_out_share=0.2)
+    assert (len(found.train), len(found.held_out)) == (5, 2)
+    assert found.reading.read < 60
+
+
+def test_a_held_out_side_of_ones_own(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
+    (tmp_path / "held.jsonl").write_text("\n".join([*prompts_of(1), "bad", *prompts_of(1, first=50)]))
+    found = read(tmp_path, prompts_of(4), tiny_tokenizer, held_out_path=str(tmp_path / "held.jsonl"))
+    assert (len(found.train), len(found.held_out)) == (3, 2)
+    assert found.reading.dropped == {"bad": 1, "held out already": 1}
+    assert "held.jsonl, line 2" in found.reading.complaints[0]
 
 
 def test_files_that_cannot_serve(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
-    missing = JsonlDataConfig(name="jsonl", path=str(tmp_path / "none.jsonl"))
-    with pytest.raises(ValueError, match=r"data.path=.*none.jsonl: cannot be read \(No such file or directory\)"):
-        read_jsonl_prompts(missing, tiny_tokenizer, 50, 16)
-    with pytest.raises(ValueError, match=r"no usable row; .*line 1: prompt must be a text"):
-        read_jsonl_prompts(data(tmp_path, ['{"prompt": 1}']), tiny_tokenizer, 50, 16)
-    with pytest.raises(ValueError, match="no usable row: the file is empty"):
-        read_jsonl_prompts(data(tmp_path, [""]), tiny_tokenizer, 50, 16)
-    with pytest.raises(ValueError, match="too few different rows to hold one out"):
-        read_jsonl_prompts(data(tmp_path, prompts_of(1) * 3), tiny_tokenizer, 50, 16)
+    with pytest.raises(ValueError, match=r"too few different prompts .*; data.jsonl, line 1: prompt must be a text"):
+        read(tmp_path, ['{"prompt": 1}'], tiny_tokenizer)
+    with pytest.raises(ValueError, match="too few different prompts to hold one out; give at least two"):
+        read(tmp_path, prompts_of(1) * 3, tiny_tokenizer)
+    (tmp_path / "held.jsonl").write_text("oops\n")
+    with pytest.raises(ValueError, match=r"no usable row to hold out among 1; held.jsonl, line 1: not JSON"):
+        read(tmp_path, prompts_of(2), tiny_tokenizer, held_out_path=str(tmp_path / "held.jsonl"))
 
 
 def test_demo_prompts(tiny_tokenizer: Tokenizer) -> None:
     config = compose("train", TrainConfig, ["data.num_sequences=4", "data.prompt_tokens=9", "eval_prompts=3"])
     found = read_prompts(config, tiny_tokenizer, 512)
-    assert [len(row.ids) for row in found.train] == [9] * 4
-    assert [len(row.ids) for row in found.held_out] == [9] * 3
+    assert [len(example.ids) for example in found.train.values()] == [9] * 4
+    assert [len(example.ids) for example in found.held_out.values()] == [9] * 3
     assert found == read_prompts(config, tiny_tokenizer, 512)
     assert found.train != read_prompts(dataclasses.replace(config, seed=1), tiny_tokenizer, 512).train
     with pytest.raises(ValueError, match=r"data.prompt_tokens=9: leaves no room in a context of 11"):

@@ -3,83 +3,136 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from infer.engine import Engine
 from infer.request import SamplingParams
-from train import regenerate
+from models.tokenizer import Tokenizer
+from train import regenerate as module
 from train.config import DataConfig
-from train.prompts import Row
-from train.regenerate import collect_parts, continue_rows, read_parts, sampling_params
+from train.data import Sequences
+from train.examples import Example
+from train.regenerate import EngineAnswerer, collect_parts, read_parts, regenerate, sampling_params
 from train.stopping import Interrupted
 
 DATA = DataConfig(name="demo", max_new_tokens=12, temperatures=[0.0, 0.7, 1.0])
 
 
 @pytest.fixture
-def rows() -> list[Row]:
+def examples() -> dict[int, Example]:
     generator = torch.Generator().manual_seed(1)
-    return [Row(torch.randint(1, 384, (5 + index % 4,), generator=generator).tolist()) for index in range(10)]
+    prompts = [torch.randint(1, 384, (5 + number % 4,), generator=generator).tolist() for number in range(10)]
+    return {1000 - number: Example(ids=tuple(ids)) for number, ids in enumerate(prompts)}
 
 
-def params(index: int) -> SamplingParams:
-    return sampling_params(index, DATA, seed=3)
+def params(number: int) -> SamplingParams:
+    return sampling_params(number, DATA, seed=3)
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regenerate, "PART", 3)
+    monkeypatch.setattr(module, "PART", 3)
+
+
+@pytest.fixture
+def answer(engine: Engine, tiny_tokenizer: Tokenizer) -> Any:
+    def answer(examples: dict[int, Example], folder: Path, *, longest: int = 400, **more: Any) -> Sequences:
+        failed = regenerate(
+            EngineAnswerer(engine), examples, params, folder, tiny_tokenizer, longest_prompt=longest, **more
+        )
+        done = read_parts(folder)
+        assert not done.keys() & failed.keys()
+        if "share" not in more:
+            assert done.keys() | failed.keys() == examples.keys()
+        return collect_parts(folder, [key for key in examples if key in done], {})
+
+    return answer
 
 
 def test_sampling_is_dealt_out_in_turn_and_seeded_by_the_row() -> None:
-    assert [params(index).temperature for index in range(4)] == [0.0, 0.7, 1.0, 0.0]
-    assert len({sampling_params(index, DATA, seed).seed for index in range(9) for seed in (0, 3)}) == 18
+    assert [params(number).temperature for number in range(4)] == [0.0, 0.7, 1.0, 0.0]
+    assert len({sampling_params(number, DATA, seed).seed for number in range(9) for seed in (0, 3)}) == 18
 
 
-def test_ids_and_mask_are_what_was_generated(engine: Engine, rows: list[Row], tmp_path: Path) -> None:
-    continue_rows(engine, rows, params, tmp_path)
-    data = collect_parts(tmp_path, len(rows))
-    completions = engine.generate([row.ids for row in rows], [params(index) for index in range(len(rows))])
-    for index, completion in enumerate(completions):
-        ids, assistant = data.row(index)
-        assert ids[~assistant].tolist() == rows[index].ids
+def test_ids_and_mask_are_what_was_generated(
+    engine: Engine, examples: dict[int, Example], answer: Any, tmp_path: Path
+) -> None:
+    data = answer(examples, tmp_path)
+    prompts = [list(example.ids) for example in examples.values()]
+    completions = engine.generate(prompts, [params(number) for number in range(len(prompts))])
+    for number, completion in enumerate(completions):
+        ids, assistant = data.row(number)
+        assert ids[~assistant].tolist() == prompts[number]
         assert ids[assistant].tolist() == completion.token_ids
-        assert ids.tolist() == rows[index].ids + completion.token_ids
+        assert ids.tolist() == prompts[number] + completion.token_ids
 
 
-def test_sequences_given_whole_are_taken_as_they_are(engine: Engine, rows: list[Row], tmp_path: Path) -> None:
-    given = Row([7, 8, 9, 10], [False, True, True, False])
-    continue_rows(engine, [given, rows[0]], params, tmp_path)
-    data = collect_parts(tmp_path, 2)
-    assert data.row(0)[0].tolist() == given.ids
-    assert data.row(0)[1].tolist() == given.loss_mask
+def test_every_turn_is_answered_on_the_targets_own_history(
+    engine: Engine, tiny_tokenizer: Tokenizer, answer: Any, tmp_path: Path
+) -> None:
+    turns = ("def f(x):", "and then?", "so?")
+    messages = [
+        {"role": role, "content": text} for turn in turns for role, text in (("user", turn), ("assistant", "-"))
+    ]
+    data = answer({7: Example(messages=tuple(messages))}, tmp_path)
+    history, rows = [], [data.row(number) for number in range(len(data))]
+    learnt = [ids[mask].tolist() for ids, mask in rows]
+    for turn in turns:
+        history.append({"role": "user", "content": turn})
+        prompt = tiny_tokenizer.apply_chat_template(history)
+        (completion,) = engine.generate([prompt], params(0))
+        assert any(completion.token_ids == span[-len(completion.token_ids) :] for span in learnt)
+        assert any(ids[: len(prompt)].tolist() == prompt for ids, _ in rows)
+        history.append({"role": "assistant", "content": tiny_tokenizer.decode(completion.token_ids)})
 
 
-def test_an_interruption_loses_nothing_that_was_finished(engine: Engine, rows: list[Row], tmp_path: Path) -> None:
-    continue_rows(engine, rows, params, tmp_path / "whole")
+def test_sequences_given_whole_are_taken_as_they_are(examples: dict[int, Example], answer: Any, tmp_path: Path) -> None:
+    given = Example(ids=(7, 8, 9, 10), loss_mask=(False, True, True, False))
+    data = answer({5: given, **examples}, tmp_path)
+    assert data.row(0)[0].tolist() == [7, 8, 9, 10]
+    assert data.row(0)[1].tolist() == [False, True, True, False]
+    assert len(data) == 11
+
+
+def test_what_cannot_be_asked_is_reported(
+    engine: Engine, examples: dict[int, Example], tiny_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    keys = list(examples)
+    examples[keys[4]] = Example(ids=tuple(range(1, 60)))
+    answerer = EngineAnswerer(engine)
+    failed = regenerate(answerer, examples, params, tmp_path, tiny_tokenizer, longest_prompt=50)
+    assert failed == {keys[4]: "the prompt has 59 tokens; 1 to 50 are possible"}
+    assert read_parts(tmp_path).keys() == set(keys) - {keys[4]}
+    assert len(collect_parts(tmp_path, keys, failed)) == 9
+    with pytest.raises(AssertionError, match="1 conversations were neither answered nor reported"):
+        collect_parts(tmp_path, keys, {})
+
+
+def test_an_interruption_loses_nothing_that_was_finished(
+    engine: Engine, examples: dict[int, Example], answer: Any, tmp_path: Path
+) -> None:
+    """Rows are known by their key: it does not matter which of them are asked for when the work goes on."""
+    whole = answer(examples, tmp_path / "whole")
     calls = 0
 
     def stop() -> None:
         nonlocal calls
         calls += 1
-        if calls == 100:
+        if calls == 20:
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        continue_rows(engine, rows, params, tmp_path / "cut", check=stop)
+        answer(examples, tmp_path / "cut", check=stop)
     assert not engine.has_work
     kept = read_parts(tmp_path / "cut")
-    assert 0 < len(kept) < len(rows)
-    continue_rows(engine, rows, params, tmp_path / "cut")
-    whole, cut = (collect_parts(tmp_path / name, len(rows)) for name in ("whole", "cut"))
-    assert cut.content_hash() == whole.content_hash()
+    assert 0 < len(kept) < len(examples)
+    assert answer(examples, tmp_path / "cut").content_hash() == whole.content_hash()
 
 
-def test_processes_share_the_rows(engine: Engine, rows: list[Row], tmp_path: Path) -> None:
-    continue_rows(engine, rows, params, tmp_path / "alone")
-    for rank in range(3):
-        continue_rows(engine, rows, params, tmp_path / "shared", share=(rank, 3))
-    alone, shared = (collect_parts(tmp_path / name, len(rows)) for name in ("alone", "shared"))
-    assert shared.content_hash() == alone.content_hash()
+def test_processes_share_the_rows(examples: dict[int, Example], answer: Any, tmp_path: Path) -> None:
+    alone = answer(examples, tmp_path / "alone")
+    shared = [answer(examples, tmp_path / "shared", share=(rank, 3)) for rank in range(3)]
+    assert shared[2].content_hash() == alone.content_hash()

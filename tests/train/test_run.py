@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,13 +26,14 @@ from infer.engine import Engine
 from models.heads import load_head
 from models.targets import load_target
 from models.targets.llama import LAST
+from train import checkpoint, schedule
 from train.config import TrainConfig
 from train.data import Batch
 from train.features import compute_features
 from train.loop import Run, resume_command, train
-from train.prompts import Row
-from train.regenerate import continue_rows
+from train.regenerate import regenerate
 from train.run_folder import name_run
+from train.sharding import Whole
 from train.stopping import Interrupted
 from train.trackers import read_metrics
 
@@ -76,7 +81,9 @@ def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
         assert torch.equal(value, b[name]), name
 
 
-def test_what_a_run_leaves_behind(settings: list[str], tmp_path: Path, tiny_target_folder: Path) -> None:
+def test_what_a_run_leaves_behind(
+    settings: list[str], tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = run(settings, "run=one", "eval_every=20", "log_every=10", "tracker=tensorboard")
     assert set(result) == {"run", "export", "acceptance_length", "gap", "seconds"}
     assert (result["run"], result["export"]) == ("one", str(tmp_path / "heads" / "demo" / "eagle3"))
@@ -84,11 +91,12 @@ def test_what_a_run_leaves_behind(settings: list[str], tmp_path: Path, tiny_targ
     assert result["gap"] == 0.0
     files = {path.name for path in (tmp_path / "one").iterdir()}
     assert files == {"config.yaml", "schedule.json", "metrics.jsonl", "data", "checkpoints", "tensorboard"} | {
-        "loss.png", "acceptance.png",
+        "loss.png", "acceptance.png", "acceptance_by_depth.png", "report.md",
     }  # fmt: skip
     assert {path.name for path in (tmp_path / "one" / "checkpoints").iterdir()} == {
-        "latest", "step-000025", "step-000030",
+        "latest", "best", "step-000020", "step-000025", "step-000030",
     }  # fmt: skip
+    assert (tmp_path / "one" / "checkpoints" / "best").read_text() == "step-000020\n"
 
     rows = read_metrics(tmp_path / "one")
     trained = [row for row in rows if "train/loss" in row]
@@ -100,6 +108,15 @@ def test_what_a_run_leaves_behind(settings: list[str], tmp_path: Path, tiny_targ
     assert {"eval/loss", "eval/accuracy_0", "eval/overlap_4", "eval/coverage", "eval/gap"} < set(evaluated[0])
     assert all(row["eval/tau_simulated"] == row["eval/tau_engine"] for row in evaluated)
     assert evaluated[-1]["eval/loss"] < evaluated[0]["eval/loss"]
+
+    topics = [line.split(" ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert (topics.count("memory"), topics.count("disk")) == (2, 1)
+    report = (tmp_path / "one" / "report.md").read_text()
+    assert f"| greedy | {result['acceptance_length']['engine']:.3f} |" in report
+    assert "28 rows were read: 24 to train on, 4 held out" in report
+    assert report.count("\nτ ") == 2
+    assert "⟦" in report.split("## Settings")[0].split("## Texts")[1].partition("\n\n")[2]
+    assert all(f"]({name})" in report for name in files if name.endswith(".png"))
 
     target = load_target(str(tiny_target_folder))
     head = load_head(Path(result["export"]), target=target)
@@ -113,7 +130,7 @@ def test_what_a_run_leaves_behind(settings: list[str], tmp_path: Path, tiny_targ
 def test_interrupted_in_every_way_it_is_the_same_head(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C while responses are generated, SIGTERM and kill -9 between steps; then to the end."""
+    """Ctrl-C while responses are generated, SIGUSR1 and kill -9 between steps; then to the end."""
     elsewhere = tmp_path / "elsewhere"  # or the torn run would take its sequences
     run([*settings, "run=steady", f"output_dir={elsewhere}"])
 
@@ -122,14 +139,14 @@ def test_interrupted_in_every_way_it_is_the_same_head(
     def steps() -> int:
         return max((int(row["step"]) for row in read_metrics(folder)), default=0)
 
-    def interrupt(engine: Engine, rows: list[Row], *rest: object, **options: object) -> None:
-        if len(rows) == 24:
+    def interrupt(answerer: Any, examples: Any, *rest: Any, **options: Any) -> Any:
+        if len(examples) == 24:
             os.kill(os.getpid(), signal.SIGINT)
-        continue_rows(engine, rows, *rest, **options)  # type: ignore[arg-type]
+        return regenerate(answerer, examples, *rest, **options)
 
     torn = [*settings, "run=torn"]
     with monkeypatch.context() as patch:
-        patch.setattr("train.preparation.continue_rows", interrupt)
+        patch.setattr("train.data_folder.regenerate", interrupt)
         assert train(compose("train", TrainConfig, torn), torn) is None
     expected = " ".join(["stopped; resume with: python train/run.py", *torn])
     assert capsys.readouterr().err.strip().endswith(expected)
@@ -137,7 +154,7 @@ def test_interrupted_in_every_way_it_is_the_same_head(
 
     process = start(torn)
     wait_for(process, lambda: steps() >= 7)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGUSR1)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, ""), err
     assert err.strip().endswith(expected)
@@ -293,14 +310,100 @@ def test_unfinished_or_damaged_sequences_are_nobodys_twin(
     assert "the target continues" in capsys.readouterr().err
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(settings: list[str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"step \d+: the (loss|gradient norm) is (nan|inf)") as error:
-        run(settings, "run=hot", "optim.lr=1e30", "checkpoint_every=1")
+def test_updates_that_are_not_finite_are_left_out_and_end_the_run(settings: list[str], tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"step \d+: the (loss|gradient norm) is (nan|inf), the 3\. time in a row"
+    ) as error:
+        run(settings, "run=hot", "optim.lr=1e30", "checkpoint_every=1", "max_skipped=3")
     step = int(str(error.value).split(":")[0].removeprefix("step "))
-    kept = tmp_path / "hot" / "checkpoints" / f"step-{step - 1:06d}"
+    kept = tmp_path / "hot" / "checkpoints" / f"step-{step - 3:06d}"
     assert f"Last good checkpoint: {kept}" in str(error.value)
+    assert re.search(r"here in sequences (\d+, ){8}\.\.\.", str(error.value))
     assert all(value.isfinite().all() for value in load_file(kept / "module.safetensors").values())
     assert not (tmp_path / "heads").exists()
+    rows = read_metrics(tmp_path / "hot")
+    assert [row["train/skipped_steps"] for row in rows if "train/skipped_steps" in row] == [1, 2]
+
+
+def test_one_bad_update_changes_nothing(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Whole._clip
+    norms = []
+
+    def clip(self: Whole) -> float:
+        norms.append(real(self))
+        if len(norms) == 3:
+            kept.update({name: value.clone() for name, value in self.state().module.items()})
+            return math.inf
+        if len(norms) == 4:
+            assert_equal(kept, self.state().module)
+        return norms[-1]
+
+    kept: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(Whole, "_clip", clip)
+    run(settings, "run=one", "steps=5")
+    assert "step 3 left out: the gradient norm is not finite" in capsys.readouterr().err
+    rows = read_metrics(tmp_path / "one")
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 4, 5]
+    assert [row["step"] for row in rows if "train/skipped_steps" in row] == [3]
+    state = json.loads((tmp_path / "one" / "checkpoints" / "step-000005" / "state.json").read_text())
+    assert state["skipped"] == 1
+
+
+def test_the_head_that_drafted_best_is_exported(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A learning rate that ruins the head after it was good."""
+    real = schedule.learning_rate
+    monkeypatch.setattr(schedule, "learning_rate", lambda step, *rest: real(step, *rest) * (1 if step < 24 else 3000))
+    own = [*settings, "eval_every=12", "checkpoint_every=100", "keep_checkpoints=1"]
+    result = run(own, "run=one")
+    taus = {row["step"]: row["eval/tau_engine"] for row in read_metrics(tmp_path / "one") if "eval/tau_engine" in row}
+    assert taus[30] < taus[24]
+    best = max((12, 24), key=lambda step: (taus[step], -step))
+    assert f"exported is the head of step {best}, τ {taus[best]:.3f} in the engine" in capsys.readouterr().err
+    assert result["acceptance_length"]["engine"] == pytest.approx(taus[best], abs=1e-4)
+    provenance = json.loads((tmp_path / "heads" / "demo" / "eagle3" / "provenance.json").read_text())
+    assert provenance["steps"] == best
+
+
+def live(settings: list[str], seconds: float) -> None:
+    """One life of a run in a process of its own, killed after `seconds`."""
+    child = os.fork()  # what is imported stays imported: a life is short
+    if child == 0:
+        os.setpgrp()
+        with contextlib.suppress(BaseException), open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), 1)
+            os.dup2(null.fileno(), 2)
+            train(compose("train", TrainConfig, settings))
+        os._exit(0)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and os.waitpid(child, os.WNOHANG) == (0, 0):
+        time.sleep(0.005)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_killed_at_any_moment_it_loses_no_more_than_a_checkpoints_worth(settings: list[str], tmp_path: Path) -> None:
+    own = [*settings, "checkpoint_every=2", "eval_every=6", "steps=10"]
+    begun = time.monotonic()
+    run([*own, "run=whole", f"output_dir={tmp_path / 'elsewhere'}"])
+    whole_time = time.monotonic() - begun
+    moments = random.Random(5)
+    folder = tmp_path / "torn"
+    for _ in range(2):
+        before = read_metrics(folder) if folder.is_dir() else []
+        live([*own, "run=torn"], whole_time * moments.uniform(0.1, 0.9))
+        done = max((row["step"] for row in (read_metrics(folder) if folder.is_dir() else before)), default=0)
+        latest = checkpoint.latest_checkpoint(folder / "checkpoints")
+        saved = int(latest.name.removeprefix("step-")) if latest else 0
+        assert saved >= done - 3  # the step in work, and two since the last checkpoint
+    run([*own, "run=torn"])
+    assert_equal(tensors(tmp_path), tensors(tmp_path / "elsewhere"))
 
 
 def test_minutes_become_steps_once(settings: list[str], tmp_path: Path) -> None:
@@ -313,18 +416,32 @@ def test_minutes_become_steps_once(settings: list[str], tmp_path: Path) -> None:
     assert max(row["step"] for row in read_metrics(tmp_path / "short")) == 2
 
 
+def rows_of_ones_own(folder: Path) -> Path:
+    rows: list[Any] = [{"prompt": f"def f{index}(x):"} for index in range(6)]
+    turns = ["user", "assistant", "user", "assistant"]
+    rows += [{"messages": [{"role": role, "content": f"say {n}"} for role in turns]} for n in range(6)]
+    rows += [{"input_ids": list(range(5, 20)), "loss_mask": [0] * 5 + [1] * 10}, {"title": "no"}]
+    rows += [{"question": "which?"}]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "data.jsonl"
+
+
 def test_data_of_ones_own(settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"prompt": f"def f{index}(x):"} for index in range(6)]
-    rows += [{"messages": [{"role": "user", "content": f"say {index}"}]} for index in range(6)]
-    rows += [{"input_ids": list(range(5, 20)), "loss_mask": [0] * 5 + [1] * 10}]
-    lines = [json.dumps(row) for row in rows]
-    (tmp_path / "data.jsonl").write_text("\n".join([*lines, '{"text": "no"}']))
     kept = [item for item in settings if not item.startswith("data.prompt_tokens")]
-    result = run(kept, "data=jsonl", f"data.path={tmp_path / 'data.jsonl'}", "run=own", "steps=3")
-    assert result["gap"] == 0.0
+    kept += ["data=files", f"data.path={rows_of_ones_own(tmp_path)}", "data.held_out_share=0.2", "run=own", "steps=2"]
+    kept += ["data.columns={prompt: question}"]
+    result = run(kept, "stage=regenerate")
     err = capsys.readouterr().err
-    assert "data.jsonl, line 14: must hold exactly one of prompt, messages, input_ids; it holds none" in err
-    assert "the target continues 12 training and 1 held-out prompts" in err
+    assert "left out: data.jsonl, line 14: must hold one of input_ids, messages" in err
+    assert "15 rows read (7 prompt, 6 messages, 1 input_ids): " in err
+    counts = result["counts"]
+    assert counts["rows"]["read"] == 15 == sum(counts["rows"][key] for key in ("train", "held_out")) + 1
+    assert counts["answers"] == {"conversations": counts["rows"]["train"], "failed": 0, "done": counts["rows"]["train"]}
+    assert not (tmp_path / "own" / "checkpoints").exists()
+    assert run(kept)["gap"] == 0.0
+    assert "the target continues" not in capsys.readouterr().err
+    given = run(kept, "data.responses=given", "run=given")
+    assert given["gap"] == 0.0
 
 
 def test_sequences_must_hold_a_response(settings: list[str]) -> None:
@@ -338,38 +455,10 @@ def test_bf16_autocast_trains(settings: list[str], tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "head",
-    [
-        ["objective.steps=5", "eval_draft_tokens=5"],
-        ["head=p-eagle", *HEADS["p-eagle"], "objective.ratio=1.0"],  # no sample, which each process draws anew
-        ["head=medusa", "objective=medusa-2", "objective.heads_first=0.5", "objective.lora_rank=4"],
-    ],
-    ids=lambda words: words[0],
-)
-def test_two_processes_train_like_one(head: list[str], settings: list[str], tmp_path: Path) -> None:
-    own = [*(item for item in settings if not item.startswith(OWN)), "steps=6", "eval_draft_tokens=3", *head]
-    run(own, "run=single", "batch_size=8", f"output_dir={tmp_path / 'elsewhere'}")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-        str(ROOT / "train" / "run.py"), *own, "parallel=ddp", "run=double", "batch_size=4",
-    ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    summary = json.loads(result.stdout.splitlines()[-1])
-    assert (summary["run"], summary["gap"]) == ("double", 0.0)
-    single, double = (read_metrics(folder) for folder in (tmp_path / "elsewhere" / "single", tmp_path / "double"))
-    for key in ("train/loss", "train/loss_3", "train/accuracy_0", "train/grad_norm", "train/tokens"):
-        values = [[row[key] for row in rows if key in row] for rows in (single, double)]
-        assert len(values[0]) == 6
-        assert values[1] == pytest.approx(values[0], rel=2e-3), key
-
-
 def test_launches_that_only_look_distributed_are_refused(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="parallel=ddp: started as a single process; start it with torchrun"):
-        run(settings, "parallel=ddp")
+    for name in ("ddp", "fsdp", "zero2", "zero3"):
+        with pytest.raises(ValueError, match=f"parallel={name}: started as a single process; start it with torchrun"):
+            run(settings, f"parallel={name}")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="parallel=single: started as 2 processes; say parallel=ddp"):
         run(settings)

@@ -13,7 +13,7 @@ import pytest
 from train import trackers as trackers_module
 from train.config import TrackerConfig, WandbConfig
 from train.plots import draw_plots
-from train.trackers import make_trackers, read_metrics, redact, wandb_mode
+from train.trackers import Results, Sample, make_trackers, read_metrics, redact, wandb_mode
 
 SECRETS = ("wandb_api_key", "hf_abcdefghijkl", "hunter2")
 
@@ -80,6 +80,27 @@ def test_wandb_offline_without_credentials(tmp_path: Path) -> None:
     assert b"hf_abcdefghijkl" not in stored
     assert len(read_metrics(tmp_path / "run")) == 2
     assert [path.name for path in Path.cwd().glob("wandb")] == []
+
+
+def test_results_go_to_wandb_as_far_as_they_are_let(tmp_path: Path) -> None:
+    head = tmp_path / "heads" / "demo" / "eagle3"
+    head.mkdir(parents=True)
+    (head / "config.json").write_text("{}")
+    (tmp_path / "plot.png").write_bytes(draw_plots(tmp_path)[0].read_bytes())
+    sample = Sample("a private question", "an ⟦answer⟧", 2.0)
+    results = Results([tmp_path / "plot.png"], [sample], head, ("latest", "step_3"))
+    cases: list[tuple[str, dict[str, Any]]] = [("shy", {}), ("open", {"samples": 1, "upload": True})]
+    for name, settings in cases:
+        (tmp_path / name).mkdir()
+        trackers = make_trackers(WandbConfig("wandb", **settings), tmp_path / name, name, {}, resume_step=0)
+        trackers.log(1, {"train/loss": 1.0})
+        trackers.publish(results)
+        trackers.finish()
+        [record] = (tmp_path / name / "wandb").glob(f"offline-run-*/run-{name}.wandb")
+        assert list(record.parent.rglob("plot*.png"))
+        stored = everything_in(record.parent)
+        assert (b"a private question" in stored) == (name == "open")
+        assert (b"demo-eagle3" in stored) == (name == "open")
 
 
 def test_an_unreachable_server_means_offline(

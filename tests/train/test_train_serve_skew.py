@@ -33,11 +33,13 @@ from tests.heads import ONE_OF_EACH, VARIANTS, make_head, make_objective, memori
 from tests.train.conftest import STEPS
 from train import alignment
 from train.acceptance import simulate
+from train.config import FilesDataConfig
 from train.data import Batch, Sequences
+from train.dialogue import first_prompt
+from train.examples import parse_row
 from train.features import Features, compute_features
 from train.objectives import teach
 from train.objectives.base import StepSums
-from train.prompts import parse_row
 
 WITH_ATTENTION = [name for name in ONE_OF_EACH if name not in ("medusa", "mlp")]
 RECURRENT = [name for name in ONE_OF_EACH if name in ("eagle", "eagle3", "mlp")]
@@ -303,7 +305,8 @@ def test_item_09_chats_are_written_alike(tiny_tokenizer: Tokenizer) -> None:
     """Training's prompt is the server's: one template, one generation prompt, no second beginning of text."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def f(x):"}]
     whole = [*messages, {"role": "assistant", "content": "the answer in the data"}]
-    trained = parse_row(json.dumps({"messages": whole}), tiny_tokenizer, 400).ids
+    _, example = parse_row({"messages": whole}, FilesDataConfig(name="files", path="x"), tiny_tokenizer)
+    trained = first_prompt(example, tiny_tokenizer, 400)
     served = tiny_tokenizer.encode(tiny_tokenizer.render_chat(messages), add_special_tokens=False)
     assert trained == served
     assert tiny_tokenizer.decode(trained).endswith("# assistant:")

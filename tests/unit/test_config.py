@@ -26,7 +26,8 @@ SCHEMAS = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
 COMMANDS = {**infer_config.COMMANDS, **train_config.COMMANDS}
 FILES = sorted(path.relative_to(CONF).as_posix() for path in Path(CONF).rglob("*.yaml"))
 GIVEN = {  # what an option asks the user for
-    "data/jsonl": ["data.path=x.jsonl"],
+    "data/files": ["data.path=x.jsonl"],
+    "data/hub": ["data.path=owner/name"],
     **{f"objective/{head}": [f"head={head}"] for head in ("eagle", "medusa", "mlp", "p-eagle")},
     "objective/medusa-2": ["head=medusa"],
     "proposer/draft_model": ["proposer.draft_model=models/demo"],
@@ -37,6 +38,7 @@ ENTRY_POINTS = {
     "serve": "infer/serve.py",
     "generate": "infer/generate.py",
     "bench": "scripts/bench.py",
+    "eval": "scripts/eval.py",
     "step_time": "scripts/step_time.py",
 }
 
@@ -54,8 +56,8 @@ def test_commands_compose(command: str) -> None:
 @pytest.mark.parametrize(("command", "group", "option"), options())
 def test_options_compose_under_their_own_name(command: str, group: str, option: str) -> None:
     overrides = [f"{group}={option}", *GIVEN.get(f"{group}/{option}", [])]
-    if (command, group, option) == ("train", "head", "none"):
-        with pytest.raises(ValueError, match="head=none: training needs a head"):
+    if command in ("train", "eval") and (group, option) == ("head", "none"):
+        with pytest.raises(ValueError, match=r"head=none: (training|an evaluation) needs a head"):
             compose(command, COMMANDS[command], overrides)
         return
     config = compose(command, COMMANDS[command], overrides)
@@ -118,7 +120,9 @@ def test_no_key_comes_or_goes_unseen() -> None:
             "head=eagel3: no such option; did you mean eagle3? known: eagle, eagle3,",
         ),
         ("train", ["experiment=x"], "experiment=x: no such option; known: demo-eagle3-hour"),
-        ("train", ["data=jsonl"], "data.path: must be given, as data.path=..."),
+        ("train", ["data=files", "data.path=x", "data.columns={a: b}"], "data.columns=a: must be one of input_ids"),
+        ("train", ["data=files", "data.path=x", "data.columns=5"], "data.columns=5: must be our names"),
+        ("train", ["data=files"], "data.path: must be given, as data.path=..."),
         ("train", ["seed"], "Error parsing override 'seed'"),
         # what __post_init__ refuses
         ("serve", ["engine.page_size=24"], "engine.page_size=24: must be a power of two (16, 32, ...)"),

@@ -45,6 +45,15 @@ class Objective(nn.Module):
         assert steps is not None, "a head without a number of depths needs objective.steps"
         self.steps: int = steps
 
+    @property
+    def trained(self) -> nn.Module:
+        """What holds every trained parameter, and is saved."""
+        return self.head
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """What is trained, in the order of `trained`; `scale` is a group's share of the step size."""
+        return [{"params": [own for own in self.head.parameters() if own.requires_grad], "scale": 1.0}]
+
     def costs(self, logits: Tensor, states: Tensor, teacher: Teacher, depth: int) -> Tensor:
         """`[N]`: what N slots cost at this depth; logits `[N, Vd]`, states `[N, S]`, as many rows of the teacher."""
         raise NotImplementedError

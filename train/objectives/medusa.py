@@ -6,8 +6,10 @@ Medusa-2: after the heads, the target itself learns to be foreseen, held to what
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.heads.base import Head
@@ -45,6 +47,14 @@ class MedusaTogether(MedusaHeads):
         super().__init__(head, config)
         adapt(target.layers, config.lora_on, rank=config.lora_rank, alpha=config.lora_alpha, seed=seed)
         self.target = target
+
+    @property
+    def trained(self) -> nn.Module:
+        return self
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        adapters = [own for own in self.target.parameters() if own.requires_grad]
+        return [*super().parameter_groups(), {"params": adapters, "scale": self.config.lora_rate}]
 
     def forward(
         self,

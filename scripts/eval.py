@@ -1,0 +1,205 @@
+"""How good an exported head is, by data set, temperature, chat template, draft shape and length of the prompt.
+
+    python scripts/eval.py model=demo head=eagle3
+    python scripts/eval.py model=demo head=eagle3 files=[gsm8k/test.jsonl] columns='{prompt: question}' temperatures=[0]
+
+`files` are what data.path of training takes; none means held-out prompts of the demo corpus. Speed is a ratio to plain
+decoding of the same prompts in the same round. Table and plots go to <output_dir>/eval/<model>-<head>/; the last line
+of standard output is one JSON document.
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from infer.cli import entry_point
+from infer.compare import Comparison
+from infer.config import EvalConfig, ProposerConfig, resolve_path
+from infer.request import SpeculationStats
+
+DEMO = "demo corpus"
+BUCKETS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # prompts of up to so many tokens
+REPORT = "report.md"
+
+
+@dataclass
+class Cell:
+    """One data set, with or without the chat template, at one temperature, with drafts of one shape."""
+
+    data: str
+    template: bool
+    temperature: float
+    shape: str
+    prompts: int
+    acceptance_length: float
+    by_position: list[float]
+    by_context: dict[str, float]  # τ of the prompts of up to so many tokens
+    coverage: float  # share of the emitted tokens that the draft vocabulary holds
+    tokens_per_s: float
+    ratio: float  # to plain decoding, median over the rounds
+    identical: bool  # token ids, to plain decoding's
+
+
+def prompt_sets(config: EvalConfig, engine: Any) -> Iterator[tuple[str, bool, list[list[int]]]]:
+    """Name, whether the chat template was used, prompts. Raises ValueError for data that cannot be read."""
+    from models.demo.corpus import held_out_prompts
+    from train.config import FilesDataConfig
+    from train.prompts import Reader
+
+    if not config.files:
+        yield DEMO, False, held_out_prompts(engine.tokenizer, config.num_prompts, config.prompt_tokens)
+    longest = engine.context - config.max_tokens - 1
+    for path in config.files:
+        for template in config.chat_template:
+            settings = FilesDataConfig(
+                name="files",
+                path=path,
+                columns=config.columns,
+                chat_template=template,
+                prompt_tokens=config.prompt_tokens,
+            )
+            reader = Reader(settings, engine.tokenizer, longest, config.num_prompts)
+            yield Path(path).stem, template, reader.read_prompts()
+
+
+def measure(config: EvalConfig, engine: Any) -> list[Cell]:
+    from tqdm import tqdm
+
+    from infer.compare import compare
+    from infer.request import SamplingParams
+    from scripts.bench_systems import shaped
+
+    cells = []
+    sets = list(prompt_sets(config, engine))
+    total = len(sets) * len(config.temperatures) * len(config.shapes)
+    with tqdm(total=total, unit="cell", disable=None, dynamic_ncols=True) as bar:
+        for (name, template, prompts), temperature in itertools.product(sets, config.temperatures):
+            params = SamplingParams(temperature=temperature, seed=config.seed, max_tokens=config.max_tokens)
+            groups = [prompts[start : start + config.batch] for start in range(0, len(prompts), config.batch)]
+            for shape in config.shapes:
+                bar.set_description(f"{name}, temperature {temperature:g}, {shape}")
+                depth = engine.head.config.max_depth
+                drafts = shaped(ProposerConfig(name="head"), shape)
+                if depth is not None:
+                    drafts = replace(drafts, max_draft_tokens=min(depth, drafts.max_draft_tokens))
+                engine.set_proposer("head", config=drafts)
+                found = Comparison(list(compare(engine, groups, params)))
+                cells.append(cell(name, template, temperature, shape, groups, found, engine.head.target_ids))
+                bar.update()
+    return cells
+
+
+def cell(
+    name: str, template: bool, temperature: float, shape: str, groups: list, found: Comparison, target_ids: Any
+) -> Cell:
+    import torch
+
+    from models.vocab import coverage
+
+    emitted = torch.tensor([token for pair in found.pairs for ids in pair.on.token_ids for token in ids])
+    return Cell(
+        data=name,
+        template=template,
+        temperature=temperature,
+        shape=shape,
+        prompts=sum(map(len, groups)),
+        acceptance_length=found.speculation.acceptance_length,
+        by_position=found.speculation.acceptance_by_position,
+        by_context=by_context([max(map(len, group)) for group in groups], found),
+        coverage=float(coverage(emitted, target_ids.cpu())),
+        tokens_per_s=found.on_tokens_per_s,
+        ratio=found.ratio.median,
+        identical=found.identical,
+    )
+
+
+def by_context(lengths: Sequence[int], found: Comparison) -> dict[str, float]:
+    """τ by the length of the prompts (of the longest, of those that run together)."""
+    totals: dict[int, SpeculationStats] = {}
+    for length, pair in zip(lengths, found.pairs, strict=True):
+        bucket = next((limit for limit in BUCKETS if length <= limit), 2 * BUCKETS[-1])
+        totals.setdefault(bucket, SpeculationStats()).merge(pair.on.speculation)
+    return {str(bucket): totals[bucket].acceptance_length for bucket in sorted(totals)}
+
+
+def table(cells: Sequence[Cell]) -> str:
+    rows = [
+        "| data | chat template | temperature | drafts | τ | by position | coverage | tokens/s | ratio | same ids |"
+    ]
+    rows.append("|" + "---|" * 10)
+    for own in cells:
+        shares = " ".join(f"{share:.2f}" for share in own.by_position)
+        rows.append(
+            f"| {own.data} | {'yes' if own.template else 'no'} | {own.temperature:g} | {own.shape} | "
+            f"{own.acceptance_length:.3f} | {shares} | {100 * own.coverage:.1f} % | {own.tokens_per_s:.1f} | "
+            f"{own.ratio:.2f} | {'yes' if own.identical else 'NO'} |"
+        )
+    return "\n".join(rows)
+
+
+def context_table(cells: Sequence[Cell]) -> str:
+    limits = sorted({int(limit) for own in cells for limit in own.by_context})
+    rows = ["| data | temperature | drafts | " + " | ".join(f"up to {limit}" for limit in limits) + " |"]
+    rows.append("|" + "---|" * (3 + len(limits)))
+    for own in cells:
+        values = [f"{own.by_context[str(limit)]:.3f}" if str(limit) in own.by_context else "" for limit in limits]
+        rows.append(f"| {own.data} | {own.temperature:g} | {own.shape} | " + " | ".join(values) + " |")
+    return "\n".join(rows)
+
+
+def draw(cells: Sequence[Cell], folder: Path) -> list[str]:
+    """Acceptance by position, one curve per data set and temperature, for every shape; none without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no plots: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
+        return []
+    names = []
+    for shape in dict.fromkeys(own.shape for own in cells):
+        figure = Figure(figsize=(6, 4), dpi=120, layout="constrained")
+        axes = figure.add_subplot()
+        for own in cells:
+            if own.shape == shape:
+                label = f"{own.data}{'' if own.template else ', plain'}, T = {own.temperature:g}"
+                axes.plot(range(1, len(own.by_position) + 1), own.by_position, marker="o", markersize=3, label=label)
+        axes.set(xlabel="position in the draft", ylabel="share that is accepted", ylim=(0, 1), title=shape)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+        names.append(f"acceptance_{shape}.png")
+        figure.savefig(folder / names[-1])
+    return names
+
+
+@entry_point("eval", EvalConfig)
+def main(config: EvalConfig) -> None:
+    from infer.engine import Engine
+    from scripts.bench import describe_machine
+
+    # a prompt is asked again and again: cached pages would spare one side its prefill
+    cold = replace(config.engine, prefix_cache=False)
+    engine = Engine.load(config.model, config.head, cold, ProposerConfig(name="head"), output_dir=config.output_dir)
+    cells = measure(config, engine)
+    folder = resolve_path(config.output_dir) / "eval" / f"{config.model.name}-{config.head.name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    plots = "\n\n".join(f"![{name}]({name})" for name in draw(cells, folder))
+    text = f"{table(cells)}\n\nτ by the length of the prompt, in tokens:\n\n{context_table(cells)}\n\n{plots}\n"
+    title = f"# {config.head.name} for {config.model.name}\n\n"
+    (folder / REPORT).write_text(title + text, encoding="utf-8")
+    print(table(cells))
+    print(f"written: {folder / REPORT}")
+    document = {"machine": describe_machine(), "config": asdict(config), "results": [asdict(own) for own in cells]}
+    print(json.dumps(document), flush=True)
+
+
+if __name__ == "__main__":
+    main()

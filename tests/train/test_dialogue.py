@@ -1,0 +1,154 @@
+"""Token ids and masks of conversations: what the target wrote and nothing else, however the template behaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from models.tokenizer import Tokenizer
+from train.dialogue import Dialogue, Row, TooLong, first_prompt, given_rows
+from train.examples import Example
+
+PLAIN = (
+    "{% if tools %}[{{ tools | length }} tools]{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}!{{ m.tool_calls[0].function.name }}"
+    "{% endif %}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# drops what was thought in earlier turns, as Qwen3's does
+STRIPS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    return Tokenizer(
+        tokenizer.backend, eos_ids=tokenizer.eos_ids, chat_template=template, special_tokens=tokenizer.special_tokens
+    )
+
+
+def spans(tokenizer: Tokenizer, row: Row) -> list[str]:
+    """The texts that are learnt, the end of text as "."."""
+    found, last = [], False
+    for token, flag in zip(row.ids, row.loss_mask, strict=True):
+        if flag:
+            if not last:
+                found.append([])
+            found[-1].append(token)
+        last = flag
+    return ["".join("." if token == 0 else tokenizer.decode([token]) for token in span) for span in found]
+
+
+def converse(dialogue: Dialogue, tokenizer: Tokenizer, *answers: str) -> list[str]:
+    """Plays the target; the prompts that it was given."""
+    prompts, left = [], list(answers)
+    while (prompt := dialogue.next_prompt()) is not None:
+        prompts.append(tokenizer.backend.decode(prompt, skip_special_tokens=False))
+        dialogue.take([*tokenizer.encode(left.pop(0)), 0])
+    assert not left
+    return prompts
+
+
+def test_turn_by_turn_on_its_own_history_is_one_row(tiny_tokenizer: Tokenizer) -> None:
+    tokenizer = with_template(tiny_tokenizer, PLAIN)
+    example = Example(messages=(user("a?"), assistant("of the data"), user("b?"), assistant("of the data"), user("c?")))
+    dialogue = Dialogue(example, tokenizer, longest_prompt=200)
+    prompts = converse(dialogue, tokenizer, " one", " two", " three")
+    assert prompts[2] == (
+        "<user>a?<|endoftext|>\n<assistant> one<|endoftext|>\n<user>b?<|endoftext|>\n<assistant> two<|endoftext|>\n"
+        "<user>c?<|endoftext|>\n<assistant>"
+    )
+    (row,) = dialogue.rows
+    assert spans(tokenizer, row) == [" one.", " two.", " three."]
+    assert tokenizer.backend.decode(row.ids, skip_special_tokens=False) == prompts[2] + " three<|endoftext|>"
+
+
+def test_a_template_that_rewrites_history_gives_a_row_per_turn(tiny_tokenizer: Tokenizer) -> None:
+    tokenizer = with_template(tiny_tokenizer, STRIPS)
+    example = Example(messages=(user("a?"), user("b?"), assistant("x"), user("c?"), assistant("x")))
+    dialogue = Dialogue(example, tokenizer, longest_prompt=200)
+    prompts = converse(dialogue, tokenizer, "hm</think> one", " two")
+    assert "hm" not in prompts[1]
+    assert [spans(tokenizer, row) for row in dialogue.rows] == [["hm</think> one."], [" two."]]
+    for row, prompt in zip(dialogue.rows, prompts, strict=True):
+        assert tokenizer.backend.decode(row.ids, skip_special_tokens=False).startswith(prompt)
+
+
+def test_ids_that_read_back_otherwise_are_never_rendered_again(tiny_tokenizer: Tokenizer) -> None:
+    """The target may write "an" as two tokens where the tokenizer makes one: its own ids are what is learnt."""
+    tokenizer = with_template(tiny_tokenizer, PLAIN)
+    odd = [tokenizer.encode(letter)[0] for letter in "return"]
+    assert tokenizer.encode("return") != odd
+    dialogue = Dialogue(Example(messages=(user("a?"), user("b?"))), tokenizer, longest_prompt=200)
+    first = dialogue.next_prompt()
+    assert first is not None
+    dialogue.take([*odd, 0])
+    assert dialogue.next_prompt() is None  # two questions in a row are one prompt
+    assert dialogue.rows[0].ids == [*first, *odd, 0]
+
+    dialogue = Dialogue(Example(messages=(user("a?"), assistant("x"), user("b?"))), tokenizer, longest_prompt=200)
+    first = dialogue.next_prompt()
+    assert first is not None
+    dialogue.take([*odd, 0])
+    second = dialogue.next_prompt()
+    assert second is not None
+    assert second[: len(first)] == first
+    assert odd != second[len(first) : len(first) + len(odd)]
+    dialogue.take([7, 0])
+    assert [row.ids for row in dialogue.rows] == [[*first, *odd, 0], [*second, 7, 0]]
+    assert [sum(row.loss_mask) for row in dialogue.rows] == [7, 2]
+
+
+def test_calls_of_tools_stay_with_their_results(tiny_tokenizer: Tokenizer) -> None:
+    tokenizer = with_template(tiny_tokenizer, PLAIN)
+    call = assistant("", tool_calls=[{"type": "function", "function": {"name": "look"}}])
+    messages = (user("a?"), call, {"role": "tool", "content": "blue"}, assistant("fine"))
+    example = Example(messages=messages, tools=({"type": "function", "function": {"name": "look"}},))
+    dialogue = Dialogue(example, tokenizer, longest_prompt=200)
+    prompts = converse(dialogue, tokenizer, "so")
+    assert prompts == [
+        "[1 tools]<user>a?<|endoftext|>\n<assistant>!look<|endoftext|>\n<tool>blue<|endoftext|>\n<assistant>"
+    ]
+    assert spans(tokenizer, dialogue.rows[0]) == ["so."]
+    (row,) = given_rows(example, tokenizer, 200)
+    assert spans(tokenizer, row) == ["!look.", "fine."]
+
+
+@pytest.mark.parametrize(("template", "rows"), [(PLAIN, [["one.", "two."]]), (STRIPS, [["hm</think>one."], ["two."]])])
+def test_given_answers(template: str, rows: list[list[str]], tiny_tokenizer: Tokenizer) -> None:
+    tokenizer = with_template(tiny_tokenizer, template)
+    thought = "hm</think>" if template is STRIPS else ""
+    messages = (user("a?"), assistant(f"{thought}one"), user("b?"), assistant("two"), user("c?"))
+    found = given_rows(Example(messages=messages), tokenizer, 200)
+    assert [spans(tokenizer, row) for row in found] == rows
+
+
+def test_what_cannot_be_learnt_is_said(tiny_tokenizer: Tokenizer) -> None:
+    tokenizer = with_template(tiny_tokenizer, PLAIN)
+    with pytest.raises(TooLong, match=r"the prompt has \d+ tokens; 1 to 5 are possible"):
+        first_prompt(Example(messages=(user("a long question"),)), tokenizer, 5)
+    with pytest.raises(ValueError, match="the row holds no answer of two tokens"):
+        given_rows(Example(messages=(user("a?"),)), tokenizer, 200)
+    other = with_template(tiny_tokenizer, "{% if add_generation_prompt %}x{% endif %}{{ messages[0].content }}")
+    with pytest.raises(ValueError, match="does not continue its own prompt"):
+        given_rows(Example(messages=(user("a?"), assistant("b"))), other, 200)
+
+
+def test_a_conversation_that_grows_too_long_ends_there(tiny_tokenizer: Tokenizer) -> None:
+    tokenizer = with_template(tiny_tokenizer, PLAIN)
+    example = Example(messages=(user("a?"), assistant("x"), user("b " * 50)))
+    dialogue = Dialogue(example, tokenizer, longest_prompt=60)
+    assert len(converse(dialogue, tokenizer, "one")) == 1
+    assert dialogue.cut
+    assert [spans(tokenizer, row) for row in dialogue.rows] == [["one."]]

@@ -1,0 +1,117 @@
+"""What a row means in each of its forms, and what is said of a bad one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from models.tokenizer import Tokenizer
+from train.config import FilesDataConfig
+from train.examples import Example, parse_row
+
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+
+
+def parse(row: Any, tokenizer: Tokenizer, **settings: Any) -> Example:
+    return parse_row(row, FilesDataConfig(name="files", path="x.jsonl", **settings), tokenizer)[1]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, ANSWER], "prompt": "of ultrachat, which counts less", "id": 3},
+        {"messages": [ANSWER, USER, ANSWER]},  # a greeting before anything was asked
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, {**ANSWER, "tool_calls": None}]},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
+        {"conversations": [{"from": "user", "value": "hi"}, {"role": "assistant", "content": "yes"}], "tools": ""},
+        {"prompt": "hi", "response": "yes", "text": None},
+    ],
+)
+def test_conversations_in_every_form(row: dict, tiny_tokenizer: Tokenizer) -> None:
+    assert parse(row, tiny_tokenizer) == Example(messages=(USER, ANSWER))
+
+
+def test_turns_are_what_a_user_says(tiny_tokenizer: Tokenizer) -> None:
+    wanted = Example(messages=(USER, {"role": "user", "content": "and?"}))
+    assert parse({"turns": ["hi", "and?"]}, tiny_tokenizer) == wanted
+    assert parse({"turns": [{"content": "hi"}, {"content": "and?"}]}, tiny_tokenizer) == wanted
+
+
+def test_columns_of_another_name(tiny_tokenizer: Tokenizer) -> None:
+    columns = {"prompt": "question", "response": "answer"}
+    assert parse({"question": "hi", "answer": "yes"}, tiny_tokenizer, columns=columns) == Example(
+        messages=(USER, ANSWER)
+    )
+
+
+def test_tools_and_their_calls_are_kept(tiny_tokenizer: Tokenizer) -> None:
+    row = {
+        "conversations": [
+            {"from": "human", "value": "weather?"},
+            {"from": "function_call", "value": '{"name": "look", "arguments": {"at": "sky"}}'},
+            {"from": "observation", "value": "blue"},
+            {"from": "gpt", "value": "fine"},
+        ],
+        "system": "Be brief.",
+        "tools": json.dumps([{"name": "look"}]),
+    }
+    example = parse(row, tiny_tokenizer)
+    assert [message["role"] for message in example.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
+    assert example.messages[2]["tool_calls"] == [call]
+    assert example.tools == ({"type": "function", "function": {"name": "look"}},)
+
+
+def test_plain_texts(tiny_tokenizer: Tokenizer) -> None:
+    ids = tiny_tokenizer.encode("def f(x): return x")
+    assert parse({"text": "def f(x): return x"}, tiny_tokenizer, prompt_tokens=4).ids == tuple(ids[:4])
+    given = parse({"text": "def f(x): return x"}, tiny_tokenizer, responses="given")
+    assert given == Example(ids=tuple(ids), loss_mask=(False, *[True] * (len(ids) - 1)))
+    pair = {"prompt": "def f", "response": "(x)"}
+    assert parse(pair, tiny_tokenizer, chat_template=False).ids == tuple(tiny_tokenizer.encode("def f"))
+    given = parse(pair, tiny_tokenizer, chat_template=False, responses="given")
+    prompt, response = tiny_tokenizer.encode("def f"), tiny_tokenizer.encode("(x)")
+    assert given.ids == (*prompt, *response, 0)
+    assert given.loss_mask == (*[False] * len(prompt), *[True] * (len(response) + 1))
+
+
+def test_rows_with_the_same_questions_have_one_prompt_key(tiny_tokenizer: Tokenizer) -> None:
+    one, other = ({"messages": [USER, {**ANSWER, "content": text}]} for text in ("yes", "no"))
+    examples = [parse(row, tiny_tokenizer) for row in (one, other)]
+    assert examples[0].prompt_key == examples[1].prompt_key
+    assert examples[0].key != examples[1].key
+    masked = [parse({"input_ids": [5, 6, *end], "loss_mask": [0, 0, 1, 1]}, tiny_tokenizer) for end in ([7, 8], [9, 9])]
+    assert masked[0].prompt_key == masked[1].prompt_key != parse({"text": "a"}, tiny_tokenizer).prompt_key
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ([1], "must be an object with named fields"),
+        ({"q": "a"}, "must hold one of input_ids, messages, conversations, turns, prompt, text; it holds q"),
+        ({"prompt": 5}, "prompt must be a text"),
+        ({"prompt": "a", "response": 5}, "response must be a text"),
+        ({"messages": "hi"}, "messages must be a list of"),
+        ({"messages": [{"content": "a"}]}, "messages must be a list of"),
+        ({"messages": [ANSWER]}, "messages hold no turn to answer"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "message 1: role 'robot'; must be one of system"),
+        ({"messages": [USER, {"role": "assistant"}]}, "message 2: content must be a text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content has parts that are no text"),
+        ({"conversations": ["hi"]}, "conversations must be a list of"),
+        ({"conversations": [{"from": "function_call", "value": "x"}]}, "function_call holds no JSON"),
+        ({"turns": []}, "turns must be a list of texts"),
+        ({"turns": [1]}, "turns must be a text"),
+        ({"prompt": "a", "tools": "{"}, "tools is a text and no JSON"),
+        ({"input_ids": [1, 999999], "loss_mask": [0, 1]}, "input_ids must be a list of token ids below 384"),
+        ({"input_ids": [1, 2.5], "loss_mask": [0, 1]}, "input_ids must be a list of token ids below 384"),
+        ({"input_ids": [1, 2, 3]}, "loss_mask must be a list of 0 and 1, as long as input_ids"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 1]}, "loss_mask must be a list of 0 and 1, as long as input_ids"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}, "loss_mask leaves nothing to learn"),
+    ],
+)  # fmt: skip
+def test_bad_rows_say_what_is_wrong(row: Any, complaint: str, tiny_tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # compared below
+        parse(row, tiny_tokenizer)
+    assert str(error.value).startswith(complaint)

@@ -1,0 +1,163 @@
+"""features=offline: the bits of the target, written once, completed after an interruption, refused for another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from infer.cli import compose
+from infer.engine import Engine
+from models.targets import load_target
+from models.targets.llama import LAST, LlamaTarget
+from models.tokenizer import Tokenizer
+from tests.conftest import MakeTarget
+from train import feature_store as module
+from train.config import TrainConfig
+from train.data import Sequences
+from train.feature_store import FeatureStore, cut_shards, manifest, open_store, refuse_small_disk
+from train.features import compute_features
+from train.loop import train
+from train.stopping import Interrupted
+
+AUX = (2, 4, 5)
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard per two or three sequences of the tiny target, whatever features.shard_mb says."""
+    real = cut_shards
+    monkeypatch.setattr(module, "cut_shards", lambda sequences, size, mb: real(sequences, 2**20 // 110, 1))
+
+
+def make_store(folder: Path, target: LlamaTarget, sequences: Sequences) -> FeatureStore:
+    return FeatureStore(folder, target, AUX, sequences, 1)
+
+
+def fill(store: FeatureStore, rank: int = 0, world: int = 1, check=lambda: None) -> None:
+    store.folder.mkdir(exist_ok=True)
+    store.fill(2, (rank, world), check, show=False)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("shard-*")}
+
+
+def test_what_is_read_is_what_the_target_computed(
+    engine: Engine, responses: Sequences, tmp_path: Path, small_shards: None
+) -> None:
+    store = make_store(tmp_path, engine.target, responses)
+    fill(store)
+    assert len(content(tmp_path)) == 3
+    for rows in ((0, 1), (5, 2, 0), (3,)):
+        batch = responses.batch(rows)
+        read = store(batch)
+        assert len(read.aux) == 3
+        fresh = compute_features(engine.target, batch, (*AUX, LAST))
+        for index, row in enumerate(rows):
+            length = int(responses.lengths[row])
+            for mine, theirs in zip((*read.aux, read.hidden), (*fresh.aux[:3], fresh.hidden), strict=True):
+                torch.testing.assert_close(mine[index, :length], theirs[index, :length], rtol=1e-5, atol=1e-5)
+                assert not mine[index, length:].any()
+
+
+def test_an_interrupted_store_is_completed_to_the_same_files(
+    engine: Engine, responses: Sequences, tmp_path: Path, small_shards: None
+) -> None:
+    whole = make_store(tmp_path / "whole", engine.target, responses)
+    assert whole.missing_bytes == 4 * int(responses.offsets[-1]) * 64 * 4
+    fill(whole)
+    calls = 0
+
+    def stop() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise Interrupted
+
+    torn = make_store(tmp_path / "torn", engine.target, responses)
+    with pytest.raises(Interrupted):
+        fill(torn, check=stop)
+    assert 0 < len(torn.missing) < 3
+    (tmp_path / "torn" / ".shard-00002.safetensors.9.tmp").write_bytes(b"of a process that was killed")
+    for rank in range(2):
+        fill(torn, rank, 2)
+    assert content(tmp_path / "torn") == content(tmp_path / "whole")
+    assert torn.missing_bytes == 0
+    assert not list((tmp_path / "torn").glob(".*"))
+
+
+def test_shards_hold_every_sequence_once(responses: Sequences) -> None:
+    for size in (1, 60, 100, 10**6):
+        shards = cut_shards(responses, 2**20 // size, 1)
+        rows = [row for shard in shards for row in range(shard.first, shard.last)]
+        assert rows == list(range(len(responses)))
+        assert len({shard.file for shard in shards}) == len(shards)
+    assert len(cut_shards(responses, 2**20, 1)) == len(responses)
+
+
+def test_a_store_of_anything_else_is_refused_and_the_difference_named(
+    engine: Engine, responses: Sequences, tiny_tokenizer: Tokenizer, make_target_folder: MakeTarget, tmp_path: Path
+) -> None:
+    mine = manifest(engine.target, tiny_tokenizer, responses, AUX, 1)
+    open_store(tmp_path / "store", mine)
+    open_store(tmp_path / "store", mine)
+    other = load_target(str(make_target_folder(seed=1)), dtype=torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"dtype is float32, this run has bfloat16; target is \w+, this run has \w+\. Give"
+    ):
+        open_store(tmp_path / "store", manifest(other, tiny_tokenizer, responses, AUX, 1))
+    with pytest.raises(ValueError, match=r"layers is \[-1, 2, 4, 5\], this run has \[-1, 1\]"):
+        open_store(tmp_path / "store", manifest(engine.target, tiny_tokenizer, responses, (1,), 1))
+    plain = Tokenizer(tiny_tokenizer.backend, eos_ids=tiny_tokenizer.eos_ids)
+    with pytest.raises(ValueError, match=r"else: chat_template is \w+, this run has \w+\. Give"):
+        open_store(tmp_path / "store", manifest(engine.target, plain, responses, AUX, 1))
+    shorter = manifest(engine.target, tiny_tokenizer, responses.cut(20), AUX, 1)
+    with pytest.raises(ValueError, match=r"else: data is \w+, .* tokens is \d+, this run has \d+"):
+        open_store(tmp_path / "store", shorter)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(ValueError, match=r"features\.path=.*mine: holds something else than a store of features"):
+        open_store(tmp_path / "mine", mine)
+    with pytest.raises(
+        ValueError, match=r"the store in .* needs 1000000\.00 GB more, .* GB are free; give features\.path="
+    ):
+        refuse_small_disk(tmp_path / "not" / "there", 10**15)
+
+
+def test_a_shard_that_vanished_or_is_damaged_is_named(
+    engine: Engine, responses: Sequences, tmp_path: Path, small_shards: None
+) -> None:
+    fill(make_store(tmp_path, engine.target, responses))
+    store = make_store(tmp_path, engine.target, responses)
+    (tmp_path / "shard-00001.safetensors").write_bytes(b"\0" * 100)
+    (tmp_path / "shard-00002.safetensors").unlink()
+    store(responses.batch([0]))
+    for row, name in ((3, "00001"), (5, "00002")):
+        with pytest.raises(
+            ValueError, match=rf"shard-{name}\.safetensors: cannot be read .* run the same command again"
+        ):
+            store(responses.batch([row]))
+
+
+def test_a_run_learns_the_same_from_a_store(tiny_target_folder: Path, tmp_path: Path) -> None:
+    settings = [
+        f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "head.draft_vocab_size=200",
+        "data.num_sequences=12", "data.max_new_tokens=16", "data.prompt_tokens=12", "sequence_length=28",
+        "batch_size=4", "steps=4", "minutes=null", "eval_prompts=2", "eval_max_tokens=8", "tracker=none",
+        "precision=fp32", "engine.max_tokens_in_cache=1024", "objective.steps=2", "eval_draft_tokens=2",
+    ]  # fmt: skip
+
+    def run(*more: str) -> list[float]:
+        assert train(compose("train", TrainConfig, [*settings, *more])) is not None
+        name = next(item for item in more if item.startswith("run="))[4:]
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [row["train/loss"] for row in rows if "train/loss" in row]
+
+    online = run("run=online")
+    assert run("run=offline", "features=offline") == pytest.approx(online, rel=1e-4)
+    (store,) = (tmp_path / "features" / "demo").iterdir()
+    with pytest.raises(ValueError, match=r"layers is \[-1, 2, 4, 5\], this run has \[-1, 1, 2\]"):
+        run("run=other", "features=offline", f"features.path={store}", "head.aux_layers=[1,2]")

@@ -1,0 +1,84 @@
+"""Two processes in every parallel mode learn what one learns, and a resumed run what an uninterrupted one does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from infer.cli import compose
+from train.checkpoint import latest_checkpoint
+from train.config import TrainConfig
+from train.loop import train
+from train.parallel import zero_settings
+from train.trackers import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+MODES = ("ddp", "fsdp", "zero2", "zero3")
+SETTINGS = [
+    "head.draft_vocab_size=200", "data.num_sequences=24", "data.max_new_tokens=24", "data.prompt_tokens=12",
+    "sequence_length=40", "steps=5", "minutes=null", "eval_every=100", "checkpoint_every=3", "eval_prompts=2",
+    "eval_max_tokens=8", "tracker=none", "engine.max_tokens_in_cache=1024", "precision=fp32", "objective.steps=3",
+    "eval_draft_tokens=3", "optim.lr=0.001", "accumulate=2", "data.max_new_tokens=16",
+]  # fmt: skip
+KEYS = ("train/loss", "train/loss_2", "train/accuracy_0", "train/grad_norm", "train/tokens")
+
+
+@pytest.fixture(scope="module")
+def outputs(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs named after their modes, and `single`."""
+    folder = tmp_path_factory.mktemp("outputs")
+    common = [*SETTINGS, f"model.path={tiny_target_folder}", f"output_dir={folder}"]
+    assert train(compose("train", TrainConfig, [*common, "run=single", "batch_size=8"])) is not None
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+        str(Path(__file__).with_name("modes_worker.py")), ",".join(MODES), *common, "batch_size=4",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr[-8000:]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_two_processes_learn_what_one_learns(mode: str, outputs: Path) -> None:
+    """Within what fp32 sums in another order: 0.2 %, the parameters 1e-4."""
+    single, double = (read_metrics(outputs / name) for name in ("single", mode))
+    for key in KEYS:
+        values = [[row[key] for row in rows if key in row] for rows in (single, double)]
+        assert len(values[0]) == 5
+        assert values[1] == pytest.approx(values[0], rel=2e-3), key
+    one, two = (last(outputs / name, "module") for name in ("single", mode))
+    for name, value in one.items():
+        assert value.float().sub(two[name].float()).abs().max() < 1e-4, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_resumed_run_has_the_same_bits(mode: str, outputs: Path) -> None:
+    for file in ("module", "optimizer"):
+        steady, torn = (last(outputs / name, file) for name in (mode, f"{mode}-torn"))
+        assert steady.keys() == torn.keys()
+        for name, value in steady.items():
+            assert value.equal(torn[name]), name
+
+
+def last(run: Path, file: str) -> dict:
+    path = latest_checkpoint(run / "checkpoints")
+    assert path is not None
+    assert path.name == "step-000005"
+    return load_file(path / f"{file}.safetensors")
+
+
+def test_deepspeeds_configuration_comes_from_ours() -> None:
+    config = compose("train", TrainConfig, ["parallel=zero3", "batch_size=4", "optim.clip=0.7", "precision=bf16"])
+    settings = zero_settings(config)
+    assert settings["zero_optimization"]["stage"] == 3
+    assert settings["train_micro_batch_size_per_gpu"] == 4
+    assert settings["gradient_clipping"] == 0.7
+    assert settings["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}

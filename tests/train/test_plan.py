@@ -1,0 +1,91 @@
+"""check=true prints what a run would do and starts nothing; what it says agrees with what a run then does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.cli import compose
+from train import plan as module
+from train.config import TrainConfig
+from train.loop import train
+from train.plan import make_plan, readable
+
+
+@pytest.fixture
+def settings(tiny_target_folder: Path, tmp_path: Path) -> list[str]:
+    return [
+        f"model.path={tiny_target_folder}", f"output_dir={tmp_path / 'outputs'}", "head.draft_vocab_size=200",
+        "data.num_sequences=24", "data.max_new_tokens=24", "data.prompt_tokens=12", "sequence_length=40", "steps=30",
+        "eval_prompts=4", "engine.max_tokens_in_cache=2048", "check=true",
+    ]  # fmt: skip
+
+
+def check(settings: list[str], *more: str) -> dict[str, Any]:
+    result = train(compose("train", TrainConfig, [*settings, *more]))
+    assert result is not None
+    return result["check"]
+
+
+def test_the_plan_is_printed_and_nothing_is_written(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = check(settings)
+    topics = [line.split(" ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert topics == ["run", "data", "data", "memory", "memory", "disk", "time", "writes"]
+    assert not (tmp_path / "outputs").exists()
+    assert (numbers["tokens"], numbers["answers"]) == (24 * 40, 24)
+    assert set(numbers["seconds"]) == {"generating", "a step", "all steps"}
+    assert numbers["memory_free"] > numbers["memory_bytes"]
+    assert set(check(settings, "stage=regenerate")["seconds"]) == {"generating"}
+
+
+def test_the_data_are_read_as_in_the_run(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
+    rows = [{"prompt": f"f{n}"} for n in range(6)] + [{"messages": turns}, {"title": "no"}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    kept = [item for item in settings if not item.startswith("data.prompt_tokens")]
+    own = [*kept, "data=files", f"data.path={tmp_path / 'rows.jsonl'}", "data.held_out_share=0.01"]
+    numbers = check(own)
+    assert numbers["rows"] | {"train": 6, "held_out": 1, "dropped": {"bad": 1}} == numbers["rows"]
+    assert numbers["answers"] in (6, 7)  # the conversation has two, unless it was the one held out
+    assert "rows.jsonl, line 8: must hold one of" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"data\.path=.*none: no such file"):
+        check([*own, f"data.path={tmp_path / 'none'}"])
+
+
+def test_what_cannot_work_is_refused(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "free_bytes", lambda device: 10_000)
+        with pytest.raises(ValueError, match=r"memory: about .* GB needed, .* are free; most is for the .*: "):
+            check(settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(module.shutil, "disk_usage", lambda path: module.shutil._ntuple_diskusage(10, 0, 10))
+        with pytest.raises(ValueError, match=r"disk: .* GB are needed at most, .* give another output_dir="):
+            check(settings)
+    with pytest.raises(ValueError, match=r"model.path=no-such-folder: no such folder"):
+        check(settings, "model.path=no-such-folder")
+
+
+def test_another_runs_settings_are_refused(settings: list[str], tmp_path: Path) -> None:
+    kept = [item for item in settings if item != "check=true"]
+    kept += ["run=one", "steps=1", "tracker=none", "eval_max_tokens=8", "eval_draft_tokens=2", "objective.steps=2"]
+    assert train(compose("train", TrainConfig, kept)) is not None
+    with pytest.raises(ValueError, match=r"run=one: .* begun with other settings: batch_size=4"):
+        check(kept, "check=true", "batch_size=4")
+    plan = make_plan(compose("train", TrainConfig, kept))
+    assert plan.lines[0].endswith("one, resumed")
+    # no more is written than was planned
+    written = sum(path.stat().st_size for path in (tmp_path / "outputs").rglob("*") if path.is_file())
+    assert written < plan.numbers["disk_bytes"]
+    assert plan.lines[-1].endswith("(replaced)")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.5, "0.5 s"), (99, "99 s"), (600, "10 min"), (86400, "24.0 h")])
+def test_times_for_people(seconds: float, text: str) -> None:
+    assert readable(seconds) == text

@@ -1,0 +1,178 @@
+"""outputs/<run>/data: the sequences of both splits, made once per run, or taken from a run that made the very same.
+
+    train.safetensors, held_out.safetensors   ids, mask and offsets (train/data.py)
+    source.json                               what they were made from, and the counts
+    failed.json                               conversations that could not be answered, and why
+
+The training part is written last: it marks the whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accelerate import Accelerator
+
+from infer.engine import Engine
+from infer.request import SamplingParams
+from train import atomic
+from train.config import RowsDataConfig, TrainConfig
+from train.data import Sequences
+from train.dialogue import given_rows
+from train.examples import Example
+from train.parallel import any_process, say
+from train.prompts import Prompts, longest_prompt, read_prompts
+from train.regenerate import Answerer, EngineAnswerer, collect_parts, regenerate, sampling_params
+from train.reuse import RECIPE, copy_twin, find_twin, recipe
+from train.stopping import Interrupted, StopRequest
+
+TRAIN, HELD_OUT, SOURCE, FAILED = "train.safetensors", "held_out.safetensors", "source.json", "failed.json"
+
+
+class Data(NamedTuple):
+    train: Sequences
+    held_out: Sequences
+    source: str
+    counts: Mapping[str, Any]  # of rows and conversations
+
+
+def open_data(config: TrainConfig, engine: Engine, accelerator: Accelerator, folder: Path, stop: StopRequest) -> Data:
+    """Raises Interrupted on every process, what is finished being kept, when a stop is requested."""
+    # stage=regenerate asks again what could not be answered before
+    again = config.stage == "regenerate" and (folder / FAILED).is_file()
+    if again or not (folder / TRAIN).is_file():
+        Making(config, engine, accelerator, folder, stop).make(again)
+    record = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
+    return Data(
+        Sequences.load(folder / TRAIN), Sequences.load(folder / HELD_OUT), record["source"], record.get("counts", {})
+    )
+
+
+class Making:
+    def __init__(
+        self, config: TrainConfig, engine: Engine, accelerator: Accelerator, folder: Path, stop: StopRequest
+    ) -> None:
+        self.config, self.engine, self.accelerator = config, engine, accelerator
+        self.folder, self.stop = folder, stop
+        assert engine.tokenizer is not None
+        self.tokenizer = engine.tokenizer
+        self.longest = longest_prompt(config.data, engine.context)
+
+    def make(self, again: bool) -> None:
+        config, accelerator = self.config, self.accelerator
+        prompts = read_prompts(config, self.tokenizer, self.engine.context)
+        for line in prompts.reading.lines():
+            say(accelerator, line)
+        own = recipe(config, self.engine.target, prompts.source)
+        if not again and self._copied(own):
+            return
+
+        def greedy(number: int) -> SamplingParams:
+            return SamplingParams(max_tokens=config.eval_max_tokens)
+
+        def sampled(number: int) -> SamplingParams:
+            return sampling_params(number, config.data, config.seed)
+
+        given = isinstance(config.data, RowsDataConfig) and config.data.responses == "given"
+        work = f"{len(prompts.held_out)} held-out prompts"
+        if not given:
+            work = f"{len(prompts.train)} training and {work}"
+        who = "the target" if given or config.data.server is None else f"{config.data.server}, and the target here,"
+        say(accelerator, f"{who} continues {work}")
+        held_out, _ = self._answer(EngineAnswerer(self.engine), prompts.held_out, greedy, HELD_OUT)
+        if given:
+            rows = [row for example in prompts.train.values() for row in self._given(example)]
+            train, failed = Sequences.of(rows), {}
+        else:
+            train, failed = self._answer(self._answerer(), prompts.train, sampled, TRAIN)
+        if accelerator.is_main_process:
+            self._write(prompts, own, train, held_out, failed)
+        accelerator.wait_for_everyone()
+
+    def _given(self, example: Example) -> list[Any]:
+        return given_rows(example, self.tokenizer, self.longest)
+
+    def _answerer(self) -> Answerer:
+        if self.config.data.server is None:
+            return EngineAnswerer(self.engine)
+        from train.answer_server import ServerAnswerer
+
+        return ServerAnswerer(self.config.data, self.engine.target.config.vocab_size)
+
+    def _answer(
+        self, answerer: Answerer, examples: Mapping[int, Example], params: Any, name: str
+    ) -> tuple[Sequences, dict[int, str]]:
+        """Of all processes together; what it returns is of use on the main one."""
+        accelerator, parts = self.accelerator, self.folder / Path(name).stem
+        rank, world = accelerator.process_index, accelerator.num_processes
+        cut = False
+        failed: dict[int, str] = {}
+        try:
+            failed = regenerate(
+                answerer,
+                examples,
+                params,
+                parts,
+                self.tokenizer,
+                longest_prompt=self.longest,
+                share=(rank, world),
+                check=self.stop.check,
+                show=accelerator.is_main_process,
+            )
+            atomic.write_text(parts / f"failed-{rank}.json", json.dumps(failed))
+        except Interrupted:
+            cut = True
+        if any_process(accelerator, cut):
+            raise Interrupted
+        if not accelerator.is_main_process:
+            return Sequences.of([]), {}
+        for other in range(1, world):
+            found = json.loads((parts / f"failed-{other}.json").read_text(encoding="utf-8"))
+            failed |= {int(key): reason for key, reason in found.items()}
+        return collect_parts(parts, examples, failed), failed
+
+    def _write(
+        self, prompts: Prompts, own: str, train: Sequences, held_out: Sequences, failed: Mapping[int, str]
+    ) -> None:
+        answers = {"conversations": len(prompts.train), "failed": len(failed)}
+        counts = {"rows": prompts.reading.summary(), "answers": {**answers, "done": len(prompts.train) - len(failed)}}
+        if failed:
+            first = next(iter(failed.values()))
+            say(self.accelerator, f"{len(failed)} of {len(prompts.train)} conversations failed, the first: {first}")
+        if not len(train) or not len(held_out):
+            raise ValueError(
+                f"data: the target answered {'none of the training' if not len(train) else 'no held-out'} prompts with "
+                "two tokens or more; raise data.max_new_tokens and eval_max_tokens, or look at the prompts"
+            )
+        tokens, learnt = int(train.offsets[-1]), int(train.assistant.sum())
+        say(
+            self.accelerator,
+            f"{len(train)} sequences from {len(prompts.train) - len(failed)} conversations, {tokens} tokens, "
+            f"{100 * learnt / tokens:.1f} % of them learnt, at most {int(train.lengths.max())} in a row",
+        )
+        record = {"source": prompts.source, RECIPE: own, "counts": counts}
+        atomic.write_text(self.folder / SOURCE, json.dumps(record, indent=2) + "\n")
+        held_out.save(self.folder / HELD_OUT)
+        train.save(self.folder / TRAIN)
+        atomic.discard(self.folder / Path(HELD_OUT).stem)
+        if failed:  # the parts stay for stage=regenerate, which asks for the rest
+            atomic.write_text(self.folder / FAILED, json.dumps({f"{k:016x}": v for k, v in failed.items()}, indent=2))
+        else:
+            atomic.discard(self.folder / Path(TRAIN).stem)
+            atomic.discard(self.folder / FAILED)
+
+    def _copied(self, own: str) -> bool:
+        """Takes the sequences of another run beside this one, if it was given the very same to make."""
+        files, accelerator = (SOURCE, HELD_OUT, TRAIN), self.accelerator
+        twin = find_twin(self.folder.parents[1], own, SOURCE, files)
+        if any_process(accelerator, twin is None):
+            return False
+        assert twin is not None
+        say(accelerator, f"sequences as in {twin}")
+        if accelerator.is_main_process:
+            copy_twin(twin, self.folder, files)
+        accelerator.wait_for_everyone()
+        return True

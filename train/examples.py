@@ -1,0 +1,204 @@
+"""What a row of data means: a conversation, or token ids to continue. One form out of the many that people use.
+
+    {"messages": [{"role": "user", "content": "..."}, ...], "tools": [...]}
+    {"conversations": [{"from": "human", "value": "..."}, ...]}     ShareGPT
+    {"turns": ["...", "..."]}                                       what a user says, turn by turn
+    {"prompt": "...", "response": "..."}                            the response is optional
+    {"text": "..."}
+    {"input_ids": [...], "loss_mask": [...]}                        1 = written by the target; kept as it is
+
+Of several forms in one row the first of `FORMS` counts. Knows no file and no model; `dialogue.py` renders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from models.tokenizer import Message, Tokenizer
+from train.config import RowsDataConfig
+
+FORMS = ("input_ids", "messages", "conversations", "turns", "prompt", "text")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT = {
+    "human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
+    "bard": "assistant", "model": "assistant", "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+CALLS = ("function_call", "tool_call")  # ShareGPT's turn in which the assistant calls a tool
+
+
+@dataclass(frozen=True)
+class Example:
+    """Before the target has answered. Either messages, or ids: a prompt, or with `loss_mask` a whole sequence."""
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Any, ...] = ()
+    ids: tuple[int, ...] = ()
+    loss_mask: tuple[bool, ...] | None = None
+
+    @property
+    def prompt_key(self) -> int:
+        """By what the target does not write: rows that ask the same are on one side of the split."""
+        if self.messages:
+            asked = [message for message in self.messages if message["role"] != "assistant"]
+            return content_key([asked, self.tools])
+        prompt = self.ids if self.loss_mask is None else self.ids[: self.loss_mask.index(True)]
+        return content_key(list(prompt))
+
+    @property
+    def key(self) -> int:
+        """By everything."""
+        return content_key([self.messages, self.tools, self.ids, self.loss_mask])
+
+
+def content_key(content: Any) -> int:
+    """63 bits of a hash over JSON-like content."""
+    text = json.dumps(content, sort_keys=True, ensure_ascii=True, default=str)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def parse_row(row: object, data: RowsDataConfig, tokenizer: Tokenizer) -> tuple[str, Example]:
+    """The row's form and what it says. Raises ValueError saying what is wrong with the row."""
+    if not isinstance(row, Mapping):
+        raise ValueError("must be an object with named fields")
+    row = {name: value for name, value in row.items() if value is not None}  # tables hold every column in every row
+    for ours, theirs in (data.columns or {}).items():
+        if theirs in row:
+            row[ours] = row[theirs]
+    form = next((form for form in FORMS if form in row), None)
+    if form is None:
+        raise ValueError(f"must hold one of {', '.join(FORMS)}; it holds {', '.join(map(str, row)) or 'nothing'}")
+    if form == "input_ids":
+        return form, tokenised(row["input_ids"], row.get("loss_mask"), tokenizer.vocab_size)
+    if form == "text" or (form == "prompt" and not (data.chat_template and tokenizer.chat_template)):
+        return form, plain(form, row, data, tokenizer)
+    if form == "prompt":
+        messages = [{"role": "user", "content": text_of("prompt", row["prompt"])}]
+        if "response" in row:
+            messages.append({"role": "assistant", "content": text_of("response", row["response"])})
+    elif form == "messages":
+        messages = check_messages(row["messages"])
+    elif form == "conversations":
+        messages = from_sharegpt(row["conversations"], row.get("system"))
+    else:
+        messages = from_turns(row["turns"])
+    while messages and messages[0]["role"] == "assistant":  # many exports begin with a greeting
+        messages = messages[1:]
+    if not any(message["role"] == "user" for message in messages):
+        raise ValueError(f"{form} hold no turn to answer")
+    return form, Example(messages=tuple(messages), tools=tuple(parse_tools(row.get("tools"))))
+
+
+def plain(form: str, row: Mapping[str, Any], data: RowsDataConfig, tokenizer: Tokenizer) -> Example:
+    """No chat template: a text to be continued, from its beginning or from the end of the prompt."""
+    ids = tokenizer.encode(text_of(form, row[form]))
+    if data.responses == "given":
+        first = 1 if form == "text" else len(ids)
+        if form == "prompt":
+            if "response" not in row:
+                raise ValueError("data.responses=given: the row has no response")
+            ids += [*tokenizer.encode(text_of("response", row["response"]), add_special_tokens=False)]
+            ids += tokenizer.eos_ids[:1]
+        return Example(ids=tuple(ids), loss_mask=tuple(place >= first for place in range(len(ids))))
+    return Example(ids=tuple(ids[: data.prompt_tokens] if form == "text" else ids))
+
+
+def tokenised(ids: object, mask: object, vocab_size: int) -> Example:
+    if not isinstance(ids, list) or not all(type(item) is int and 0 <= item < vocab_size for item in ids):
+        raise ValueError(f"input_ids must be a list of token ids below {vocab_size}")
+    if not isinstance(mask, list) or not all(item in (0, 1) for item in mask) or len(mask) != len(ids):
+        raise ValueError("loss_mask must be a list of 0 and 1, as long as input_ids")
+    if not has_served_slot(mask):
+        raise ValueError("loss_mask leaves nothing to learn: two neighbouring tokens must be the target's own")
+    return Example(ids=tuple(ids), loss_mask=tuple(bool(item) for item in mask))
+
+
+def has_served_slot(mask: Sequence[int | bool]) -> bool:
+    return any(a and b for a, b in pairwise(mask[1:]))
+
+
+def check_messages(messages: object) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not all(isinstance(item, Mapping) and "role" in item for item in messages):
+        raise ValueError('messages must be a list of {"role": ..., "content": ...}')
+    checked = []
+    for number, item in enumerate(messages, start=1):
+        message = {name: value for name, value in item.items() if value is not None}
+        if message["role"] not in ROLES:
+            raise ValueError(f"message {number}: role {message['role']!r}; must be one of {', '.join(ROLES)}")
+        if isinstance(message.get("content"), list):
+            message["content"] = join_parts(message["content"])
+        if "content" not in message and message.get("tool_calls"):
+            message["content"] = ""
+        text_of(f"message {number}: content", message.get("content"))
+        checked.append(message)
+    return checked
+
+
+def join_parts(parts: list[Any]) -> str:
+    """[{"type": "text", "text": ...}, ...] -> the text."""
+    if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+        raise ValueError("content has parts that are no text")
+    return "".join(part["text"] for part in parts)
+
+
+def from_sharegpt(turns: object, system: object) -> list[dict[str, Any]]:
+    if not isinstance(turns, list) or not all(isinstance(item, Mapping) for item in turns):
+        raise ValueError('conversations must be a list of {"from": ..., "value": ...}')
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for item in turns:
+        if "role" in item:  # some files mix the two ways
+            messages.append(dict(item))
+            continue
+        speaker, value = str(item.get("from", "")).lower(), item.get("value")
+        if speaker in CALLS:
+            messages.append({"role": "assistant", "content": "", "tool_calls": parse_calls(value)})
+        else:
+            messages.append({"role": SHAREGPT.get(speaker, speaker), "content": value})
+    return check_messages(messages)
+
+
+def parse_calls(value: object) -> list[dict[str, Any]]:
+    """The JSON that a ShareGPT turn holds: one call or several, {"name": ..., "arguments": ...} each."""
+    try:
+        parsed = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        raise ValueError("function_call holds no JSON") from None
+    calls: list[Any] = parsed if isinstance(parsed, list) else [parsed]
+    if not all(isinstance(call, Mapping) and "name" in call for call in calls):
+        raise ValueError('function_call must hold {"name": ..., "arguments": ...}')
+    return [{"type": "function", "function": dict(call)} for call in calls]
+
+
+def parse_tools(tools: object) -> list[Any]:
+    """A list, or the JSON text of one; tables cannot hold a column of free form otherwise."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else []
+        except json.JSONDecodeError:
+            raise ValueError("tools is a text and no JSON") from None
+    if tools is None:
+        return []
+    if not isinstance(tools, list):
+        raise ValueError("tools must be a list")
+    return [tool if isinstance(tool, Mapping) and "function" in tool else wrap_tool(tool) for tool in tools]
+
+
+def wrap_tool(tool: Any) -> dict[str, Any]:
+    return {"type": "function", "function": tool}
+
+
+def from_turns(turns: object) -> list[dict[str, Any]]:
+    if not isinstance(turns, list) or not turns:
+        raise ValueError("turns must be a list of texts")
+    texts = [turn.get("content") if isinstance(turn, Mapping) else turn for turn in turns]
+    return [{"role": "user", "content": text_of("turns", text)} for text in texts]
+
+
+def text_of(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a text")
+    return value

@@ -1,0 +1,272 @@
+"""check=true: what a run would read, take, cost and write, and whether that can work; nothing heavy is started.
+
+Sizes come from configuration files and from the data, which are read as in the run; no weight is loaded. Times are
+estimates from a measured matrix product and a measured copy on this machine: right within a factor of two or three.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infer.config import resolve_path
+from infer.memory import free_bytes
+from models.heads.base import Head
+from models.targets import empty_target, resolve_checkpoint
+from models.targets.llama import LlamaTarget
+from models.tokenizer import Tokenizer
+from train.config import OfflineFeaturesConfig, OnlineFeaturesConfig, RowsDataConfig, TrainConfig
+from train.features import feature_bytes
+from train.objectives import teacher
+from train.preparation import make_head, pool_for
+from train.prompts import longest_prompt, read_prompts
+from train.run_folder import check_run
+
+GB = 1e9
+TRAINED_BYTES = 16  # of a trained parameter: value, gradient and Adam's two moments, in fp32
+SAVED_BYTES = 12  # of a trained parameter in a checkpoint: value and two moments
+
+
+@dataclass
+class Plan:
+    lines: list[str] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)
+
+    def add(self, topic: str, text: str) -> None:
+        self.lines.append(f"{topic:<8}{text}")
+
+
+@dataclass(frozen=True)
+class Speed:
+    flops: float  # per second, in the target's dtype
+    bytes: float
+
+
+def check_plan(config: TrainConfig) -> dict[str, Any]:
+    """Prints the plan; its numbers are the command's result. Raises ValueError for what cannot work."""
+    plan = make_plan(config)
+    for line in plan.lines if int(os.environ.get("RANK", "0")) == 0 else ():
+        print(line, file=sys.stderr)
+    if plan.refusals:
+        raise ValueError("; ".join(plan.refusals))
+    return {"check": plan.numbers}
+
+
+def outlook(config: TrainConfig) -> list[str]:
+    """Memory and disk at most, for the beginning of a run; without a look at the data."""
+    plan = Plan()
+    target, head, _ = shapes(config)
+    tokens = config.data.num_sequences * config.sequence_length
+    plan_memory_of(plan, config, target, head, tokens)
+    plan_disk(plan, config, target, head, tokens, resolve_path(config.output_dir) / str(config.run))
+    return plan.lines + [f"note    {text}" for text in plan.refusals]
+
+
+def shapes(config: TrainConfig) -> tuple[LlamaTarget, Head, Path]:
+    """Target and head with no memory behind them, and the checkpoint's folder, of which no weight was fetched."""
+    checkpoint = resolve_checkpoint(config.model.path_or_hub_id, config.model.revision, weights=False)
+    target = empty_target(checkpoint).to(getattr(torch, config.model.dtype))
+    with torch.device("meta"):
+        return target, make_head(config.head, target.config), checkpoint
+
+
+def make_plan(config: TrainConfig) -> Plan:
+    """Raises ValueError when data, target or head cannot be used at all."""
+    plan = Plan()
+    resumed = check_run(config)
+    folder = resolve_path(config.output_dir) / (config.run or f"{config.model.name}-{config.head.name}-<time>")
+    plan.add("run", f"{folder}, {'resumed' if resumed else 'new'}")
+    target, head, checkpoint = shapes(config)
+    tokens, prompts = plan_data(plan, config, target, checkpoint)
+    plan_memory_of(plan, config, target, head, tokens)
+    store = plan_disk(plan, config, target, head, tokens, folder)
+    plan_time(plan, config, target, head, prompts)
+    export = config.head.folder(config.output_dir, config.model.name)
+    written = [f"{folder}/ (config, data, metrics, checkpoints, plots)", *([str(store)] if store else [])]
+    if config.stage == "all":
+        written.append(f"{export}/{' (replaced)' if export.exists() else ''}")
+    plan.add("writes", ", ".join(written))
+    return plan
+
+
+def plan_data(plan: Plan, config: TrainConfig, target: LlamaTarget, checkpoint: Path) -> tuple[int, int]:
+    """Tokens of training sequences at most, and answers to be generated. Reads the data as the run does."""
+    tokenizer = Tokenizer.load(checkpoint)
+    prompts = read_prompts(config, tokenizer, target.config.max_position_embeddings)
+    for line in prompts.reading.lines():
+        plan.add("data", line)
+    data = config.data
+    given = isinstance(data, RowsDataConfig) and data.responses == "given"
+    answers = sum(
+        max(1, sum(message["role"] == "user" for message in example.messages)) if example.loss_mask is None else 0
+        for example in prompts.train.values()
+    )
+    tokens = len(prompts.train) * config.sequence_length
+    if given:
+        plan.add(
+            "data", f"at most {tokens} tokens of {config.sequence_length} a sequence, the answers those of the data"
+        )
+    else:
+        new = answers * data.max_new_tokens
+        who = data.server or "our engine"
+        plan.add(
+            "data", f"{who} writes at most {answers} answers, {new} tokens; at most {tokens} tokens are learnt from"
+        )
+    longest = longest_prompt(data, target.config.max_position_embeddings)
+    if isinstance(data, RowsDataConfig) and config.sequence_length <= longest:
+        plan.add(
+            "data", f"prompts may have {longest} tokens; beyond sequence_length={config.sequence_length} rows are cut"
+        )
+    plan.numbers |= {"rows": prompts.reading.summary(), "tokens": tokens, "answers": 0 if given else answers}
+    return tokens, 0 if given else answers
+
+
+def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> None:
+    sizes, item = target.config, target.norm.weight.element_size()
+    trained, frozen = parameters(head)
+    engine = pool_for(config)
+    per_token = 2 * sizes.num_kv_heads * sizes.head_dim * sizes.num_layers * item
+    cached = features_in_memory(config, target, head, tokens)
+    batch = config.batch_size * config.sequence_length
+    vocabulary = head.config.draft_vocab_size
+    steps = config.objective.steps or head.config.max_depth or 1
+    logits = 4 * vocabulary * (batch + min(steps * batch, 3 * teacher.CHUNK_ELEMENTS // vocabulary))
+    parts = {
+        "target": sum(p.numel() for p in {id(p): p for p in target.parameters()}.values()) * item,
+        "KV": (engine.max_tokens_in_cache or 0) * per_token,
+        "head and optimiser": trained * TRAINED_BYTES + frozen * 4,
+        "features": cached or feature_bytes(target, head.config.aux_layers, batch),
+        "logits": logits,
+    }
+    needed, free = sum(parts.values()), free_bytes(device_of(config))
+    text = ", ".join(f"{name} {size / GB:.2f}" for name, size in parts.items())
+    plan.add("memory", f"about {needed / GB:.2f} GB: {text}; and the activations of a batch")
+    plan.add("memory", "unknown how much is free" if free is None else f"{free / GB:.2f} GB are free")
+    plan.numbers |= {"memory_bytes": needed, "memory_free": free, "trained_parameters": trained}
+    if free is not None and needed > free:
+        largest = max(parts, key=lambda name: parts[name])
+        cure = {
+            "target": "model.dtype=bfloat16, or a smaller target",
+            "KV": "a smaller engine.max_tokens_in_cache, engine.max_batch or data.max_prompt_tokens",
+            "head and optimiser": "a smaller head.draft_vocab_size or head",
+            "features": "features.cache_gb=0 or features=offline" if cached else "a smaller batch_size",
+            "logits": "a smaller batch_size with accumulate=, or head.draft_vocab_size",
+        }[largest]
+        plan.refusals.append(
+            f"memory: about {needed / GB:.2f} GB needed, {free / GB:.2f} GB are free; most is for the {largest}: {cure}"
+        )
+
+
+def features_in_memory(config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> int:
+    """Bytes of the cache over all sequences; 0 if there is none."""
+    size = feature_bytes(target, head.config.aux_layers, tokens)
+    settings = config.features
+    return size if isinstance(settings, OnlineFeaturesConfig) and size <= settings.cache_gb * GB else 0
+
+
+def plan_disk(
+    plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int, folder: Path
+) -> Path | None:
+    """The store of features, if there is to be one."""
+    trained, frozen = parameters(head)
+    store = None
+    parts = {"data": 12 * tokens}
+    if config.stage == "all":
+        parts["checkpoints"] = (config.keep_checkpoints + 2) * trained * SAVED_BYTES  # one being written, and the best
+        parts["exported head"] = 2 * (trained + frozen) * target.norm.weight.element_size()
+        if isinstance(config.features, OfflineFeaturesConfig):
+            parts["features"] = feature_bytes(target, head.config.aux_layers, tokens)
+            given = config.features.path
+            store = resolve_path(given) if given else resolve_path(config.output_dir) / "features" / config.model.name
+    place = folder
+    while not place.exists():
+        place = place.parent
+    needed, free = sum(parts.values()), shutil.disk_usage(place).free
+    text = ", ".join(f"{name} {size / GB:.2f}" for name, size in parts.items())
+    plan.add("disk", f"at most {needed / GB:.2f} GB: {text}; {free / GB:.2f} GB are free in {place}")
+    plan.numbers |= {"disk_bytes": needed, "disk_free": free}
+    if needed > free:
+        plan.refusals.append(
+            f"disk: {needed / GB:.2f} GB are needed at most, {free / GB:.2f} GB are free in {place}; give another "
+            "output_dir=, a smaller keep_checkpoints" + (", or features=online" if store else "")
+        )
+    if not os.access(place, os.W_OK):
+        plan.refusals.append(f"output_dir={config.output_dir}: {place} is not writable; give another output_dir=")
+    return store
+
+
+def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, answers: int) -> None:
+    speed = measure(device_of(config), target.norm.weight.dtype)
+    weights, active = sum(p.numel() for p in target.parameters()), active_parameters(target)
+    item = target.norm.weight.element_size()
+    estimates = {}
+    if answers and config.data.server is None:
+        rows = min(config.engine.max_batch, answers)
+        step = max(weights * item / speed.bytes, rows * 2 * active / speed.flops)
+        estimates["generating"] = answers * config.data.max_new_tokens / rows * step
+    if config.stage == "all":
+        trained, _ = parameters(head)
+        batch = config.batch_size * config.sequence_length
+        depth = config.objective.steps or head.config.max_depth or 1
+        step = config.accumulate * batch * (2 * active + 6 * trained * depth) / speed.flops
+        estimates["a step"] = step
+        if config.steps is not None:
+            estimates["all steps"] = step * config.steps
+    text = ", ".join(f"{name} about {readable(seconds)}" for name, seconds in estimates.items())
+    limit = f"; at most {config.minutes:g} minutes in all" if config.minutes is not None else ""
+    plan.add("time", f"{text or 'nothing to compute here'}{limit} (at {speed.flops / 1e9:.0f} GFLOP/s, estimated)")
+    plan.numbers["seconds"] = {name: round(seconds, 3) for name, seconds in estimates.items()}
+
+
+def active_parameters(target: LlamaTarget) -> int:
+    """Of those, the ones that a token meets: experts that are not in use cost no time."""
+    experts = target.config.experts
+    total = 0
+    for name, parameter in target.named_parameters():
+        share = experts.active / experts.count if experts is not None and ".experts." in name else 1
+        total += int(parameter.numel() * share) if "embed_tokens" not in name else 0
+    return total
+
+
+def parameters(head: Head) -> tuple[int, int]:
+    """Trained and frozen ones."""
+    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    return trained, sum(p.numel() for p in head.parameters()) - trained
+
+
+def measure(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> Speed:
+    """A matrix product of 512 rows, and a copy."""
+    x, w = (torch.ones(512, 1024, dtype=dtype, device=device), torch.ones(1024, 1024, dtype=dtype, device=device))
+    block = torch.zeros(2**24, dtype=torch.uint8, device=device)
+
+    def rate(work: Any, unit: float) -> float:
+        work()
+        begin, count = time.perf_counter(), 0
+        while time.perf_counter() - begin < seconds:
+            work()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            count += 1
+        return unit * count / (time.perf_counter() - begin)
+
+    return Speed(rate(lambda: x @ w, 2.0 * 512 * 1024 * 1024), rate(block.clone, 2.0 * 2**24))
+
+
+def device_of(config: TrainConfig) -> torch.device:
+    if config.model.device != "auto":
+        return torch.device(config.model.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def readable(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,98 @@
+"""report.md in the run's folder: what was learnt from what, how good the head is, with the plots. For people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from train import atomic
+from train.config import TrainConfig
+from train.export import Acceptance, Measured
+from train.run_folder import flatten
+from train.trackers import Results, read_metrics
+
+REPORT = "report.md"
+SHOWN = ("step", "eval/tau_engine", "eval/tau_simulated", "eval/loss", "eval/coverage")
+
+
+def write_report(
+    folder: Path, config: TrainConfig, record: Mapping[str, Any], measured: Measured, results: Results
+) -> Path:
+    path = folder / REPORT
+    atomic.write_text(path, report(folder, config, record, measured, results))
+    return path
+
+
+def report(folder: Path, config: TrainConfig, record: Mapping[str, Any], measured: Measured, results: Results) -> str:
+    rows = [row for row in read_metrics(folder) if "eval/tau_engine" in row]
+    commit = ((record.get("git") or {}).get("commit") or "unknown")[:12]
+    parts = [
+        f"# {config.run}: {config.head.name} for {config.model.name}",
+        f"{record['steps']} updates over {record['tokens']:,} tokens, {record['trained_parameters']:,} parameters, "
+        f"{record['seconds'] / 60:.1f} minutes; commit `{commit}`. Data: {record['data_source']} "
+        f"(hash `{record['data_hash']}`).",
+        data_lines(record.get("data_counts") or {}),
+        "## Acceptance",
+        f"Chains of up to {config.eval_draft_tokens} tokens, {config.eval_prompts} held-out prompts of up to "
+        f"{config.eval_max_tokens} tokens each. τ: tokens per verify, the bonus token included.",
+        table(
+            ["", "τ, engine", "τ, simulated", "gap", *(f"position {place}" for place in positions(measured))],
+            [line("greedy", measured.greedy), line("temperature 1", measured.sampled)],
+        ),
+        "## On the way",
+        table(
+            [name.removeprefix("eval/") for name in SHOWN], [[number(row.get(name)) for name in SHOWN] for row in rows]
+        ),
+        *(f"![{plot.stem}]({plot.name})" for plot in results.plots),
+        "## Texts",
+        "Greedy answers to held-out prompts; what was drafted and accepted stands between ⟦ and ⟧.",
+        *(
+            f"τ {sample.acceptance_length:.2f}\n\n{fenced(sample.prompt)}\n\n{fenced(sample.text)}"
+            for sample in results.samples
+        ),
+        "## Settings",
+        fenced("\n".join(f"{key}={value}" for key, value in flatten(record["config"]).items())),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def data_lines(counts: Mapping[str, Any]) -> str:
+    rows, answers = counts.get("rows"), counts.get("answers")
+    if not rows or not answers:
+        return ""
+    dropped = ", ".join(f"{count} {reason}" for reason, count in rows["dropped"].items()) or "none"
+    return (
+        f"{rows['read']} rows were read: {rows['train']} to train on, {rows['held_out']} held out; left out: "
+        f"{dropped}. Of {answers['conversations']} conversations {answers['done']} were answered, "
+        f"{answers['failed']} failed."
+    )
+
+
+def positions(measured: Measured) -> range:
+    return range(1, len(measured.greedy.engine.acceptance_by_position) + 1)
+
+
+def line(name: str, acceptance: Acceptance) -> list[str]:
+    engine = acceptance.engine
+    shares = [f"{share:.3f}" for share in engine.acceptance_by_position]
+    taus = [engine.acceptance_length, acceptance.simulated.acceptance_length]
+    return [name, *(f"{tau:.3f}" for tau in taus), f"{100 * acceptance.gap:+.2f} %", *shares]
+
+
+def fenced(text: str) -> str:
+    """As a code block, whatever the text holds."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence}\n{text}\n{fence}"
+
+
+def number(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    width = max([len(names), *(len(row) for row in rows)])
+    padded = [[*row, *[""] * (width - len(row))] for row in [names, *rows]]
+    lines = ["| " + " | ".join(row) + " |" for row in padded]
+    return "\n".join([lines[0], "|" + "---|" * width, *lines[1:]])
