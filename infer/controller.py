@@ -31,7 +31,20 @@ class Candidate(NamedTuple):
     allowed: Budget
 
 
+class Forecast(NamedTuple):
+    """What a planner expects of the next steps, for people to see."""
+
+    depth: int  # of the deepest drafts, 0 where nobody drafts
+    speedup: float  # over plain decoding, by its own figures
+    bias: float  # accepted tokens over those expected, lately; 1 is right
+
+
 class Planner(Protocol):
+    @property
+    def forecast(self) -> Forecast | None:
+        """None from one that expects nothing."""
+        ...
+
     def plan(self, batch: int, candidates: Sequence[Candidate]) -> None:
         """For the next step of `batch` requests, these among them."""
         ...
@@ -51,6 +64,10 @@ class Planner(Protocol):
 
 class AsAllowed:
     """Everyone drafts as far as it may. Learns nothing."""
+
+    @property
+    def forecast(self) -> Forecast | None:
+        return None
 
     def plan(self, batch: int, candidates: Sequence[Candidate]) -> None:
         pass
@@ -123,6 +140,12 @@ class Controller:
 
     def forget(self, request_id: str) -> None:
         self.survival.forget(request_id)
+
+    @property
+    def forecast(self) -> Forecast | None:
+        plan = self.current
+        speedup = plan.speed / plan.plain if plan.plain else 1.0
+        return Forecast(plan.depth if plan.budgets else 0, speedup, self.survival.bias)
 
     def _probe(self, batch: int, candidates: Sequence[Candidate]) -> bool:
         """Drafts for one request, in turn, as soon as the steps without drafts have paid for it."""

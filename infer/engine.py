@@ -25,7 +25,7 @@ from infer.admission import Limits, check_request
 from infer.choosing import Choices, choose_rows
 from infer.config import EngineConfig, HeadConfig, ModelConfig, ProposerConfig
 from infer.constraint import Constraint, Constraints, without_forbidden
-from infer.controller import AsAllowed, Never, Planner
+from infer.controller import AsAllowed, Forecast, Never, Planner
 from infer.drafting import Drafting
 from infer.exactness import probe_exactness
 from infer.grammar import Grammar
@@ -67,6 +67,7 @@ class EngineStats:
     cached_tokens: int = 0  # of these, computed for an earlier request
     generation_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    forecast: Forecast | None = None  # where drafts go only as far as pays
 
 
 class Engine:
@@ -242,6 +243,7 @@ class Engine:
         stats.running, stats.waiting = len(self._scheduler.running), len(self._scheduler.waiting)
         stats.kv_usage = 1 - self._pool.free_pages / self._pool.num_pages
         stats.preemptions = self._scheduler.preemptions
+        stats.forecast = self._planner.forecast
         return stats
 
     def set_proposer(self, name: str, head: Head | None = None, *, config: ProposerConfig | None = None) -> None:

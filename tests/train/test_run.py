@@ -455,6 +455,35 @@ def test_bf16_autocast_trains(settings: list[str], tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "head",
+    [
+        ["head=p-eagle", *HEADS["p-eagle"], "objective.ratio=1.0"],  # no sample, which each process draws anew
+        ["head=medusa", "head.num_heads=4", "objective=medusa-2", "objective.lora_rank=4"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_two_processes_train_a_head_like_one(head: list[str], settings: list[str], tmp_path: Path) -> None:
+    """As tests/train/test_parallel_modes.py for a head with a parameter of its own, and one whose target learns too."""
+    own = [*(item for item in settings if not item.startswith(OWN)), "steps=4", "eval_draft_tokens=3", *head]
+    run(own, "run=single", "batch_size=8", f"output_dir={tmp_path / 'elsewhere'}")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+        str(ROOT / "train" / "run.py"), *own, "parallel=ddp", "run=double", "batch_size=4",
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert (summary["run"], summary["gap"]) == ("double", 0.0)
+    single, double = (read_metrics(folder) for folder in (tmp_path / "elsewhere" / "single", tmp_path / "double"))
+    for key in ("train/loss", "train/loss_3", "train/accuracy_0", "train/grad_norm", "train/tokens"):
+        values = [[row[key] for row in rows if key in row] for rows in (single, double)]
+        assert len(values[0]) == 4
+        assert values[1] == pytest.approx(values[0], rel=2e-3), key
+
+
 def test_launches_that_only_look_distributed_are_refused(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ddp", "fsdp", "zero2", "zero3"):
         with pytest.raises(ValueError, match=f"parallel={name}: started as a single process; start it with torchrun"):
