@@ -104,12 +104,17 @@ class Tokenizer:
         """The conversation's ids up to the assistant's turn. ValueError: no template, or it refuses the messages."""
         return self.encode(self.render_chat(messages), add_special_tokens=False)  # the template writes them itself
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
+    def render_chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
+    ) -> str:
+        """`tools` as OpenAI writes them; `options`: further variables of this model's template."""
         if self.chat_template is None:
             raise ValueError(f"{self.source}: this model has no chat template; use plain completions (/v1/completions)")
         plain = [dict(message) for message in messages]
         try:
-            return self._template.render(messages=plain, add_generation_prompt=True, **self.special_tokens)
+            return self._template.render(
+                **options, messages=plain, tools=tools, add_generation_prompt=True, **self.special_tokens
+            )
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError, IndexError, ValueError) as error:
             raise ValueError(f"messages: the model's chat template refuses them ({error})") from error
 

@@ -181,7 +181,6 @@ class GenerationRequest(Strict):
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
-            grammar=self.structure and self.structure[1],
             logprobs=self.asked_logprobs,
             prompt_logprobs=self.prompt_logprobs,
             speculate=drafts.enabled,
