@@ -287,6 +287,7 @@ class EngineConfig:
 class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free port, printed at start
+    api_keys_file: str | None = None  # one key a line; beside HEADWAY_API_KEY
     insecure: bool = False  # listen beyond this machine without an API key
     max_body_bytes: int = 4 * 2**20
     max_prompts: int = 32  # prompts in one completions request

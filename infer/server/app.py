@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -16,11 +17,11 @@ from infer.server.playground import page
 from infer.server.service import Service
 
 
-def create_app(service: Service, *, api_key: str | None) -> FastAPI:
+def create_app(service: Service, *, api_keys: Sequence[str]) -> FastAPI:
     # No /docs: its page loads scripts from elsewhere. /openapi.json is there for tools.
     app = FastAPI(title="Headway", docs_url=None, redoc_url=None)
     errors.install(app)
-    app.add_middleware(Gate, api_key=api_key, max_body_bytes=service.config.max_body_bytes)
+    app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=service.config.max_body_bytes)
     app.include_router(completions.router(service))
     app.include_router(chat.router(service))
     app.include_router(responses.router(service))

@@ -17,6 +17,8 @@ from infer.server.errors import field_error
 from infer.server.fields import NOTHING, Strict, drop_nothing
 from infer.server.structure import ResponseFormat, StructuredOutputs
 
+MAX_PROMPTS = 4096  # of the wire; server.max_prompts and the context are what counts
+MAX_PROMPT_TOKENS = 2**22
 MAX_STOPS = 4  # OpenAI's bound
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
@@ -82,7 +84,14 @@ def check_bias(bias: Any) -> Any:
     return {int(token): value for token, value in bias.items()}
 
 
-Prompt = Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(check_prompt)]
+TokenIds = Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS)]
+Prompt = Annotated[
+    str
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
+    | TokenIds
+    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS)],
+    BeforeValidator(check_prompt),
+]
 Stop = Annotated[list[StopString], Field(max_length=MAX_STOPS), BeforeValidator(check_stop)]
 LogitBias = Annotated[
     dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES), BeforeValidator(check_bias)

@@ -91,7 +91,7 @@ class InputItem(Strict):
             for part in content:
                 if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
                     raise field_error("content", f"every part must be text ({', '.join(TEXT_PARTS)})")
-        nothing = {"phase": (), "namespace": (), "caller": (), "created_by": ()}
+        nothing = {"phase": (), "namespace": (), "caller": (), "created_by": (), "async": (), "async_": ()}
         return drop_nothing(values, set(cls.model_fields), nothing)
 
     @property

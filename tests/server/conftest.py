@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
         *,
         proposer: str = "head",
         engine: EngineConfig | None = None,
-        api_key: str | None = None,
+        api_keys: Sequence[str] = (),
         target: Path | None = None,
         **server: Any,
     ) -> Iterator[Server]:
@@ -54,7 +54,7 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
 
         async def main() -> int:
             state["loop"], state["stopping"] = asyncio.get_running_loop(), Stopping()
-            return await run(service, listener, state["stopping"], api_key=api_key, on_ready=on_ready)
+            return await run(service, listener, state["stopping"], api_keys=api_keys, on_ready=on_ready)
 
         def in_thread() -> None:
             state["code"] = asyncio.run(main())
