@@ -54,7 +54,7 @@ class Metrics:
         self._finished = Counter(
             f"{OURS}request_success", "Finished answers", (*LABELS, "finished_reason"), registry=self._registry
         )
-        for reason in ("stop", "length", "abort"):
+        for reason in ("stop", "length", "abort", "error"):
             self._finished.labels(*self._labels, reason)  # so that a rate starts from 0
         self._all = CollectorRegistry()
         self._all.register(WithAliases(self._registry))

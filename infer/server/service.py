@@ -30,6 +30,8 @@ from infer.server.tool_styles import STYLES, ToolStyle, style_of
 from infer.stopping import StopText
 from models.tokenizer import Tokenizer
 
+ENCODE_LIMIT_S = 30.0  # for templates that loop; they run in Jinja's sandbox, which bounds memory and not time
+
 
 class Service:
     """Not usable before `attach`; the runtime says so to every request until then."""
@@ -122,7 +124,12 @@ class Service:
         """
         arrival = time.monotonic()
         self.runtime.check_room(len(prompts) * (body.n or 1))
-        encoded = await asyncio.to_thread(lambda: [encode(prompt) for prompt in prompts])
+        try:
+            async with asyncio.timeout(ENCODE_LIMIT_S):
+                encoded = await asyncio.to_thread(lambda: [encode(prompt) for prompt in prompts])
+        except TimeoutError:
+            message = f"{param}: takes longer than {ENCODE_LIMIT_S:g} s to go through the template and the tokenizer"
+            raise ApiError(400, message, param=param, code="prompt_timeout") from None
         longest = max(len(prompt.ids) for prompt in encoded)
         self._check_length(longest, max_tokens, param)
         if max_tokens is None:

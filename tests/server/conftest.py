@@ -62,16 +62,19 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
         thread = threading.Thread(target=in_thread)
         thread.start()
 
+        def ask() -> None:
+            state["loop"].call_soon_threadsafe(state["stopping"].ask)
+
         def finish() -> int:
             if "code" not in state:
-                state["loop"].call_soon_threadsafe(state["stopping"].ask)
+                ask()
                 thread.join(30)
                 assert service.runtime.stop(10)
             return state["code"]
 
         assert ready.wait(60)
         try:
-            yield Server(url(listener), state["engine"], service, finish)
+            yield Server(url(listener), state["engine"], service, finish, ask)
         finally:
             finish()
 

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import logging
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,38 @@ def test_what_does_not_finish_in_the_drain_ends_with_an_error(make_server: MakeS
         assert waiting.result().status_code == 503
         assert ending.result() == 0
         assert not server.engine.has_work
+
+
+def test_a_second_signal_ends_the_drain(make_server: MakeServer) -> None:
+    with make_server(drain_s=60) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.complete, **LONG)
+        wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1)
+        server.ask()
+        wait_until(lambda: server.service.runtime.state == "draining")
+        assert not running.done()
+        began = time.monotonic()
+        assert server.finish() == 0
+        assert time.monotonic() - began < 10
+        assert (running.result().status_code, running.result().json()["error"]["code"]) == (503, "draining")
+
+
+def test_a_prompt_that_takes_too_long_to_read(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that loops, in effect."""
+    from infer.server import service
+
+    with make_server() as server:
+        monkeypatch.setattr(service, "ENCODE_LIMIT_S", 0.05)
+        slow, late = threading.Event(), server.service.tokenizer.render_chat
+
+        def render(*args: Any, **options: Any) -> str:
+            slow.wait(1)
+            return late(*args, **options)
+
+        server.service.tokenizer.render_chat = render
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
+        answer = server.post("/v1/chat/completions", body)
+        slow.set()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "prompt_timeout")
 
 
 def test_a_dead_engine_is_reported_everywhere(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
