@@ -34,7 +34,7 @@ class Message(Strict):
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)] | None = None
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
-    tool_call_id: str | None = Field(None, max_length=256)
+    tool_call_id: str | None = Field(default=None, max_length=256)
 
     @model_validator(mode="before")
     @classmethod
@@ -111,8 +111,8 @@ class TemplateOptions(Strict):
 
 class ChatRequest(ToolFields, GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     chat_template_kwargs: TemplateOptions | None = None

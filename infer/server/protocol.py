@@ -51,8 +51,8 @@ class Speculative(Strict):
     """Ours: what drafts for this request. The text is the same whatever it says."""
 
     enabled: bool = True
-    proposer: str | None = Field(None, max_length=64)  # null: the server's
-    max_draft_tokens: int | None = Field(None, ge=1, le=63)
+    proposer: str | None = Field(default=None, max_length=64)  # null: the server's
+    max_draft_tokens: int | None = Field(default=None, ge=1, le=63)
     detail: bool = False  # every token with the depth at which its draft was accepted, 0 for the target's own
 
 
@@ -100,28 +100,32 @@ LogitBias = Annotated[
 
 class GenerationRequest(Strict):
     model: str
-    max_tokens: int | None = Field(None, ge=0)
-    min_tokens: int | None = Field(None, ge=0)
-    n: int | None = Field(None, ge=1, le=MAX_N)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    max_tokens: int | None = Field(default=None, ge=0)
+    min_tokens: int | None = Field(default=None, ge=0)
+    n: int | None = Field(default=None, ge=1, le=MAX_N)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
     logit_bias: LogitBias | None = None
     allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
-    seed: int | None = Field(None, ge=0, lt=2**63 - MAX_N)
+    seed: int | None = Field(default=None, ge=0, lt=2**63 - MAX_N)
     stop: Stop | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: Count | None = None
     return_token_ids: bool | None = None
-    priority: int | None = Field(None, gt=-MAX_PRIORITY, lt=MAX_PRIORITY)  # as vLLM: a lower value is served earlier
-    cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    timeout_s: float | None = Field(None, gt=0)  # ours: the request's own deadline, if it is before the server's
+    priority: int | None = Field(
+        default=None, gt=-MAX_PRIORITY, lt=MAX_PRIORITY
+    )  # as vLLM: a lower value is served earlier
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    timeout_s: float | None = Field(
+        default=None, gt=0
+    )  # ours: the request's own deadline, if it is before the server's
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     speculative: Speculative | None = None

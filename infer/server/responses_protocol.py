@@ -55,8 +55,8 @@ class InputPart(Strict):
 
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: list[Any] | None = Field(None, max_length=MAX_PARTS)
-    logprobs: list[Any] | None = Field(None, max_length=2**20)
+    annotations: list[Any] | None = Field(default=None, max_length=MAX_PARTS)
+    logprobs: list[Any] | None = Field(default=None, max_length=2**20)
 
 
 class InputItem(Strict):
@@ -65,11 +65,11 @@ class InputItem(Strict):
     type: Literal["message", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | Annotated[list[InputPart], Field(min_length=1, max_length=MAX_PARTS)] | None = None
-    id: str | None = Field(None, max_length=256)
-    status: str | None = Field(None, max_length=64)
-    call_id: str | None = Field(None, max_length=256)
+    id: str | None = Field(default=None, max_length=256)
+    status: str | None = Field(default=None, max_length=64)
+    call_id: str | None = Field(default=None, max_length=256)
     name: ToolName | None = None
-    arguments: str | None = Field(None, max_length=MAX_ARGUMENTS)
+    arguments: str | None = Field(default=None, max_length=MAX_ARGUMENTS)
     output: str | None = None
 
     @model_validator(mode="before")
@@ -118,9 +118,9 @@ class ResponsesNamedTool(Strict):
 
 class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = Field(None, max_length=64)
-    description: str | None = Field(None, max_length=4096)
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    name: str | None = Field(default=None, max_length=64)
+    description: str | None = Field(default=None, max_length=4096)
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
     @model_validator(mode="after")
@@ -149,7 +149,7 @@ class TextOptions(Strict):
 class ResponsesRequest(GenerationRequest):
     input: Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]  # a string is one user message
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: int | None = Field(default=None, ge=1)
     top_logprobs: Count | None = None
     include: Annotated[list[INCLUDABLE], Field(max_length=8)] | None = None
     text: TextOptions | None = None
@@ -173,7 +173,7 @@ class ResponsesRequest(GenerationRequest):
         try:
             fields = self.tool_fields  # whose own checks run
         except ValidationError as error:
-            raise field_error(**error.errors()[0]["ctx"]) from error
+            raise field_error(**error.errors()[0].get("ctx", {})) from error
         if fields.must_call and self.structure is not None:
             raise field_error("tool_choice", "the output cannot be a call and of another form as well")
         return self

@@ -19,7 +19,7 @@ class JsonSchemaFormat(Strict):
     """`strict` changes nothing: the schema is always enforced."""
 
     name: str = Field(max_length=64)
-    description: str | None = Field(None, max_length=4096)
+    description: str | None = Field(default=None, max_length=4096)
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
@@ -44,10 +44,12 @@ class ResponseFormat(Strict):
 class StructuredOutputs(Strict):
     """vLLM's; one of these."""
 
-    json_: dict[str, Any] | Annotated[str, Field(max_length=MAX_GRAMMAR_TEXT)] | None = Field(None, alias="json")
-    regex: str | None = Field(None, min_length=1, max_length=MAX_GRAMMAR_TEXT)
+    json_: dict[str, Any] | Annotated[str, Field(max_length=MAX_GRAMMAR_TEXT)] | None = Field(
+        default=None, alias="json"
+    )
+    regex: str | None = Field(default=None, min_length=1, max_length=MAX_GRAMMAR_TEXT)
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
-    grammar_: str | None = Field(None, alias="grammar", min_length=1, max_length=MAX_GRAMMAR_TEXT)
+    grammar_: str | None = Field(default=None, alias="grammar", min_length=1, max_length=MAX_GRAMMAR_TEXT)
     json_object: bool | None = None
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 class FunctionTool(Strict):
     name: ToolName
-    description: str | None = Field(None, max_length=16384)
+    description: str | None = Field(default=None, max_length=16384)
     parameters: dict[str, Any] | None = None  # null: takes none
     strict: bool | None = None  # changes nothing: arguments of a forced call always keep the schema
 

@@ -38,8 +38,9 @@ def test_a_full_queue_is_a_429(make_server: MakeServer) -> None:
         assert [task.result().status_code for task in (running, *waiting)] == [200, 200, 200]
         assert server.complete(max_tokens=1).status_code == 200
         # a list of prompts is taken whole or not at all
-        assert server.complete(prompt=["a", "b", "c"], max_tokens=1).status_code == 429
-        assert server.complete(prompt=["a", "b"], max_tokens=1).status_code == 200
+        assert server.complete(prompt=["a"] * 4, max_tokens=1).status_code == 429
+        assert server.complete(prompt=["a"] * 3, max_tokens=1).status_code == 200  # one runs, two wait
+        assert server.complete(prompt=["a"] * 2, n=2, max_tokens=1).status_code == 429
 
 
 def test_a_late_answer_is_a_504_and_a_late_stream_ends_with_an_error(make_server: MakeServer) -> None:
@@ -67,7 +68,7 @@ def test_every_endpoint_but_health_needs_a_key(make_server: MakeServer) -> None:
             if path == "/health":
                 continue
             path = path.replace("{model_id}", MODEL)
-            for authorization in ("", "Bearer wrong", "Bearer ", "Basic s3cret-of-a", f"Basic {wrong_password}"):
+            for authorization in ("", "Bearer wrong", "Bearer", "Basic s3cret-of-a", f"Basic {wrong_password}"):
                 headers = {"authorization": authorization} if authorization else {}
                 answer = httpx.request(method, server.url + path, headers=headers)
                 assert answer.status_code == 401, path

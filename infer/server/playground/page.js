@@ -133,7 +133,7 @@ class Run {
     this.tokens += tokens.length;
     this.seconds = (performance.now() - this.began) / 1000;
     this.firstAt ??= this.seconds;
-    if (this.seconds > this.firstAt) this.speeds.push((this.tokens - 1) / (this.seconds - this.firstAt));
+    if (this.seconds > this.firstAt + 0.1) this.speeds.push((this.tokens - 1) / (this.seconds - this.firstAt));
   }
 
   show() {
