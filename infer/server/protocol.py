@@ -119,13 +119,9 @@ class GenerationRequest(Strict):
     ignore_eos: bool | None = None
     prompt_logprobs: Count | None = None
     return_token_ids: bool | None = None
-    priority: int | None = Field(
-        default=None, gt=-MAX_PRIORITY, lt=MAX_PRIORITY
-    )  # as vLLM: a lower value is served earlier
+    priority: int | None = Field(default=None, gt=-MAX_PRIORITY, lt=MAX_PRIORITY)  # as vLLM: lower goes first
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
-    timeout_s: float | None = Field(
-        default=None, gt=0
-    )  # ours: the request's own deadline, if it is before the server's
+    timeout_s: float | None = Field(default=None, gt=0)  # ours: a deadline of its own, before the server's
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     speculative: Speculative | None = None

@@ -14,6 +14,8 @@ from infer.server.fields import Strict
 MAX_CHOICES = 1024
 MAX_GRAMMAR_TEXT = 2**20  # of the wire; server.max_grammar_bytes is the operator's bound
 
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_TEXT)]
+
 
 class JsonSchemaFormat(Strict):
     """`strict` changes nothing: the schema is always enforced."""
@@ -47,9 +49,9 @@ class StructuredOutputs(Strict):
     json_: dict[str, Any] | Annotated[str, Field(max_length=MAX_GRAMMAR_TEXT)] | None = Field(
         default=None, alias="json"
     )
-    regex: str | None = Field(default=None, min_length=1, max_length=MAX_GRAMMAR_TEXT)
+    regex: GrammarText | None = None
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
-    grammar_: str | None = Field(default=None, alias="grammar", min_length=1, max_length=MAX_GRAMMAR_TEXT)
+    grammar_: GrammarText | None = Field(default=None, alias="grammar")
     json_object: bool | None = None
 
     @model_validator(mode="after")
