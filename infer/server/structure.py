@@ -46,9 +46,7 @@ class ResponseFormat(Strict):
 class StructuredOutputs(Strict):
     """vLLM's; one of these."""
 
-    json_: dict[str, Any] | Annotated[str, Field(max_length=MAX_GRAMMAR_TEXT)] | None = Field(
-        default=None, alias="json"
-    )
+    json_: dict[str, Any] | GrammarText | None = Field(default=None, alias="json")
     regex: GrammarText | None = None
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
     grammar_: GrammarText | None = Field(default=None, alias="grammar")
