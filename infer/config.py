@@ -23,6 +23,7 @@ SOURCES = ("head", "ngram", "suffix", "draft_model")
 FREE_TEXT = {"free_text": True}  # a field whose value on the command line is taken as typed, whatever it holds
 MAX_TREE_NODES = 64  # the bits of DraftTree.ancestors; the root is one of them
 MEASURED_TREE = "measured"
+TOOL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
 
 
 def one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
@@ -287,12 +288,15 @@ class EngineConfig:
 class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free port, printed at start
+    api_keys_file: str | None = None  # one key a line; beside HEADWAY_API_KEY
     insecure: bool = False  # listen beyond this machine without an API key
     max_body_bytes: int = 4 * 2**20
     max_prompts: int = 32  # prompts in one completions request
     max_waiting: int = 256  # requests queued before a 429
     request_timeout_s: float = 600.0  # queued and running together
     drain_s: float = 30.0  # how long SIGTERM waits for running requests
+    tool_parser: str = "auto"  # how the model writes tool calls: auto (by its chat template) | hermes | llama3 | ...
+    reasoning_parser: str = "auto"  # auto (by the chat template) | think | none
     max_grammar_bytes: int = 65536  # of a JSON schema, regular expression, ... of structured output
     max_schema_depth: int = 32
     grammar_timeout_s: float = 5.0  # for compiling one, in a process of its own
@@ -303,6 +307,8 @@ class ServerConfig:
             raise ValueError(f"server.port={self.port}: must be 0 to 65535")
         for key in ("max_body_bytes", "max_prompts", "max_waiting", "max_grammar_bytes", "max_schema_depth"):
             at_least(f"server.{key}", getattr(self, key), 1)
+        one_of("server.tool_parser", self.tool_parser, TOOL_PARSERS)
+        one_of("server.reasoning_parser", self.reasoning_parser, ("auto", "think", "none"))
         at_least("server.request_timeout_s", self.request_timeout_s, 0.001)
         at_least("server.drain_s", self.drain_s, 0)
         at_least("server.grammar_timeout_s", self.grammar_timeout_s, 0.001)

@@ -111,6 +111,8 @@ class Constraint:
 
 def without_forbidden(tree: DraftTree, requests: Sequence[Request]) -> DraftTree:
     """The tree less the drafted nodes that a request's grammar forbids: no row is spent on them."""
+    if all(request.constraint is None for request in requests):
+        return tree
     kept = [list(range(length)) for length in tree.length.tolist()]
     changed = False
     for b, request in enumerate(requests):

@@ -20,10 +20,10 @@ def run(config: ServeConfig) -> None:
         from infer.launch import follow_launched
 
         return follow_launched(config.model, config.engine)
-    from infer.server.address import bind, check_exposure, read_api_key, url
+    from infer.server.address import bind, check_exposure, read_api_keys, url
 
-    api_key = read_api_key()
-    check_exposure(config.server, api_key)
+    api_keys = read_api_keys(config.server)
+    check_exposure(config.server, api_keys)
     listener = bind(config.server.host, config.server.port)
     print(f"{url(listener)}: loading {config.model.name}", flush=True)
 
@@ -51,17 +51,18 @@ def run(config: ServeConfig) -> None:
                 ("KV pool", f"{pages} pages of {size} tokens"),
                 *describe_ranks(engine.config),
                 ("memory", str(engine.memory)),
-                ("address", url(listener) + (", API key needed" if api_key else "")),
+                ("address", url(listener) + (", API key needed" if api_keys else "")),
             ],
         )
         body = json.dumps({"model": config.model.name, "prompt": "def main(", "max_tokens": 64, "stream": True})
-        key = ' -H "authorization: Bearer $HEADWAY_API_KEY"' if api_key else ""
+        key = ' -H "authorization: Bearer $HEADWAY_API_KEY"' if api_keys else ""
+        print(f"\nopen {url(listener)}/ in a browser, or", end="")
         print(
             f"\ntry: curl -N {url(listener)}/v1/completions -H 'content-type: application/json'{key} -d '{body}'\n",
             flush=True,
         )
 
-    code = serve(Service(config.model.name, config.server, load), listener, api_key=api_key, on_ready=show)
+    code = serve(Service(config.model.name, config.server, load), listener, api_keys=api_keys, on_ready=show)
     if code:
         sys.exit(code)
 

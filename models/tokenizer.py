@@ -105,9 +105,17 @@ class Tokenizer:
         return self.encode(self.render_chat(messages), add_special_tokens=False)  # the template writes them itself
 
     def render_chat(
-        self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        generation_prompt: bool = True,
+        **options: Any,
     ) -> str:
-        """`generation_prompt`: the header of the assistant's next turn comes last; without it the text is history."""
+        """`tools` as OpenAI writes them; `options`: further variables of this model's template.
+
+        `generation_prompt`: the header of the assistant's next turn comes last; without it the text is history.
+        """
         if self.chat_template is None:
             raise ValueError(f"{self.source}: this model has no chat template; use plain completions (/v1/completions)")
         plain = [dict(message) for message in messages]
@@ -115,7 +123,7 @@ class Tokenizer:
         if tools:
             given["tools"] = list(tools)  # left out when there are none: templates ask whether it is defined
         try:
-            return self._template.render(**given, **self.special_tokens)
+            return self._template.render(**options, **given, **self.special_tokens)
         except (jinja2.TemplateError, TypeError, KeyError, AttributeError, IndexError, ValueError) as error:
             raise ValueError(f"messages: the model's chat template refuses them ({error})") from error
 

@@ -86,4 +86,16 @@ setup_env() {
     printf '%s\n' "$hash $extras" >>"$stamp"
 }
 
+# The playground's tests drive a real browser; whoever may install one gets it.
+ensure_browser() {
+    if command -v chromium >/dev/null || command -v google-chrome >/dev/null; then return; fi
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then
+        say "no Chromium: tests/server/test_playground.py will fail; install it (Debian: apt-get install chromium)"
+        return
+    fi
+    say "installing Chromium for the playground's tests"
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core >/dev/null
+}
+
 setup_env "$1"
+if [ "$1" = dev ]; then ensure_browser; fi

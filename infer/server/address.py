@@ -5,17 +5,35 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 
-from infer.config import ServerConfig
+from infer.config import ServerConfig, resolve_path
 
 KEY_VARIABLE = "HEADWAY_API_KEY"  # from the environment: an argument could be read by every user of the machine
+MIN_KEY_LENGTH = 8
 
 
-def read_api_key() -> str | None:
-    key = os.environ.get(KEY_VARIABLE)
-    if key is not None and not key.strip():
-        raise ValueError(f"{KEY_VARIABLE}: is set but empty; unset it or give it a key")
-    return key
+def read_api_keys(config: ServerConfig) -> tuple[str, ...]:
+    """From the environment and from `server.api_keys_file`, one a line; each is a tenant of its own."""
+    keys: list[str] = []
+    if (key := os.environ.get(KEY_VARIABLE)) is not None:
+        if not key.strip():
+            raise ValueError(f"{KEY_VARIABLE}: is set but empty; unset it or give it a key")
+        keys.append(key.strip())
+    if config.api_keys_file is not None:
+        file = resolve_path(config.api_keys_file)
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"server.api_keys_file={file}: cannot be read ({error})") from error
+        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not found:
+            raise ValueError(f"server.api_keys_file={file}: holds no key; write one a line")
+        keys += found
+    for number, key in enumerate(keys, 1):
+        if len(key) < MIN_KEY_LENGTH or not key.isascii():
+            raise ValueError(f"API key {number}: must have at least {MIN_KEY_LENGTH} ASCII characters")
+    return tuple(dict.fromkeys(keys))
 
 
 def is_loopback(host: str) -> bool:
@@ -25,12 +43,12 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check_exposure(config: ServerConfig, api_key: str | None) -> None:
+def check_exposure(config: ServerConfig, api_keys: Sequence[str]) -> None:
     """Nobody opens a server to the network by accident."""
-    if not is_loopback(config.host) and api_key is None and not config.insecure:
+    if not is_loopback(config.host) and not api_keys and not config.insecure:
         raise ValueError(
-            f"server.host={config.host}: others could use this server without a key; set {KEY_VARIABLE}, "
-            "or say server.insecure=true"
+            f"server.host={config.host}: others could use this server without a key; set {KEY_VARIABLE} or "
+            "server.api_keys_file, or say server.insecure=true"
         )
 
 

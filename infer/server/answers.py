@@ -51,6 +51,8 @@ class AnswerFormat(Protocol):
         """The delta beside the finish reason: nothing."""
         ...
 
+    def finish_reason(self, choice: Choice) -> str | None: ...
+
 
 async def answer(request: Request, session: Session, form: AnswerFormat, body: GenerationRequest) -> Response:
     head: Json = {
@@ -64,7 +66,7 @@ async def answer(request: Request, session: Session, form: AnswerFormat, body: G
         if not body.stream:
             await unless_gone(request, run_to_end(session))
             choices = [
-                {"index": choice.index, **form.choice(choice), **shown(body, choice.whole), **ending(choice)}
+                {"index": choice.index, **form.choice(choice), **shown(body, choice.whole), **ending(form, choice)}
                 for choice in session.choices
             ]
             document = {**head, "choices": choices, **form.document(session), **accounts(session)}
@@ -102,7 +104,7 @@ async def events(
             if (delta := form.delta(choice, piece)) is not None or extra:
                 yield chunk(choice, (delta or form.closing(choice)) | extra)
             if choice.finish_reason is not None:
-                yield chunk(choice, form.closing(choice), ending(choice))
+                yield chunk(choice, form.closing(choice), ending(form, choice))
             if session.finished:
                 break
             choice, piece = await session.next()
@@ -116,8 +118,8 @@ async def events(
         yield event(internal_error().body)
 
 
-def ending(choice: Choice) -> Json:
-    return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+def ending(form: AnswerFormat, choice: Choice) -> Json:
+    return {"finish_reason": form.finish_reason(choice), "stop_reason": choice.stop_reason}
 
 
 def accounts(session: Session) -> Json:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from infer.server import chat, completions, errors, tokens
+from infer.server import chat, completions, errors, responses, tokens
 from infer.server.errors import ApiError
 from infer.server.metrics import CONTENT_TYPE
 from infer.server.middleware import Gate
+from infer.server.playground import page
 from infer.server.service import Service
 
 
-def create_app(service: Service, *, api_key: str | None) -> FastAPI:
+def create_app(service: Service, *, api_keys: Sequence[str]) -> FastAPI:
     # No /docs: its page loads scripts from elsewhere. /openapi.json is there for tools.
     app = FastAPI(title="Headway", docs_url=None, redoc_url=None)
     errors.install(app)
-    app.add_middleware(Gate, api_key=api_key, max_body_bytes=service.config.max_body_bytes)
+    app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=service.config.max_body_bytes)
     app.include_router(completions.router(service))
     app.include_router(chat.router(service))
+    app.include_router(responses.router(service))
     app.include_router(tokens.router(service))
 
     @app.get("/v1/models")
@@ -34,6 +37,10 @@ def create_app(service: Service, *, api_key: str | None) -> FastAPI:
         service.runtime.check_open()
         service.check_model(model_id)
         return card()
+
+    @app.get("/", include_in_schema=False)
+    async def playground() -> HTMLResponse:
+        return HTMLResponse(page().html, headers=page().headers)
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -63,6 +70,8 @@ def create_app(service: Service, *, api_key: str | None) -> FastAPI:
             "created": service.created,
             "owned_by": "headway",
             "max_model_len": service.context,
+            "proposer": service.proposer,
+            "proposers": list(service.proposers),
         }
 
     return app

@@ -7,19 +7,28 @@ from fastapi.responses import Response
 
 from infer.server.answers import Json, answer
 from infer.server.chat_protocol import ChatRequest
+from infer.server.conversation import Conversation
 from infer.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from infer.server.parsing import ChatParser, Parts
 from infer.server.service import Service
-from infer.server.session import Choice, Piece, Prompt, Session
+from infer.server.session import Choice, Piece, Session
 
 
 class ChatFormat:
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, body: ChatRequest, names: TokenNames) -> None:
-        self._body, self._names = body, names
+    def __init__(self, body: ChatRequest, conversation: Conversation, names: TokenNames) -> None:
+        self._body, self._conversation, self._names = body, conversation, names
+        self._parsers: dict[int, ChatParser] = {}  # by choice
+        self._calls: dict[int, int] = {}  # how many each has made
 
     def choice(self, choice: Choice) -> Json:
-        message = {"role": "assistant", "content": choice.whole.text, "refusal": None}
+        parts = self._conversation.parser().all_of(choice.whole.text)
+        self._calls[choice.index] = len(parts.calls)
+        content = parts.content if parts.content or not parts.calls else None
+        message: Json = {"role": "assistant", "content": content, "refusal": None, **self._reasoning(parts)}
+        if parts.calls:
+            message["tool_calls"] = self._tool_calls(parts)
         return {"message": message, "logprobs": self._logprobs(choice.whole)}
 
     def document(self, session: Session) -> Json:
@@ -31,12 +40,41 @@ class ChatFormat:
         return {"delta": {"role": "assistant", "content": ""}}
 
     def delta(self, choice: Choice, piece: Piece) -> Json | None:
-        if not piece.text and not piece.scored:
+        parser = self._parsers.setdefault(choice.index, self._conversation.parser())
+        parts = parser.push(piece.text)
+        if choice.finish_reason is not None:
+            parts.add(parser.finish())
+        delta: Json = {"content": parts.content} if parts.content else {}
+        delta |= self._reasoning(parts)
+        if parts.calls:
+            made = self._calls.get(choice.index, 0)
+            self._calls[choice.index] = made + len(parts.calls)
+            delta["tool_calls"] = [{"index": made + i, **call} for i, call in enumerate(self._tool_calls(parts))]
+        if not delta and not piece.scored:
             return None
-        return {"delta": {"content": piece.text}, "logprobs": self._logprobs(piece)}
+        return {"delta": delta, "logprobs": self._logprobs(piece)}
 
     def closing(self, choice: Choice) -> Json:
         return {"delta": {}}
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        return (
+            "tool_calls" if choice.finish_reason == "stop" and self._calls.get(choice.index) else choice.finish_reason
+        )
+
+    def _reasoning(self, parts: Parts) -> Json:
+        shown = parts.reasoning and self._body.include_reasoning is not False
+        return {"reasoning_content": parts.reasoning} if shown else {}
+
+    def _tool_calls(self, parts: Parts) -> list[Json]:
+        return [
+            {
+                "id": self._conversation.new_call_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in parts.calls
+        ]
 
     def _logprobs(self, piece: Piece) -> Json | None:
         return chat_logprobs(piece.scored, self._names) if self._body.logprobs else None
@@ -48,15 +86,8 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         service.check(body)
-        session = await service.start(
-            request,
-            body,
-            lambda messages: Prompt(service.encode_chat(messages)),
-            [body.messages],
-            param="messages",
-            max_tokens=body.limit,
-            default_max_tokens=None,
-        )
-        return await answer(request, session, ChatFormat(body, service.names), body)
+        conversation = Conversation.of(service, body.messages, body, body.structure, body.chat_template_kwargs)
+        session = await conversation.start(request, body, param="messages", max_tokens=body.limit)
+        return await answer(request, session, ChatFormat(body, conversation, service.names), body)
 
     return routes

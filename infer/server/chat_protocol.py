@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -9,6 +10,7 @@ from pydantic import Field, model_validator
 from infer.server.errors import field_error
 from infer.server.fields import Strict, drop_nothing
 from infer.server.protocol import Count, GenerationRequest
+from infer.server.tool_protocol import MAX_CALLS, ToolCall, ToolFields
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 256  # of one message
@@ -19,9 +21,6 @@ MESSAGE_NOTHING: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "annotations": ([],),
     "function_call": (),
-    "tool_calls": ([],),
-    "tool_call_id": (),
-    "reasoning_content": (),
 }
 
 
@@ -31,19 +30,63 @@ class TextPart(Strict):
 
 
 class Message(Strict):
-    role: Literal["system", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)] | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
+    tool_call_id: str | None = Field(default=None, max_length=256)
 
     @model_validator(mode="before")
     @classmethod
     def refuse(cls, values: Any) -> Any:
         if isinstance(values, dict):
-            check_content(values.get("content"))
+            calls = values.get("role") == "assistant" and values.get("tool_calls")
+            if values.get("content") is not None or not calls:
+                check_content(values.get("content"))
         return drop_nothing(values, set(cls.model_fields), MESSAGE_NOTHING)
+
+    @model_validator(mode="after")
+    def check_role(self) -> Message:
+        for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, name) and self.role != role:
+                raise field_error(name, f"only in a message of role {role}")
+        if self.role == "tool" and not self.tool_call_id:
+            raise field_error("tool_call_id", "missing; it says which call this answers")
+        return self
 
     @property
     def text(self) -> str:
+        if self.content is None:
+            return ""
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: arguments of calls are objects. Raises ValueError for ones that are not."""
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": arguments(call)},
+                }
+                for call in self.tool_calls
+            ]
+        return message
+
+
+def arguments(call: ToolCall) -> dict[str, Any]:
+    try:
+        value = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"tool_calls: the arguments of {call.function.name} must be a JSON object, as a string")
+    return value
 
 
 def check_content(content: Any) -> None:
@@ -59,12 +102,21 @@ def check_content(content: Any) -> None:
             )
 
 
-class ChatRequest(GenerationRequest):
+class TemplateOptions(Strict):
+    """Of a chat template's many variables, those that a client may set."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
+class ChatRequest(ToolFields, GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: Count | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    include_reasoning: bool | None = None  # false: a reasoning span is left out of the answer
 
     @model_validator(mode="after")
     def check_limits(self) -> ChatRequest:
@@ -72,6 +124,8 @@ class ChatRequest(GenerationRequest):
             raise field_error("max_tokens", "contradicts max_completion_tokens; give one of them")
         if self.top_logprobs is not None and not self.logprobs:
             raise field_error("top_logprobs", "only together with logprobs: true")
+        if self.must_call and super().structure is not None:
+            raise field_error("tool_choice", "the output cannot be a call and of another form as well")
         return self
 
     @property

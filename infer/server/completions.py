@@ -41,6 +41,9 @@ class CompletionFormat:
     def closing(self, choice: Choice) -> Json:
         return {"text": ""}
 
+    def finish_reason(self, choice: Choice) -> str | None:
+        return choice.finish_reason
+
     def _logprobs(self, piece: Piece) -> Json | None:
         asked = self._body.logprobs
         return None if asked is None else completion_logprobs(piece.scored, asked, self._names)
@@ -68,6 +71,7 @@ def router(service: Service) -> APIRouter:
             param="prompt",
             max_tokens=1 if only_prompt else body.max_tokens,
             default_max_tokens=COMPLETION_MAX_TOKENS,
+            structure=body.structure,
             only_prompt=only_prompt,
         )
         return await answer(request, session, CompletionFormat(body, service.names), body)

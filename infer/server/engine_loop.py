@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from infer.constraint import Constraint
+from infer.controller import Forecast
 from infer.engine import Engine
 from infer.request import SamplingParams, StepOutput
 from infer.server.errors import ApiError, internal_error
@@ -66,6 +67,7 @@ class Snapshot:
     drafted: int = 0
     accepted: int = 0
     accepted_by_position: tuple[int, ...] = ()
+    forecast: Forecast | None = None  # where drafts go only as far as pays
 
 
 def take_snapshot(engine: Engine) -> Snapshot:
@@ -83,6 +85,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         drafted=speculation.drafted,
         accepted=speculation.accepted,
         accepted_by_position=tuple(speculation.accepted_by_position),
+        forecast=stats.forecast,
     )
 
 

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 
@@ -46,14 +46,16 @@ class Stopping:
         self.asked.set()
 
 
-def serve(service: Service, listener: socket.socket, *, api_key: str | None, on_ready: Callable[[Engine], None]) -> int:
+def serve(
+    service: Service, listener: socket.socket, *, api_keys: Sequence[str], on_ready: Callable[[Engine], None]
+) -> int:
     """Serves until a signal. Returns the exit code; raises what loading the engine raised."""
 
     async def main() -> int:
         stopping = Stopping()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stopping.ask)
-        return await run(service, listener, stopping, api_key=api_key, on_ready=on_ready)
+        return await run(service, listener, stopping, api_keys=api_keys, on_ready=on_ready)
 
     code = asyncio.run(main())
     if not service.runtime.stop(THREAD_GRACE_S if service.attached else 0):
@@ -70,10 +72,10 @@ async def run(
     listener: socket.socket,
     stopping: Stopping,
     *,
-    api_key: str | None,
+    api_keys: Sequence[str],
     on_ready: Callable[[Engine], None],
 ) -> int:
-    app = create_app(service, api_key=api_key)
+    app = create_app(service, api_keys=api_keys)
     options = uvicorn.Config(
         app, lifespan="off", log_config=None, server_header=False, timeout_graceful_shutdown=HTTP_GRACE_S
     )

@@ -54,7 +54,7 @@ class Metrics:
         self._finished = Counter(
             f"{OURS}request_success", "Finished answers", (*LABELS, "finished_reason"), registry=self._registry
         )
-        for reason in ("stop", "length", "abort"):
+        for reason in ("stop", "length", "abort", "error"):
             self._finished.labels(*self._labels, reason)  # so that a rate starts from 0
         self._all = CollectorRegistry()
         self._all.register(WithAliases(self._registry))
@@ -95,11 +95,17 @@ class EngineCounters(Collector):
 
     def collect(self) -> Iterator[Metric]:
         now = self._snapshot()
-        gauges = (
+        gauges: list[tuple[str, str, float]] = [
             ("num_requests_running", "Requests being decoded or prefilled", now.running),
             ("num_requests_waiting", "Requests waiting for a place", now.waiting),
             ("kv_cache_usage_perc", "Share of the KV pages in use, 1 is all", now.kv_usage),
-        )
+        ]
+        if now.forecast is not None:
+            gauges += [
+                ("draft_depth", "Depth to which drafting pays now, 0 where it does not", now.forecast.depth),
+                ("expected_speedup", "Over plain decoding, as the controller expects it", now.forecast.speedup),
+                ("draft_calibration", "Accepted tokens over those expected, lately", now.forecast.bias),
+            ]
         counters = [
             ("num_preemptions", "Requests put back to make room", now.preemptions),
             ("prompt_tokens", "Tokens of prompts", now.prompt_tokens),

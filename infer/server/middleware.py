@@ -1,14 +1,16 @@
-"""What every request passes before any endpoint: a request id, the API key, the bound on the body.
+"""What every request passes before any endpoint: a request id, an API key, the bound on the body.
 
 Plain ASGI, because Starlette's middleware base class hides a client's hang-up from the endpoint.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import re
 import uuid
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -16,14 +18,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.server.errors import ApiError
 
-OPEN_PATHS = {"/health"}  # everything else needs the key, known endpoint or not
+OPEN_PATHS = {"/health"}  # everything else needs a key, known endpoint or not
+PAGE_PATH = "/"  # a browser asks its user for a password there, and sends it along from then on
+TENANT = "headway.tenant"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Gate:
-    def __init__(self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], max_body_bytes: int) -> None:
         self.app = app
-        self.key = None if api_key is None else digest(api_key)
+        self.keys = [digest(key) for key in api_keys]
         self.max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,20 +44,26 @@ class Gate:
             await send(message)
 
         try:
-            self.check_key(scope["path"], headers)
+            scope[TENANT] = self.tenant(scope["path"], headers)
             receive = await self.read_body(headers, receive)
         except ApiError as error:
-            await error.response()(scope, receive, send_with_id)
+            response = error.response()
+            if error.status == 401 and scope["path"] == PAGE_PATH:
+                response.headers["www-authenticate"] = 'Basic realm="Headway, password: an API key"'
+            await response(scope, receive, send_with_id)
             return
         await self.app(scope, receive, send_with_id)
 
-    def check_key(self, path: str, headers: Headers) -> None:
-        if self.key is None or path in OPEN_PATHS:
-            return
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        # both sides hashed: the comparison takes the same time whatever the length and content of what was given
-        if not hmac.compare_digest(digest(given.strip()), self.key) or scheme.lower() != "bearer":
+    def tenant(self, path: str, headers: Headers) -> str:
+        """Whose key was given. Raises ApiError for none of ours."""
+        if not self.keys or path in OPEN_PATHS:
+            return ""
+        given = digest(key_in(headers.get("authorization", "")))
+        # Both sides are hashed and all keys are compared: it takes the same time whatever was given.
+        matches = [hmac.compare_digest(given, key) for key in self.keys]
+        if not any(matches):
             raise ApiError(401, "this server needs an API key: authorization: Bearer <key>", code="invalid_api_key")
+        return self.keys[matches.index(True)].hex()
 
     async def read_body(self, headers: Headers, receive: Receive) -> Receive:
         """The body in one message, so that nothing behind has to count; later calls tell of a hang-up as before."""
@@ -84,7 +94,20 @@ class Gate:
 
 def tenant_of(request: Request) -> str:
     """Whose request this is: tenants share no cached text. Without keys everybody is one tenant."""
-    return request.scope.get("headway.tenant", "")
+    return request.scope.get(TENANT, "")
+
+
+def key_in(authorization: str) -> str:
+    """`Bearer <key>`, or `Basic` with the key as the password and any name."""
+    scheme, _, given = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return given.strip()
+    if scheme.lower() != "basic":
+        return ""
+    try:
+        return base64.b64decode(given.strip(), validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
 def digest(key: str) -> bytes:

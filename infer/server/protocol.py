@@ -17,6 +17,8 @@ from infer.server.errors import field_error
 from infer.server.fields import NOTHING, Strict, drop_nothing
 from infer.server.structure import ResponseFormat, StructuredOutputs
 
+MAX_PROMPTS = 4096  # of the wire; server.max_prompts and the context are what counts
+MAX_PROMPT_TOKENS = 2**22
 MAX_STOPS = 4  # OpenAI's bound
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
@@ -49,8 +51,8 @@ class Speculative(Strict):
     """Ours: what drafts for this request. The text is the same whatever it says."""
 
     enabled: bool = True
-    proposer: str | None = Field(None, max_length=64)  # null: the server's
-    max_draft_tokens: int | None = Field(None, ge=1, le=63)
+    proposer: str | None = Field(default=None, max_length=64)  # null: the server's
+    max_draft_tokens: int | None = Field(default=None, ge=1, le=63)
     detail: bool = False  # every token with the depth at which its draft was accepted, 0 for the target's own
 
 
@@ -82,7 +84,14 @@ def check_bias(bias: Any) -> Any:
     return {int(token): value for token, value in bias.items()}
 
 
-Prompt = Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(check_prompt)]
+TokenIds = Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS)]
+Prompt = Annotated[
+    str
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
+    | TokenIds
+    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS)],
+    BeforeValidator(check_prompt),
+]
 Stop = Annotated[list[StopString], Field(max_length=MAX_STOPS), BeforeValidator(check_stop)]
 LogitBias = Annotated[
     dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES), BeforeValidator(check_bias)
@@ -91,28 +100,28 @@ LogitBias = Annotated[
 
 class GenerationRequest(Strict):
     model: str
-    max_tokens: int | None = Field(None, ge=0)
-    min_tokens: int | None = Field(None, ge=0)
-    n: int | None = Field(None, ge=1, le=MAX_N)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    max_tokens: int | None = Field(default=None, ge=0)
+    min_tokens: int | None = Field(default=None, ge=0)
+    n: int | None = Field(default=None, ge=1, le=MAX_N)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
     logit_bias: LogitBias | None = None
     allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
-    seed: int | None = Field(None, ge=0, lt=2**63 - MAX_N)
+    seed: int | None = Field(default=None, ge=0, lt=2**63 - MAX_N)
     stop: Stop | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: Count | None = None
     return_token_ids: bool | None = None
-    priority: int | None = Field(None, gt=-MAX_PRIORITY, lt=MAX_PRIORITY)  # as vLLM: a lower value is served earlier
-    cache_salt: str | None = Field(None, min_length=1, max_length=256)
-    timeout_s: float | None = Field(None, gt=0)  # ours: the request's own deadline, if it is before the server's
+    priority: int | None = Field(default=None, gt=-MAX_PRIORITY, lt=MAX_PRIORITY)  # as vLLM: lower goes first
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    timeout_s: float | None = Field(default=None, gt=0)  # ours: a deadline of its own, before the server's
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     speculative: Speculative | None = None
@@ -181,7 +190,6 @@ class GenerationRequest(Strict):
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
-            grammar=self.structure and self.structure[1],
             logprobs=self.asked_logprobs,
             prompt_logprobs=self.prompt_logprobs,
             speculate=drafts.enabled,

@@ -76,6 +76,7 @@ class Runtime:
         self.state: State = "loading"
         self.snapshot = Snapshot()
         self._load, self._max_waiting = load, max_waiting
+        self._max_batch = 0  # known with the engine
         self._generations: dict[str, Generation] = {}  # by engine request id, unfinished ones
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._ids = itertools.count()
@@ -99,11 +100,11 @@ class Runtime:
 
     @property
     def room(self) -> int:
-        """How many more answers may wait."""
-        return self._max_waiting - max(0, self.in_flight - self.snapshot.running)
+        """How many more answers may come: as many as run at once and may wait for it, less those under way."""
+        return self._max_batch + self._max_waiting - self.in_flight
 
     def check_room(self, count: int) -> None:
-        """Raises the 429 for `count` more answers than may wait; also before work is spent on a request."""
+        """Raises the 429 for `count` more answers than there is room for; also before work is spent on a request."""
         if count > self.room:
             raise ApiError(429, "too many requests are waiting; try again later", code="queue_full", retry_after=1)
 
@@ -154,6 +155,7 @@ class Runtime:
             self._abort(request_id)
 
     def _on_loaded(self, engine: Engine) -> None:
+        self._max_batch = engine.config.max_batch
         if self.state == "loading":
             self.state = "ready"
         if not self._loaded.done():

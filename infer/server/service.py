@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from fastapi import Request
 from infer.config import ServerConfig
 from infer.constraint import Constraint
 from infer.engine import Engine
+from infer.grammar import Grammar
 from infer.request import SamplingParams
 from infer.server.chat_protocol import Message
 from infer.server.errors import ApiError
@@ -20,12 +21,16 @@ from infer.server.grammar_check import GrammarCheck
 from infer.server.logprobs import TokenNames
 from infer.server.metrics import Metrics
 from infer.server.middleware import tenant_of
+from infer.server.parsing import THINK
 from infer.server.protocol import GenerationRequest
 from infer.server.runtime import Runtime
 from infer.server.session import Choice, Prompt, Session
 from infer.server.structure import check_size
+from infer.server.tool_styles import STYLES, ToolStyle, style_of
 from infer.stopping import StopText
 from models.tokenizer import Tokenizer
+
+ENCODE_LIMIT_S = 30.0  # for templates that loop; they run in Jinja's sandbox, which bounds memory and not time
 
 
 class Service:
@@ -56,10 +61,18 @@ class Service:
             "memory_mb": self.config.grammar_memory_mb,
         }
         self.grammars = GrammarCheck(settings, timeout_s=self.config.grammar_timeout_s)
+        self.tool_style = self._tool_style()
+        self.thinks = self.config.reasoning_parser == "think" or (
+            self.config.reasoning_parser == "auto" and THINK in (self.tokenizer.chat_template or "")
+        )
         self.proposer, self.proposers = engine.proposer_name, tuple(engine.proposer_names)
         self.metrics.speculative = self.proposer != "none"
         # No text of more characters than this can fit the context; saves tokenising megabytes in order to refuse them.
         self.max_characters = self.context * max(map(len, self.tokenizer.backend.get_vocab()), default=1)
+
+    def _tool_style(self) -> ToolStyle | None:
+        asked = self.config.tool_parser
+        return style_of(self.tokenizer.chat_template) if asked == "auto" else STYLES.get(asked)
 
     async def close(self) -> None:
         if self.attached:
@@ -101,20 +114,30 @@ class Service:
         param: str,
         max_tokens: int | None,
         default_max_tokens: int | None,
+        structure: tuple[str, Grammar] | None,
         only_prompt: bool = False,
+        with_special: bool = False,
     ) -> Session:
-        """`encode` runs in a worker thread. `default_max_tokens=None` lets the answer fill the context."""
+        """`encode` runs in a worker thread. `default_max_tokens=None` lets the answer fill the context.
+
+        `structure`: the output's grammar and the field that asks for it. `with_special`: the text shows special tokens.
+        """
         arrival = time.monotonic()
         self.runtime.check_room(len(prompts) * (body.n or 1))
-        encoded = await asyncio.to_thread(lambda: [encode(prompt) for prompt in prompts])
+        try:
+            async with asyncio.timeout(ENCODE_LIMIT_S):
+                encoded = await asyncio.to_thread(lambda: [encode(prompt) for prompt in prompts])
+        except TimeoutError:
+            message = f"{param}: takes longer than {ENCODE_LIMIT_S:g} s to go through the template and the tokenizer"
+            raise ApiError(400, message, param=param, code="prompt_timeout") from None
         longest = max(len(prompt.ids) for prompt in encoded)
         self._check_length(longest, max_tokens, param)
         if max_tokens is None:
             room = self.context - longest
             max_tokens = room if default_max_tokens is None else min(default_max_tokens, room)
-        params = self._params(body, max_tokens, tenant_of(request))
+        params = self._params(body, max_tokens, tenant_of(request), structure and structure[1])
         assert params.seed is not None
-        constraint = await self._constraint(body)
+        constraint = await self._constraint(*structure) if structure is not None else None
         generation = self.runtime.submit([prompt.ids for prompt in encoded], params, constraint)
         answers = [prompt for prompt in encoded for _ in range(params.n)]
         return Session(
@@ -123,7 +146,7 @@ class Service:
                 Choice(
                     index,
                     prompt,
-                    StopText(self.tokenizer.stream(), params.stop),
+                    StopText(self.tokenizer.stream(with_special=with_special), params.stop),
                     min_tokens=params.min_tokens,
                     only_prompt=only_prompt,
                 )
@@ -148,12 +171,23 @@ class Service:
             raise ApiError(400, f"{param}: empty; it must hold at least one token", param=param, code="empty_prompt")
         return ids
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
         try:
-            text = self.tokenizer.render_chat([{"role": m.role, "content": m.text} for m in messages])
+            return self.tokenizer.render_chat(
+                [message.for_template() for message in messages], tools, **(options or {})
+            )
         except ValueError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template") from error
-        return self.encode(text, "messages", add_special_tokens=False)  # the template writes them itself
+
+    def special_id(self, text: str) -> int | None:
+        """Of a text that is a special token, and so no text to the model."""
+        token = self.tokenizer.backend.token_to_id(text)
+        return token if token in self.tokenizer.special_ids else None
 
     def echo(self, ids: list[int], prompt: str | list[int]) -> Prompt:
         """A prompt that is shown before its answer, as it came or decoded."""
@@ -164,19 +198,17 @@ class Service:
             length += len(stream.push([token]))
         return Prompt(ids, prompt if isinstance(prompt, str) else self.tokenizer.decode(ids), tuple(offsets))
 
-    def _params(self, body: GenerationRequest, max_tokens: int, tenant: str) -> SamplingParams:
+    def _params(self, body: GenerationRequest, max_tokens: int, tenant: str, grammar: Grammar | None) -> SamplingParams:
         try:
             params = body.sampling_params(max_tokens, self._words(body.bad_words or ()))
+            params = replace(params, grammar=grammar, cache_salt=f"{tenant}/{params.cache_salt}")
         except ValueError as error:
             name = str(error).partition("=")[0]
             raise ApiError(400, str(error), param=name, code="invalid_value") from error
-        return replace(params, cache_salt=f"{tenant}/{params.cache_salt}")
+        return params
 
-    async def _constraint(self, body: GenerationRequest) -> Constraint | None:
+    async def _constraint(self, param: str, grammar: Grammar) -> Constraint:
         """Compiled away from the event loop and from the engine, after a process of its own has found it harmless."""
-        if body.structure is None:
-            return None
-        param, grammar = body.structure
         check_size(grammar, param, max_bytes=self.config.max_grammar_bytes, max_depth=self.config.max_schema_depth)
         try:
             await self.grammars.check(grammar)

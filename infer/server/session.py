@@ -143,6 +143,7 @@ class Session:
             message = f"not finished within {self._timeout:g} s (server.request_timeout_s or the request's timeout_s)"
             raise ApiError(504, message, code="timeout") from None
         if output.error is not None:
+            self._metrics.finished("error")
             raise ApiError(400, output.error, code="grammar_failed")
         choice = self.choices[index]
         piece = choice.take(output)

@@ -14,12 +14,14 @@ from infer.server.fields import Strict
 MAX_CHOICES = 1024
 MAX_GRAMMAR_TEXT = 2**20  # of the wire; server.max_grammar_bytes is the operator's bound
 
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_TEXT)]
+
 
 class JsonSchemaFormat(Strict):
     """`strict` changes nothing: the schema is always enforced."""
 
     name: str = Field(max_length=64)
-    description: str | None = Field(None, max_length=4096)
+    description: str | None = Field(default=None, max_length=4096)
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
@@ -44,10 +46,10 @@ class ResponseFormat(Strict):
 class StructuredOutputs(Strict):
     """vLLM's; one of these."""
 
-    json_: dict[str, Any] | Annotated[str, Field(max_length=MAX_GRAMMAR_TEXT)] | None = Field(None, alias="json")
-    regex: str | None = Field(None, min_length=1, max_length=MAX_GRAMMAR_TEXT)
+    json_: dict[str, Any] | GrammarText | None = Field(default=None, alias="json")
+    regex: GrammarText | None = None
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
-    grammar_: str | None = Field(None, alias="grammar", min_length=1, max_length=MAX_GRAMMAR_TEXT)
+    grammar_: GrammarText | None = Field(default=None, alias="grammar")
     json_object: bool | None = None
 
     @model_validator(mode="after")

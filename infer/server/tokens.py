@@ -56,7 +56,8 @@ def router(service: Service) -> APIRouter:
 
         def ids() -> list[int]:
             if body.messages is not None:
-                return service.encode_chat(body.messages)
+                text = service.render_chat(body.messages)
+                return service.encode(text, "messages", add_special_tokens=False)
             special = True if body.add_special_tokens is None else body.add_special_tokens
             return service.encode(body.prompt or "", "prompt", add_special_tokens=special) if body.prompt else []
 

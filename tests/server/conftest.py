@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,23 @@ import openai
 import pytest
 
 from infer.config import EngineConfig, HeadConfig, ModelConfig, ProposerConfig, ServerConfig
+from tests.conftest import MakeTarget
 from tests.server.harness import MODEL, MakeServer, Server
+from tests.server.talking import CALL, make_talking_target, style_folder
 
 
 @pytest.fixture(scope="session")
 def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
     @contextmanager
     def make(
-        *, proposer: str = "head", engine: EngineConfig | None = None, api_key: str | None = None, **server: Any
+        *,
+        proposer: str = "head",
+        engine: EngineConfig | None = None,
+        api_keys: Sequence[str] = (),
+        target: Path | None = None,
+        **server: Any,
     ) -> Iterator[Server]:
+        """`target`: another folder than the tiny random one, without a head."""
         from infer.engine import Engine
         from infer.server.address import bind, url
         from infer.server.lifecycle import Stopping, run
@@ -29,8 +37,8 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
 
         def load() -> Engine:
             return Engine.load(
-                ModelConfig(name=MODEL, path=str(tiny_target_folder), device="cpu"),
-                HeadConfig(name="eagle3", path=str(tiny_head_folder)),
+                ModelConfig(name=MODEL, path=str(target or tiny_target_folder), device="cpu"),
+                HeadConfig(name="eagle3", path=str(tiny_head_folder)) if target is None else None,
                 engine or EngineConfig(max_batch=4),
                 ProposerConfig(name=proposer, max_draft_tokens=4),
             )
@@ -46,7 +54,7 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
 
         async def main() -> int:
             state["loop"], state["stopping"] = asyncio.get_running_loop(), Stopping()
-            return await run(service, listener, state["stopping"], api_key=api_key, on_ready=on_ready)
+            return await run(service, listener, state["stopping"], api_keys=api_keys, on_ready=on_ready)
 
         def in_thread() -> None:
             state["code"] = asyncio.run(main())
@@ -54,16 +62,19 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
         thread = threading.Thread(target=in_thread)
         thread.start()
 
+        def ask() -> None:
+            state["loop"].call_soon_threadsafe(state["stopping"].ask)
+
         def finish() -> int:
             if "code" not in state:
-                state["loop"].call_soon_threadsafe(state["stopping"].ask)
+                ask()
                 thread.join(30)
                 assert service.runtime.stop(10)
             return state["code"]
 
         assert ready.wait(60)
         try:
-            yield Server(url(listener), state["engine"], service, finish)
+            yield Server(url(listener), state["engine"], service, finish, ask)
         finally:
             finish()
 
@@ -75,6 +86,20 @@ def server(make_server: MakeServer) -> Iterator[Server]:
     """Shared, so counters are read as differences."""
     with make_server() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def talking(
+    make_target_folder: MakeTarget, make_server: MakeServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Server]]:
+    """A server for each style, over one target."""
+    base = make_talking_target(make_target_folder, tmp_path_factory.mktemp("talking"))
+    with ExitStack() as stack:
+        servers: dict[str, Server] = {}
+        for style in CALL:
+            folder = style_folder(base, style, tmp_path_factory.mktemp(style))
+            servers[style] = stack.enter_context(make_server(target=folder, proposer="ngram"))
+        yield servers
 
 
 @pytest.fixture

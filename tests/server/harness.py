@@ -20,6 +20,7 @@ class Server:
     engine: Any
     service: Any
     finish: Callable[[], int]  # drains and gives the exit code
+    ask: Callable[[], None]  # what one SIGTERM does
 
     @property
     def openai(self) -> openai.OpenAI:

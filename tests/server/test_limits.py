@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import logging
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +17,7 @@ import openai
 import pytest
 
 from infer.config import EngineConfig, ServerConfig
-from infer.server.address import bind, check_exposure, is_loopback, read_api_key
+from infer.server.address import bind, check_exposure, is_loopback, read_api_keys
 from infer.server.service import Service
 from tests.server.harness import MODEL, MakeServer, wait_until
 
@@ -34,8 +38,9 @@ def test_a_full_queue_is_a_429(make_server: MakeServer) -> None:
         assert [task.result().status_code for task in (running, *waiting)] == [200, 200, 200]
         assert server.complete(max_tokens=1).status_code == 200
         # a list of prompts is taken whole or not at all
-        assert server.complete(prompt=["a", "b", "c"], max_tokens=1).status_code == 429
-        assert server.complete(prompt=["a", "b"], max_tokens=1).status_code == 200
+        assert server.complete(prompt=["a"] * 4, max_tokens=1).status_code == 429
+        assert server.complete(prompt=["a"] * 3, max_tokens=1).status_code == 200  # one runs, two wait
+        assert server.complete(prompt=["a"] * 2, n=2, max_tokens=1).status_code == 429
 
 
 def test_a_late_answer_is_a_504_and_a_late_stream_ends_with_an_error(make_server: MakeServer) -> None:
@@ -52,21 +57,48 @@ def test_a_late_answer_is_a_504_and_a_late_stream_ends_with_an_error(make_server
         assert server.metrics()['vllm:request_success_total{finished_reason="abort"}'] == 2
 
 
-def test_every_endpoint_but_health_needs_the_key(make_server: MakeServer) -> None:
-    with make_server(api_key="s3cret") as server:
-        app_paths = ["/v1/models", f"/v1/models/{MODEL}", "/metrics", "/openapi.json", "/nowhere"]
-        for path in app_paths:
-            for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic s3cret"}):
-                answer = httpx.get(server.url + path, headers=headers)
+def test_every_endpoint_but_health_needs_a_key(make_server: MakeServer) -> None:
+    keys = ["s3cret-of-a", "s3cret-of-b"]
+    with make_server(api_keys=keys) as server:
+        described = httpx.get(f"{server.url}/openapi.json", headers={"authorization": f"Bearer {keys[0]}"}).json()
+        routes = [(method, path) for path, own in described["paths"].items() for method in own]
+        assert {"/v1/completions", "/v1/responses", "/tokenize", "/metrics", "/ready"} <= {path for _, path in routes}
+        wrong_password = base64.b64encode(b"me:wrong").decode()
+        for method, path in [*routes, ("get", "/"), ("get", "/openapi.json"), ("get", "/nowhere")]:
+            if path == "/health":
+                continue
+            path = path.replace("{model_id}", MODEL)
+            for authorization in ("", "Bearer wrong", "Bearer", "Basic s3cret-of-a", f"Basic {wrong_password}"):
+                headers = {"authorization": authorization} if authorization else {}
+                answer = httpx.request(method, server.url + path, headers=headers)
                 assert answer.status_code == 401, path
                 assert answer.json()["error"]["code"] == "invalid_api_key"
-        for path in ("/v1/completions", "/v1/chat/completions"):
-            assert server.post(path, {}).status_code == 401
+                assert answer.headers["www-authenticate"].startswith("Basic" if path == "/" else "Bearer")
         assert httpx.get(f"{server.url}/health").status_code == 200
         with pytest.raises(openai.AuthenticationError):
             server.openai.models.list()
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="s3cret", max_retries=0)
-        assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).usage is not None
+        for key in keys:
+            client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+            assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).usage is not None
+            page = httpx.get(f"{server.url}/", auth=("anybody", key))  # as a browser does it
+            assert "Headway" in page.text
+
+
+def test_tenants_share_no_cached_text(make_server: MakeServer) -> None:
+    keys = ["s3cret-of-a", "s3cret-of-b"]
+    with make_server(api_keys=keys) as server:
+
+        def cached(key: str, **fields: Any) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            body = {"model": MODEL, "prompt": "prefix " * 20, "max_tokens": 8, "ignore_eos": True, **fields}
+            usage = server.post("/v1/completions", body, headers=headers).json()["usage"]
+            return usage["prompt_tokens_details"]["cached_tokens"]
+
+        assert cached(keys[0]) == 0
+        assert cached(keys[0]) > 0
+        assert cached(keys[1]) == 0
+        # a salt cannot be chosen so as to reach another tenant's text
+        assert cached(keys[1], cache_salt=hashlib.sha256(keys[0].encode()).hexdigest() + "/") == 0
 
 
 def test_a_large_body_is_refused_before_it_is_read(make_server: MakeServer) -> None:
@@ -112,6 +144,38 @@ def test_what_does_not_finish_in_the_drain_ends_with_an_error(make_server: MakeS
         assert waiting.result().status_code == 503
         assert ending.result() == 0
         assert not server.engine.has_work
+
+
+def test_a_second_signal_ends_the_drain(make_server: MakeServer) -> None:
+    with make_server(drain_s=60) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.complete, **LONG)
+        wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1)
+        server.ask()
+        wait_until(lambda: server.service.runtime.state == "draining")
+        assert not running.done()
+        began = time.monotonic()
+        assert server.finish() == 0
+        assert time.monotonic() - began < 10
+        assert (running.result().status_code, running.result().json()["error"]["code"]) == (503, "draining")
+
+
+def test_a_prompt_that_takes_too_long_to_read(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that loops, in effect."""
+    from infer.server import service
+
+    with make_server() as server:
+        monkeypatch.setattr(service, "ENCODE_LIMIT_S", 0.05)
+        slow, late = threading.Event(), server.service.tokenizer.render_chat
+
+        def render(*args: Any, **options: Any) -> str:
+            slow.wait(1)
+            return late(*args, **options)
+
+        server.service.tokenizer.render_chat = render
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
+        answer = server.post("/v1/chat/completions", body)
+        slow.set()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "prompt_timeout")
 
 
 def test_a_dead_engine_is_reported_everywhere(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -172,7 +236,7 @@ def test_503_while_loading() -> None:
 
     async def main() -> None:
         serving = asyncio.ensure_future(
-            run(service, listener, Stopping(), api_key=None, on_ready=lambda engine: pytest.fail("nothing loaded"))
+            run(service, listener, Stopping(), api_keys=(), on_ready=lambda engine: pytest.fail("nothing loaded"))
         )
         async with httpx.AsyncClient(base_url=url(listener)) as client:
             health = await client.get("/health")
@@ -189,20 +253,32 @@ def test_503_while_loading() -> None:
 def test_only_loopback_without_a_key() -> None:
     for host in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
         assert is_loopback(host)
-        check_exposure(ServerConfig(host=host), None)
+        check_exposure(ServerConfig(host=host), ())
     for host in ("0.0.0.0", "::", "192.168.0.5", "example.org"):
         with pytest.raises(ValueError, match=r"server.host=.*HEADWAY_API_KEY.*server.insecure=true"):
-            check_exposure(ServerConfig(host=host), None)
-        check_exposure(ServerConfig(host=host), "key")
-        check_exposure(ServerConfig(host=host, insecure=True), None)
+            check_exposure(ServerConfig(host=host), ())
+        check_exposure(ServerConfig(host=host), ["key"])
+        check_exposure(ServerConfig(host=host, insecure=True), ())
 
 
-def test_an_empty_key_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEADWAY_API_KEY", " ")
-    with pytest.raises(ValueError, match="HEADWAY_API_KEY"):
-        read_api_key()
-    monkeypatch.delenv("HEADWAY_API_KEY")
-    assert read_api_key() is None
+def test_where_keys_come_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    both = ServerConfig(api_keys_file=str(file))
+    monkeypatch.delenv("HEADWAY_API_KEY", raising=False)
+    assert read_api_keys(ServerConfig()) == ()
+    with pytest.raises(ValueError, match="api_keys_file=.*cannot be read"):
+        read_api_keys(both)
+    file.write_text("# of the team\n\n")
+    with pytest.raises(ValueError, match="holds no key"):
+        read_api_keys(both)
+    file.write_text("# of the team\nkey-of-anna\n  key-of-ben \nkey-of-anna\n")
+    assert read_api_keys(both) == ("key-of-anna", "key-of-ben")
+    monkeypatch.setenv("HEADWAY_API_KEY", "key-of-mine")
+    assert read_api_keys(both) == ("key-of-mine", "key-of-anna", "key-of-ben")
+    for bad, message in ((" ", "HEADWAY_API_KEY"), ("short", "API key 1: must have at least 8")):
+        monkeypatch.setenv("HEADWAY_API_KEY", bad)
+        with pytest.raises(ValueError, match=message):
+            read_api_keys(ServerConfig())
 
 
 def test_an_address_that_cannot_be_had() -> None:

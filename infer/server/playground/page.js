@@ -1,0 +1,191 @@
+
+"use strict";
+const $ = (id) => document.getElementById(id);
+const numbers = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens"];
+let model = null, abort = null;
+
+async function start() {
+  try {
+    const cards = await get("/v1/models");
+    model = cards.data[0];
+    const info = await get("/tokenizer_info");
+    $("model").textContent = `${model.id}, context ${model.max_model_len} tokens, proposer ${model.proposer}`;
+    for (const name of model.proposers) {
+      const label = name === model.proposer ? `${name} (the server's)` : name;
+      $("proposer").append(new Option(label, name, name === model.proposer, name === model.proposer));
+    }
+    if (!info.chat_template) setMode("completion");
+  } catch (error) {
+    $("model").textContent = "no answer from the server";
+    say(error.message);
+  }
+  showMode();
+}
+
+async function get(path) {
+  const answer = await fetch(path);
+  const body = await answer.json();
+  if (!answer.ok) throw new Error(body.error.message);
+  return body;
+}
+
+const mode = () => document.querySelector("input[name=mode]:checked").value;
+const setMode = (value) => { document.querySelector(`input[name=mode][value=${value}]`).checked = true; };
+const showMode = () => { $("system-field").hidden = mode() !== "chat"; };
+const say = (text) => { $("status").textContent = text; };
+
+function requestBody(seed, speculative) {
+  const body = { model: model.id, stream: true, stream_options: { include_usage: true }, seed };
+  for (const name of numbers) if ($(name).value !== "") body[name] = Number($(name).value);
+  if ($("stop").value) body.stop = [$("stop").value];
+  body.speculative = { detail: true, ...speculative };
+  if (mode() === "completion") return { ...body, prompt: $("prompt").value };
+  const system = $("system").value ? [{ role: "system", content: $("system").value }] : [];
+  return { ...body, messages: [...system, { role: "user", content: $("prompt").value }] };
+}
+
+function chosenDrafts() {
+  const drafts = { proposer: $("proposer").value || null };
+  if ($("max_draft_tokens").value) drafts.max_draft_tokens = Number($("max_draft_tokens").value);
+  return drafts;
+}
+
+async function generate() {
+  if (!model || abort) return;
+  const seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 32) : Number($("seed").value);
+  const drafts = chosenDrafts();
+  const plans = [[`Speculation: ${drafts.proposer}`, drafts]];
+  if ($("compare").checked) plans.unshift(["Speculation off", { enabled: false }]);
+  abort = new AbortController();
+  $("run").disabled = true;
+  $("cancel").disabled = false;
+  $("runs").replaceChildren();
+  const runs = plans.map(([title]) => new Run(title));
+  try {
+    for (const [index, [title, speculative]] of plans.entries()) {
+      say(`${title}: generating with seed ${seed}`);
+      await runs[index].read(requestBody(seed, speculative), abort.signal);
+    }
+    say(summary(runs, seed));
+  } catch (error) {
+    say(error.name === "AbortError" ? "stopped" : error.message);
+  }
+  abort = null;
+  $("run").disabled = false;
+  $("cancel").disabled = true;
+}
+
+function summary(runs, seed) {
+  const last = runs.at(-1);
+  const one = `${last.tokens} tokens in ${last.seconds.toFixed(2)} s, seed ${seed}`;
+  if (runs.length === 1) return `done: ${one}`;
+  const same = runs[0].pre.textContent === last.pre.textContent ? "the same text" : "DIFFERENT TEXTS";
+  return `done: ${same}, ${(runs[0].seconds / last.seconds).toFixed(2)} times as fast with speculation; ${one}`;
+}
+
+class Run {
+  constructor(title) {
+    this.view = $("run-template").content.firstElementChild.cloneNode(true);
+    this.view.querySelector("h2").textContent = title;
+    this.pre = this.view.querySelector(".text");
+    $("runs").append(this.view);
+    this.tokens = 0; this.seconds = 0; this.verifies = 0; this.verified = 0; this.firstAt = null;
+    this.reached = []; // verifies that accepted a draft at this depth, or deeper
+    this.speeds = [];
+  }
+
+  async read(body, signal) {
+    const path = body.messages ? "/v1/chat/completions" : "/v1/completions";
+    this.began = performance.now();
+    const headers = { "content-type": "application/json" };
+    const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+    if (!answer.ok) throw new Error((await answer.json()).error.message);
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    let rest = "";
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) break;
+      const events = (rest + value).split("\n\n");
+      rest = events.pop();
+      for (const event of events) this.take(event.replace(/^data: /, ""));
+      this.show();
+    }
+  }
+
+  take(data) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Error(chunk.error.message);
+    const tokens = chunk.choices[0]?.tokens ?? [];
+    if (!tokens.length) return;
+    if (this.tokens) { // the first comes from the prompt, which verifies nothing
+      this.verifies += 1;
+      this.verified += tokens.length;
+      const deepest = Math.max(...tokens.map((token) => token.accepted_depth));
+      for (let depth = 0; depth < deepest; depth++) this.reached[depth] = (this.reached[depth] ?? 0) + 1;
+    }
+    for (const token of tokens) {
+      const span = document.createElement("span");
+      span.className = `token d${Math.min(token.accepted_depth, 6)}`;
+      span.textContent = token.text;
+      this.pre.append(span);
+    }
+    this.tokens += tokens.length;
+    this.seconds = (performance.now() - this.began) / 1000;
+    this.firstAt ??= this.seconds;
+    if (this.seconds > this.firstAt + 0.1) this.speeds.push((this.tokens - 1) / (this.seconds - this.firstAt));
+  }
+
+  show() {
+    const set = (name, text) => { this.view.querySelector(`[data-is=${name}]`).textContent = text; };
+    set("tau", this.verifies ? (this.verified / this.verifies).toFixed(2) : "–");
+    set("speed", this.speeds.length ? this.speeds.at(-1).toFixed(1) : "–");
+    set("tokens", this.tokens);
+    set("clock", this.seconds.toFixed(2));
+    set("first", this.firstAt === null ? "–" : `${this.firstAt.toFixed(2)} s`);
+    this.pre.scrollTop = this.pre.scrollHeight;
+    bars(this.view.querySelector(".bars"), this.reached.map((count) => count / this.verifies));
+    line(this.view.querySelector(".line"), this.speeds);
+  }
+}
+
+function draw(parent, name, attributes, text) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  if (text !== undefined) node.textContent = text;
+  parent.append(node);
+}
+
+function bars(svg, shares) {
+  svg.replaceChildren();
+  draw(svg, "line", { class: "axis", x1: 0, x2: 240, y1: 74, y2: 74 });
+  const width = 240 / Math.max(shares.length, 4);
+  shares.forEach((share, index) => {
+    const height = 60 * share, x = index * width;
+    draw(svg, "rect", { x: x + 4, y: 74 - height, width: width - 8, height, rx: 2 });
+    draw(svg, "text", { x: x + width / 2, y: 86, "text-anchor": "middle" }, index + 1);
+    draw(svg, "text", { x: x + width / 2, y: 71 - height, "text-anchor": "middle" }, `${Math.round(100 * share)}%`);
+  });
+  const words = shares.map((share, index) => `${index + 1}: ${Math.round(100 * share)}%`).join(", ");
+  svg.setAttribute("aria-label", words || "no draft was accepted");
+}
+
+function line(svg, speeds) {
+  svg.replaceChildren();
+  draw(svg, "line", { class: "axis", x1: 0, x2: 240, y1: 80, y2: 80 });
+  if (speeds.length < 2) return;
+  const most = Math.max(...speeds);
+  const place = (speed, index) => `${(240 * index) / (speeds.length - 1)},${80 - (68 * speed) / most}`;
+  draw(svg, "polyline", { points: speeds.map(place).join(" ") });
+  draw(svg, "text", { x: 0, y: 9 }, most.toFixed(0));
+  svg.setAttribute("aria-label", `now ${speeds.at(-1).toFixed(1)}, at most ${most.toFixed(1)}`);
+}
+
+$("form").addEventListener("submit", (event) => { event.preventDefault(); generate(); });
+$("form").addEventListener("change", showMode);
+$("cancel").addEventListener("click", () => abort?.abort());
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("form").requestSubmit();
+  if (event.key === "Escape") abort?.abort();
+});
+start();

@@ -1,0 +1,184 @@
+"""Keeps a server busy with random requests and looks for what must never be: 5xx, torn streams, pages that leak.
+
+    python scripts/soak_server.py http://127.0.0.1:8000 --minutes 20
+
+Completions, chats and responses; whole and streamed, hung up in the middle, with stops, grammars, several answers and
+mistakes. Ends with a card and one JSON line; exit code 1 if anything was wrong. An API key comes from HEADWAY_API_KEY.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
+import argparse
+import asyncio
+import ipaddress
+import json
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+WORDS = ["def", "return", "import", "class", "for", "while", "x", "y", "(", ")", ":", "=", "1", "2", "é", "日", "\n"]
+STRUCTURES: list[dict[str, Any]] = [
+    {"choice": ["yes", "no", "perhaps"]},
+    {"regex": "[a-f0-9]{4,12}"},
+    {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+    {"json_object": True},
+]
+MISTAKES: list[dict[str, Any]] = [  # of every endpoint
+    {"temperature": -1},
+    {"top_p": 2},
+    {"seed": -1},
+    {"colour": "red"},
+    {"structured_outputs": {"regex": "("}},
+    {"speculative": {"proposer": "oracle"}},
+]
+ENDS = ("data: [DONE]", "response.completed", "response.incomplete", '"code":"grammar_failed"')
+IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+REFUSALS = (429, 503)
+
+
+@dataclass
+class Report:
+    statuses: Counter[int] = field(default_factory=Counter)
+    hung_up: int = 0
+    problems: list[str] = field(default_factory=list)
+    tokens: float = 0.0
+
+
+def request(random_: random.Random, model: str) -> tuple[str, dict[str, Any], bool]:
+    """A path, a body, and whether it is a mistake."""
+    text = " ".join(random_.choices(WORDS, k=random_.randint(1, 60)))
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": random_.choice((1, 4, 16, 64)),
+        "temperature": random_.choice((0, 0.7, 1.5)),
+        "stream": random_.random() < 0.5,
+    }
+    options: list[dict[str, Any]] = [
+        {"stop": random_.sample(["e", "\n", "return", "1"], 2)},
+        {"top_k": 5, "top_p": 0.9},
+        {"presence_penalty": 1.0, "repetition_penalty": 1.2},
+        {"n": 3},
+        {"logprobs": True, "top_logprobs": 2},
+        {"structured_outputs": random_.choice(STRUCTURES)},
+        {"speculative": {"enabled": False}},
+        {"priority": random_.randint(-2, 2)},
+        {},
+    ]
+    body |= random_.choice(options)
+    wrong = random_.random() < 0.1
+    if wrong:
+        body |= random_.choice(MISTAKES)
+    kind = random_.choice(("completions", "chat/completions", "responses"))
+    if kind == "chat/completions":
+        return f"/v1/{kind}", body | {"messages": [{"role": "user", "content": text}]}, wrong
+    if kind == "completions":
+        if body.pop("top_logprobs", None):
+            body["logprobs"] = 2
+        return f"/v1/{kind}", body | {"prompt": text}, wrong
+    for other in ("n", "stop", "logprobs"):
+        body.pop(other, None)
+    body["max_output_tokens"] = body.pop("max_tokens")
+    return f"/v1/{kind}", body | {"input": text}, wrong
+
+
+async def send(client: httpx.AsyncClient, random_: random.Random, model: str, report: Report) -> None:
+    path, body, wrong = request(random_, model)
+    patience = random_.choice((1, 3, None, None, None)) if body["stream"] else None
+    async with client.stream("POST", path, json=body) as answer:
+        report.statuses[answer.status_code] += 1
+        if answer.status_code == 200 and patience is not None:
+            pieces = answer.aiter_text()
+            for _ in range(patience):
+                if await anext(pieces, None) is None:
+                    return
+            report.hung_up += 1
+            return
+        text = (await answer.aread()).decode()
+    status = answer.status_code
+    if status >= 500 and status not in REFUSALS:
+        report.problems.append(f"{path}: {status}: {text[:200]}")
+    elif status == 200 and wrong:
+        report.problems.append(f"{path}: took {body}")
+    elif status in REFUSALS:
+        if "retry-after" not in answer.headers:
+            report.problems.append(f"{status} without Retry-After")
+        await asyncio.sleep(random_.random() / 10)
+    elif status != 200:
+        if set(json.loads(text)) != {"error"}:
+            report.problems.append(f"{path}: {status} not in OpenAI's shape: {text[:200]}")
+    elif body["stream"] and not any(end in text for end in ENDS):
+        report.problems.append(f"{path}: a stream that does not end: {text[-200:]}")
+
+
+async def soak(url: str, *, seconds: float, clients: int, seed: int = 0, key: str | None = None) -> Report:
+    """Ends by itself after `seconds` and what is then under way."""
+    report, end = Report(), time.monotonic() + seconds
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120) as client:
+        model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+
+        async def run(number: int) -> None:
+            random_ = random.Random(seed * 1000 + number)
+            while time.monotonic() < end:
+                try:
+                    await send(client, random_, model, report)
+                except httpx.HTTPError as error:
+                    report.problems.append(f"connection: {error!r}")
+                    await asyncio.sleep(0.2)
+
+        await asyncio.gather(*(run(number) for number in range(clients)))
+        await settle(client, report)
+    return report
+
+
+async def settle(client: httpx.AsyncClient, report: Report) -> None:
+    """Once nobody asks, nothing may be left running, waiting or held."""
+    for _ in range(100):
+        samples = {}
+        for line in (await client.get("/metrics")).text.splitlines():
+            if not line.startswith("#"):
+                name, value = line.rsplit(" ", 1)
+                samples[name.partition("{")[0]] = float(value)
+        report.tokens = samples["headway_generation_tokens_total"]
+        left = {name: samples[f"headway_{name}"] for name in IDLE}
+        if not any(left.values()):
+            return
+        await asyncio.sleep(0.1)
+    report.problems.append(f"left over: {left}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url")
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    host = urlsplit(arguments.url).hostname or ""
+    if host != "localhost" and not ipaddress.ip_address(host).is_loopback:
+        parser.error(f"{arguments.url}: only a server on this machine, by its loopback address")
+    key = os.environ.get("HEADWAY_API_KEY")
+    seconds = 60 * arguments.minutes
+    report = asyncio.run(soak(arguments.url, seconds=seconds, clients=arguments.clients, seed=arguments.seed, key=key))
+    print(f"answers {dict(sorted(report.statuses.items()))}, hung up {report.hung_up}, tokens {report.tokens:.0f}")
+    for problem in report.problems[:20]:
+        print(f"  {problem}")
+    document = {"statuses": report.statuses, "hung_up": report.hung_up, "problems": len(report.problems)}
+    print(json.dumps(document | {"tokens": report.tokens, "seconds": seconds}))
+    return int(bool(report.problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Schemathesis over the server's own OpenAPI description: whatever comes, never a 500 and never a hang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.server.harness import MakeServer, wait_until
+
+EXPECTED = {200, 400, 404, 405, 413, 429, 503, 504}  # 504: an answer may be as long as the context
+
+
+def test_no_500_and_no_hang(make_server: MakeServer) -> None:
+    with make_server(request_timeout_s=0.3) as server:
+        schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+        operations = [result.ok() for result in schema.get_all_operations()]
+        assert len(operations) >= 12
+        for operation in operations:
+            try_out(operation)
+        wait_until(lambda: not server.engine.has_work)
+        assert server.complete(max_tokens=1).status_code == 200
+
+
+def try_out(operation: Any) -> None:
+    @settings(
+        max_examples=15,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy())
+    def send(case: Any) -> None:
+        answer = case.call(timeout=20)
+        assert answer.status_code in EXPECTED, answer.text
+        if answer.status_code >= 400 and case.path not in ("/health", "/ready"):
+            assert set(answer.json()) == {"error"}
+
+    send()

@@ -1,0 +1,72 @@
+"""More than the server can take: refusals are 429, what is taken is answered whole, and nothing is left afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+
+from infer.config import EngineConfig
+from scripts.soak_server import soak
+from tests.server.harness import MODEL, MakeServer, Server, wait_until
+
+TOKENS = 24
+
+
+def resident_mb() -> float:
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def load(server: Server, clients: int, each: int) -> tuple[Counter[int], float]:
+    """Statuses, and tokens per second over all clients."""
+    statuses: Counter[int] = Counter()
+
+    async def run(client: httpx.AsyncClient, number: int) -> None:
+        for turn in range(each):
+            body = {"model": MODEL, "prompt": [[1 + number, 1 + turn]], "max_tokens": TOKENS, "ignore_eos": True}
+            answer = await client.post("/v1/completions", json=body)
+            statuses[answer.status_code] += 1
+            if answer.status_code == 200:
+                assert answer.json()["usage"]["completion_tokens"] == TOKENS
+            else:
+                assert int(answer.headers["retry-after"]) >= 1
+                await asyncio.sleep(0.02)
+
+    async def main() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            await asyncio.gather(*(run(client, number) for number in range(clients)))
+
+    began = time.monotonic()
+    asyncio.run(main())
+    return statuses, statuses[200] * TOKENS / (time.monotonic() - began)
+
+
+def test_three_times_as_many_as_fit(make_server: MakeServer) -> None:
+    with make_server(engine=EngineConfig(max_batch=4), max_waiting=4) as server:
+        load(server, 8, 3)  # everything has been touched once
+        before = resident_mb()
+        statuses, fitting = load(server, 8, 8)
+        assert set(statuses) == {200}
+        statuses, beyond = load(server, 24, 16)
+        assert set(statuses) == {200, 429}
+        assert beyond > fitting / 3  # loose: the clients share these cores
+        wait_until(lambda: server.metrics()["headway_kv_cache_usage_perc"] == 0)
+        assert resident_mb() - before < 60
+
+
+def test_a_short_soak(make_server: MakeServer) -> None:
+    """`scripts/soak_server.py` goes on for twenty minutes."""
+    with make_server(engine=EngineConfig(max_batch=4), max_waiting=8) as server:
+        report = asyncio.run(soak(server.url, seconds=5, clients=10, seed=1))
+        assert report.problems == []
+        assert report.statuses[200] > 20
+        assert report.statuses[400] > 0
+        assert report.hung_up > 0
+        wait_until(lambda: not server.engine.has_work)
+        server.engine._pool.invariants([])

@@ -1,0 +1,99 @@
+"""The page at `/`, in Chromium with a real server: what a person sees and does there."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from infer.server.playground import page as the_page
+from tests.server.harness import Server
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+def test_it_needs_nothing_from_elsewhere(server: Server) -> None:
+    answer = httpx.get(f"{server.url}/")
+    assert answer.headers["content-type"].startswith("text/html")
+    assert answer.text == the_page().html
+    addresses = set(re.findall(r"https?://[^\s\"'`]+", answer.text)) - {"http://www.w3.org/2000/svg"}  # a name
+    assert addresses == set()
+    assert not re.search(r"<(?:script|img|iframe)[^>]* src=|<link[^>]*stylesheet|@import|innerHTML|eval\(", answer.text)
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
+    assert "unsafe" not in policy
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    assert CHROMIUM, "no Chromium: apt-get install chromium"
+    with sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.mark.parametrize("size", [(1280, 900), (390, 844)], ids=["desktop", "phone"])
+def test_speculation_on_and_off_side_by_side(server: Server, browser: Browser, size: tuple[int, int]) -> None:
+    """By keyboard alone: the same text twice, drafts tinted, counters that fit the server's own."""
+    problems: list[str] = []
+    page = open_page(server, browser, size, problems)
+    page.focus("#prompt")
+    page.keyboard.press("Control+a")
+    page.keyboard.type("x = 1 " * 8)
+    for field, value in (("temperature", "0"), ("max_tokens", "60"), ("seed", "7")):
+        page.fill(f"#{field}", value)
+    page.focus("#compare")
+    page.keyboard.press("Space")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator("#status")).to_contain_text("done: the same text", timeout=30_000)
+    off, on = page.locator(".run").all()
+    texts = [run.locator(".text").text_content() for run in (off, on)]
+    assert texts[0] == texts[1]
+    assert texts[0]
+    assert off.locator(".d1").count() == 0
+    assert on.locator(".d1").count() > 0
+    assert off.locator("[data-is=tau]").text_content() == "1.00"
+    assert float(on.locator("[data-is=tau]").text_content() or 0) > 1
+    assert re.match(r"1: \d+%", on.locator(".bars").get_attribute("aria-label") or "")
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= size[0]
+    assert problems == []
+    page.close()
+
+
+def test_every_control_has_a_name(server: Server, browser: Browser) -> None:
+    page = open_page(server, browser, (1280, 900), [])
+    named = "controls => controls.filter(c => !c.labels?.length && !c.textContent.trim()).map(c => c.id)"
+    assert page.eval_on_selector_all("input, select, textarea, button", named) == []
+    assert page.locator("#status").get_attribute("aria-live") == "polite"
+    page.close()
+
+
+def test_a_completion_can_be_stopped_and_a_mistake_is_shown(server: Server, browser: Browser) -> None:
+    page = open_page(server, browser, (1280, 900), [])
+    page.check("input[value=completion]")
+    expect(page.locator("#system-field")).to_be_hidden()
+    page.fill("#max_tokens", "480")
+    page.fill("#temperature", "2")
+    page.click("#run")
+    expect(page.locator("#cancel")).to_be_enabled()
+    page.keyboard.press("Escape")
+    expect(page.locator("#status")).to_have_text(re.compile("stopped|done"))
+    page.fill("#max_tokens", "100000")
+    page.click("#run")
+    expect(page.locator("#status")).to_contain_text("prompt and answer together")
+    page.close()
+
+
+def open_page(server: Server, browser: Browser, size: tuple[int, int], problems: list[str]) -> Page:
+    page = browser.new_page(viewport={"width": size[0], "height": size[1]})
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(server.url)
+    expect(page.locator("#model")).to_contain_text("proposer head")
+    return page

@@ -1,0 +1,97 @@
+"""Rules that can be read off the sources: bounded lists, no outgoing request, no client's regular expression."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from infer.cli import compose
+from infer.config import ServeConfig
+from infer.server.chat_protocol import ChatRequest
+from infer.server.protocol import CompletionRequest
+from infer.server.responses_protocol import ResponsesRequest
+from infer.server.tokens import DetokenizeRequest, TokenizeRequest
+from tests.server.harness import Server
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "infer" / "server").rglob("*.py"))
+DEPLOY = ROOT / "scripts" / "deploy"
+
+
+def unbounded(schema: Any, place: str = "") -> list[str]:
+    """Arrays without maxItems and maps of free keys without maxProperties; a client's own JSON schema is free."""
+    found = []
+    if isinstance(schema, dict):
+        if schema.get("type") == "array" and "maxItems" not in schema:
+            found.append(place)
+        if isinstance(schema.get("additionalProperties"), dict) and "maxProperties" not in schema:
+            found.append(place)
+        schema = list(schema.items())
+    if isinstance(schema, list):
+        for index, item in enumerate(schema):
+            name, inner = item if isinstance(item, tuple) else (index, item)
+            found += unbounded(inner, f"{place}/{name}")
+    return found
+
+
+def test_every_list_of_the_wire_is_bounded() -> None:
+    for kind in (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest):
+        assert unbounded(kind.model_json_schema()) == [], kind
+
+
+def calls(tree: ast.AST) -> list[ast.Call]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def test_no_client_s_regular_expression_is_compiled() -> None:
+    for path in SOURCES:
+        for call in calls(ast.parse(path.read_text())):
+            if ast.unparse(call.func).startswith("re."):
+                assert isinstance(call.args[0], ast.Constant), f"{path}: {ast.unparse(call)}"
+
+
+def test_the_server_asks_nobody() -> None:
+    """No HTTP client; one process is started, one address bound."""
+    clients = {"httpx", "requests", "urllib", "aiohttp", "http", "socketserver", "ftplib", "huggingface_hub"}
+    binds, processes = [], []
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        assert not {name.split(".")[0] for name in names} & clients, path
+        for call in calls(tree):
+            function = ast.unparse(call.func)
+            binds += [path.name] * function.endswith(".bind")
+            processes += [path.name] * ("subprocess" in function)
+    assert binds == ["address.py"]
+    assert processes == ["grammar_check.py"]
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are(server: Server) -> None:
+    dashboard = json.loads((DEPLOY / "grafana.json").read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"headway_\w+", target["expr"])
+    }
+    server.complete(max_tokens=10, ignore_eos=True)
+    there = {name.partition("{")[0] for name in server.metrics()}
+    assert len(asked) > 12
+    assert asked <= there
+
+
+def test_the_manifest_probes_what_is_there(server: Server) -> None:
+    deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/health", "port": "http"}
+    (drain,) = (arg for arg in container["args"] if arg.startswith("server.drain_s="))
+    assert deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > float(drain.split("=")[1]) + 10
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
+    assert compose("serve", ServeConfig, container["args"]).server.api_keys_file == "/keys/keys"

@@ -1,0 +1,162 @@
+"""Tool calls and reasoning over HTTP: left to a model that knows how, and forced upon one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from tests.server.harness import MODEL, Server
+from tests.server.talking import ASKED
+from tests.server.test_wire import read_events
+
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": [1, 2]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+ADD: dict[str, Any] = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": PARAMETERS}}
+NOW: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "now", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
+}
+MESSAGES: list[Any] = [{"role": "user", "content": ASKED}]
+WANTED = [("add", {"a": 1, "b": 2}), ("add", {"a": 3})]
+STYLES = ("hermes", "llama3", "mistral")
+
+
+def chat(server: Server, **fields: Any) -> Any:
+    body = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 150, "tools": [ADD], **fields}
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    return read_events(answer.text) if fields.get("stream") else answer.json()
+
+
+def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    calls = message.get("tool_calls", [])
+    return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_model_calls_by_itself(talking: dict[str, Server], style: str) -> None:
+    answer = chat(talking[style])
+    (choice,) = answer["choices"]
+    assert calls_of(choice["message"]) == WANTED, choice
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] == ("I add.\n" if style == "hermes" else None)
+    ids = [call["id"] for call in choice["message"]["tool_calls"]]
+    assert len(set(ids)) == 2
+    if style == "mistral":
+        assert all(len(own) == 9 and own.isalnum() for own in ids)
+    # the text says calls again, so lookup drafts several tokens per step: they must not tear a call
+    assert answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
+    plain = chat(talking[style], speculative={"enabled": False})
+    assert calls_of(plain["choices"][0]["message"]) == WANTED
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_streamed_calls_are_the_calls(talking: dict[str, Server], style: str) -> None:
+    deltas = [event["choices"][0]["delta"] for event in chat(talking[style], stream=True)]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["index"] for call in calls] == [0, 1]
+    assert calls_of({"tool_calls": calls}) == WANTED
+    assert "".join(delta.get("content", "") for delta in deltas) == ("I add.\n" if style == "hermes" else "")
+    reasons = [event["choices"][0]["finish_reason"] for event in chat(talking[style], stream=True)]
+    assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
+
+
+def test_openai_s_client_and_a_second_turn(talking: dict[str, Server]) -> None:
+    client = talking["hermes"].openai
+    first = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[ADD], temperature=0)  # type: ignore[list-item]
+    message = first.choices[0].message
+    assert message.tool_calls
+    results: list[Any] = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in message.tool_calls]
+    turn: list[Any] = [*MESSAGES, message.model_dump(exclude_none=True), *results]
+    again = client.chat.completions.create(model=MODEL, messages=turn, tools=[ADD], max_tokens=3)  # type: ignore[list-item]
+    assert again.usage is not None
+    with client.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=[ADD], temperature=0) as stream:  # type: ignore[list-item]
+        final = stream.get_final_completion()
+    assert [call.function.name for call in final.choices[0].message.tool_calls or ()] == ["add", "add"]
+
+
+@pytest.mark.parametrize(
+    ("style", "stream"), [("hermes", False), ("hermes", True), ("llama3", False), ("mistral", True)]
+)
+def test_a_call_can_be_required(talking: dict[str, Server], style: str, stream: bool) -> None:
+    """At a temperature at which this model has no idea."""
+    fields: dict[str, Any] = {"tools": [NOW, ADD], "temperature": 2.0, "seed": 4, "max_tokens": 200, "stream": stream}
+    named = {"type": "function", "function": {"name": "add"}}
+    for choice, most in (("required", 8), (named, 8), (named, 1)):
+        asked = fields | {"tool_choice": choice, "parallel_tool_calls": most > 1}
+        answer = chat(talking[style], **asked)
+        if stream:
+            deltas = [event["choices"][0] for event in answer]
+            reason = deltas[-1]["finish_reason"]
+            message = {"tool_calls": [call for delta in deltas for call in delta["delta"].get("tool_calls", [])]}
+            assert not any(delta["delta"].get("content") for delta in deltas)
+        else:
+            message, reason = answer["choices"][0]["message"], answer["choices"][0]["finish_reason"]
+            assert message["content"] is None or reason == "length"
+        calls = calls_of(message)
+        if reason == "tool_calls":
+            assert 1 <= len(calls) <= most
+        for name, arguments in calls:
+            assert name == "add" if choice is named else name in ("add", "now")
+            jsonschema.validate(arguments, {"add": ADD, "now": NOW}[name]["function"]["parameters"])
+        off = chat(talking[style], **asked, speculative={"enabled": False})
+        if not stream:
+            assert calls_of(off["choices"][0]["message"]) == calls
+
+
+def test_none_calls_nothing(talking: dict[str, Server]) -> None:
+    choice = chat(talking["hermes"], tool_choice="none")["choices"][0]
+    assert "tool_calls" not in choice["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_set_apart(talking: dict[str, Server], stream: bool) -> None:
+    def parts(**fields: Any) -> tuple[str, str]:
+        answer = chat(talking["think"], tools=None, stream=stream, **fields)
+        if stream:
+            found = [event["choices"][0]["delta"] for event in answer]
+        else:
+            found = [answer["choices"][0]["message"]]
+        return tuple("".join(part.get(name) or "" for part in found) for name in ("reasoning_content", "content"))  # type: ignore[return-value]
+
+    assert parts() == ("\n1 and 2 is 3\n", "It is 3.")
+    assert parts(include_reasoning=False) == ("", "It is 3.")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "web"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [ADD, ADD]}, "tools"),
+        ({"tools": [ADD] * 200}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "rm"}}}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": [ADD], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
+        ({"messages": [*MESSAGES, {"role": "tool", "content": "3"}]}, "messages.1.tool_call_id"),
+        (
+            {"tools": [ADD | {"function": {"name": "x", "parameters": {"type": "wibble"}}}], "tool_choice": "required"},
+            "tools",
+        ),
+    ],
+)
+def test_what_cannot_be_is_a_400(talking: dict[str, Server], fields: dict[str, Any], param: str) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 5, **fields}
+    answer = talking["hermes"].post("/v1/chat/completions", body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"].startswith(param)
+
+
+def test_a_model_without_tools_says_so(server: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="no tools"):
+        server.openai.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[ADD])  # type: ignore[list-item]
