@@ -179,7 +179,7 @@ class Service:
     ) -> str:
         try:
             return self.tokenizer.render_chat(
-                [message.for_template() for message in messages], tools, **(options or {})
+                [message.for_template() for message in messages], tools=tools, **(options or {})
             )
         except ValueError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template") from error
