@@ -21,6 +21,13 @@ def sizes(device: torch.device) -> tuple[int, int, int, int, int]:
     return (4096, 14336, 32, 8, 128) if device.type == "cuda" else (64, 96, 4, 2, 16)
 
 
+def mlp_case(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """x, delta, weight of a norm, gate and up."""
+    hidden, inner, *_ = sizes(device)
+    shapes = (rows, hidden), (rows, hidden), (hidden,), (rows, 2 * inner)
+    return tuple(torch.randn(*shape, device=device).to(dtype) for shape in shapes)
+
+
 def attention_case(
     rows: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, QKNorm, Tensor]:
