@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.attention import PagedAttention, plan_attention
+from kernels.attention import PagedAttention, ProjectedAttention, plan_attention
+from kernels.move import move_slots
+from kernels.rotary import QKNorm
 from kernels.rows import AttentionRows
 
 
@@ -52,7 +54,7 @@ class KVLayers:
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Slots `source` `[M]` to slots `destination` in the target's layers; the two may overlap."""
         for stack in self._tree_stacks:
-            stack[:, :, :, destination] = stack[:, :, :, source]  # the right side is read whole before it is written
+            move_slots(stack, source, destination)
 
     def copy(self, source: int, destination: int, count: int) -> None:
         """`count` slots from `source` on to those from `destination` on, in every layer; they do not overlap."""
@@ -64,7 +66,8 @@ class KVLayers:
     ) -> PooledAttention:
         """The attention seam over these rows; `first_layer` is where the model's layers begin."""
         plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, self.caches[first_layer].dtype)
-        return PooledAttention(self.caches, first_layer, plan)
+        kind = PooledProjections if isinstance(plan, ProjectedAttention) else PooledAttention
+        return kind(self.caches, first_layer, plan)
 
 
 class PooledAttention:
@@ -75,3 +78,21 @@ class PooledAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
         return self._plan(q, k, v, self._caches[self._first + layer], q.shape[-1] ** -0.5, window)
+
+
+class PooledProjections(PooledAttention):
+    """Over a form of attention that takes a layer's projections as they are (models.attention.Project)."""
+
+    _plan: ProjectedAttention
+
+    def project(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        norm: QKNorm | None,
+        *,
+        window: int | None = None,
+    ) -> Tensor:
+        cache = self._caches[self._first + layer]
+        return self._plan.project(qkv, rotary, norm, cache, qkv.shape[-1] ** -0.5, window)

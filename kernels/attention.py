@@ -12,12 +12,13 @@ others do not take.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from kernels.cpu import attention as cpu
+from kernels.rotary import QKNorm
 from kernels.rows import AttentionRows
 from kernels.tiles import KV_TILE, TiledAttention
 from kernels.triton import in_use
@@ -31,6 +32,23 @@ class PagedAttention(Protocol):
 
         With `window` a row sees only the last that many of its keys.
         """
+        ...
+
+
+@runtime_checkable
+class ProjectedAttention(PagedAttention, Protocol):
+    """A form that takes a layer's projections as they are, and norms, rotates and writes them in one go."""
+
+    def project(
+        self,
+        qkv: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        norm: QKNorm | None,
+        cache: Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
+        """qkv `[R, nh + 2 nkv, D]`, rotary: cos and sin `[R, 1, D]` -> `[R, nh * D]`; the rest as in the call."""
         ...
 
 

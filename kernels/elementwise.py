@@ -46,6 +46,15 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     return rms_norm(total, weight, eps), total
 
 
+def norm_beside(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` of x and of y, both `[..., H]`, beside each other `[..., 2 H]`: what an EAGLE-3 layer reads."""
+    if _in_triton(x, y, x_weight, y_weight):
+        from kernels.triton import elementwise as gpu
+
+        return gpu.norm_beside(_rows(x), _rows(y), x_weight, y_weight, eps).view(*x.shape[:-1], 2 * x.shape[-1])
+    return torch.cat([rms_norm(x, x_weight, eps), rms_norm(y, y_weight, eps)], dim=-1)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`[..., 2 I]`, gate and up beside each other -> silu(gate) * up `[..., I]`."""
     size = gate_up.shape[-1] // 2
@@ -66,13 +75,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x `[..., heads, D]`, its two halves rotated against each other by `cos`, `sin` `[..., 1, D]`."""
     heads, dim = x.shape[-2:]
-    by_rows = x.ndim == 3 and x.stride()[1:] == (dim, 1)
-    if by_rows and _in_triton(x, cos, sin):
-        from kernels.triton import elementwise as gpu
-
-        return gpu.rotate(x, cos.contiguous(), sin.contiguous())
     native = _native(dim // 2, x, cos, sin)
-    if native is None or not by_rows:
+    if native is None or x.ndim != 3 or x.stride()[1:] != (dim, 1):
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat([-second, first], -1) * sin
     out = torch.empty(x.shape, dtype=x.dtype)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.rotary import QKNorm
+
 
 class Attention(Protocol):
     """Contract: q `[..., nh, D]`, k and v `[..., nkv, D]` with nh a multiple of nkv; returns `[..., nh * D]`.
@@ -21,6 +23,28 @@ class Attention(Protocol):
     """
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor: ...
+
+
+class Project(Protocol):
+    """`attention.project`, of those attentions that norm, rotate and keep keys and values in one go.
+
+    qkv `[R, nh + 2 nkv, D]` as projected, cos and sin `[R, 1, D]`; returns `[R, nh * D]`.
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        norm: QKNorm | None,
+        *,
+        window: int | None = None,
+    ) -> Tensor: ...
+
+
+def project_of(attention: Attention) -> Project | None:
+    """None where projections must be normed and rotated first, which is what most attentions and all training want."""
+    return getattr(attention, "project", None)
 
 
 def no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:

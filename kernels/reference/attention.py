@@ -17,11 +17,12 @@ def paged_attention(
     scale: float,
     ancestors: Tensor | None = None,
     first: int = 0,
+    window: int | None = None,
 ) -> Tensor:
     """q `[R, nh, D]`, cache `[2, nkv, slots, D]`, block_table `[B, P]` -> `[R, nh * D]` float64.
 
     Row j of a request sees its committed positions and, of the step's rows, those in its ancestor word (itself and the
-    rows before it when there are no words). Nobody sees the places before `first`.
+    rows before it when there are no words). Nobody sees the places before `first`, nor any but its last `window` keys.
     """
     group = q.shape[1] // cache.shape[1]
     out, row = [], 0
@@ -32,6 +33,7 @@ def paged_attention(
             else:
                 own = [j for j in range(count) if int(ancestors[b, node]) >> j & 1]
             places = torch.tensor(list(range(first, start)) + [start + j for j in own])
+            places = places if window is None else places[-window:]
             slots = block_table[b][places // page_size] * page_size + places % page_size
             keys, values = cache[:, :, slots].double().repeat_interleave(group, dim=1)  # [nh, L, D] each
             weights = (torch.einsum("hd,hld->hl", q[row].double(), keys) * scale).softmax(-1)

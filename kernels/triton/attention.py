@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.rotary import QKNorm, rotate_and_write
 from kernels.rows import AttentionRows
 from kernels.tiles import WORD_BITS, places_of_bits
 from kernels.triton import INTERPRET
@@ -304,20 +305,6 @@ def combine(
     store_answer(answer, line_of, valid, total, out, D)
 
 
-@triton.jit
-def write_kv(k, v, cache, slot, k_stride, v_stride, slots, KV_HEADS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr):
-    """One program per row: its keys and values into its slot."""
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, SIZE)
-    mask = i < KV_HEADS * D
-    slots = slots.to(tl.int64)
-    to = cache + (i // D) * slots * D + tl.load(slot + row) * D + i % D
-    key = tl.load(k + row * k_stride + i, mask=mask, other=0.0)
-    value = tl.load(v + row * v_stride + i, mask=mask, other=0.0)
-    tl.store(to, key.to(cache.dtype.element_ty), mask=mask)
-    tl.store(to + KV_HEADS * slots * D, value.to(cache.dtype.element_ty), mask=mask)
-
-
 def supported(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
     fits = num_heads // num_kv_heads <= blocking(head_dim, dtype).lines and 16 <= head_dim <= 256
     return fits and dtype in (torch.float32, torch.float16, torch.bfloat16)
@@ -373,24 +360,25 @@ class TritonAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
-        count, kv_heads = q.shape[0], self._sizes["KV_HEADS"]
-        size = kv_heads * self._sizes["D"]
-        write_kv[(count,)](
-            k,
-            v,
-            cache,
-            self._slots,
-            k.stride(0),
-            v.stride(0),
-            cache.shape[2],
-            KV_HEADS=kv_heads,
-            D=self._sizes["D"],
-            SIZE=triton.next_power_of_2(size),
-        )
+        cache[0].index_copy_(1, self._slots, k.transpose(0, 1).to(cache.dtype))
+        cache[1].index_copy_(1, self._slots, v.transpose(0, 1).to(cache.dtype))
         return self.read(q, cache, scale, window)
 
+    def project(
+        self,
+        qkv: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        norm: QKNorm | None,
+        cache: Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
+        """As the call, from a layer's projections `[R, nh + 2 nkv, D]` as they are (kernels/rotary.py)."""
+        num_heads = qkv.shape[1] - 2 * cache.shape[1]
+        return self.read(rotate_and_write(qkv, *rotary, norm, self._slots, cache, num_heads), cache, scale, window)
+
     def read(self, q: Tensor, cache: Tensor, scale: float, window: int | None = None) -> Tensor:
-        """As the call, where the rows' keys and values are in the cache already."""
+        """As the call, where the rows' keys and values are in the cache already. q of rows that lie anywhere."""
         shape, rows = self._shape, (q.shape[0], self._sizes["KV_HEADS"])
         scale *= math.log2(math.e)
         upcast = q.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1"

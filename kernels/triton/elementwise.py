@@ -14,6 +14,15 @@ SILU_BLOCK = 1024
 
 
 @triton.jit
+def store_norm(value, weight, out, i, inside, size, eps):
+    """value `[SIZE]` in fp32, 0 past `size` -> its norm at `out`."""
+    dtype = out.dtype.element_ty
+    root = tl.sqrt_rn(tl.sum(value * value, 0) / size + eps)
+    scaled = (value / root).to(dtype).to(tl.float32) * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + i, scaled.to(dtype), mask=inside)
+
+
+@triton.jit
 def rms_norm_kernel(
     x,
     delta,
@@ -35,10 +44,20 @@ def rms_norm_kernel(
         value = value.to(out.dtype.element_ty)
         tl.store(total + row * size + i, value, mask=inside)
         value = value.to(tl.float32)
-    root = tl.sqrt_rn(tl.sum(value * value, 0) / size + eps)
-    normed = (value / root).to(out.dtype.element_ty).to(tl.float32)
-    scaled = normed * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * size + i, scaled.to(out.dtype.element_ty), mask=inside)
+    store_norm(value, weight, out + row * size, i, inside, size, eps)
+
+
+@triton.jit
+def norm_beside_kernel(x, y, x_weight, y_weight, out, x_stride, y_stride, size, eps, SIZE: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+    inside = i < size
+    to = out + row * 2 * size
+    if tl.program_id(1) == 0:
+        value = tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
+        store_norm(value, x_weight, to, i, inside, size, eps)
+    else:
+        value = tl.load(y + row * y_stride + i, mask=inside, other=0.0).to(tl.float32)
+        store_norm(value, y_weight, to + size, i, inside, size, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -57,9 +76,33 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     return out, total
 
 
+def norm_beside(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: float) -> Tensor:
+    """x and y `[R, H]` -> `[R, 2 H]`."""
+    rows, size = x.shape
+    out = torch.empty(rows, 2 * size, dtype=x.dtype, device=x.device)
+    norm_beside_kernel[(rows, 2)](
+        x,
+        y,
+        x_weight,
+        y_weight,
+        out,
+        x.stride(0),
+        y.stride(0),
+        size,
+        eps,
+        SIZE=triton.next_power_of_2(size),
+        num_warps=_warps(size),
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def _warps(size: int) -> int:
+    return 8 if size > 2048 else 4
+
+
 def _norm(x: Tensor, delta: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, add: bool) -> None:
     size = x.shape[1]
-    warps = 8 if size > 2048 else 4
     strides = (x.stride(0), delta.stride(0))
     rms_norm_kernel[(x.shape[0],)](
         x,
@@ -72,7 +115,7 @@ def _norm(x: Tensor, delta: Tensor, weight: Tensor, out: Tensor, total: Tensor, 
         eps,
         SIZE=triton.next_power_of_2(size),
         ADD=add,
-        num_warps=warps,
+        num_warps=_warps(size),
         enable_fp_fusion=False,
     )
 
@@ -95,50 +138,4 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     grid = (rows, triton.cdiv(size, SILU_BLOCK))
     silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, BLOCK=SILU_BLOCK)
-    return out
-
-
-@triton.jit
-def rotate_pair(first, second, cos, sin, half, i, inside):
-    """Both halves `[HALF]` in fp32 after the rotation; cos and sin at their row. Products are rounded as torch does."""
-    dtype = cos.dtype.element_ty
-    cos1 = tl.load(cos + i, mask=inside, other=0.0).to(tl.float32)
-    sin1 = tl.load(sin + i, mask=inside, other=0.0).to(tl.float32)
-    cos2 = tl.load(cos + half + i, mask=inside, other=0.0).to(tl.float32)
-    sin2 = tl.load(sin + half + i, mask=inside, other=0.0).to(tl.float32)
-    left = (first * cos1).to(dtype).to(tl.float32) - (second * sin1).to(dtype).to(tl.float32)
-    right = (second * cos2).to(dtype).to(tl.float32) + (first * sin2).to(dtype).to(tl.float32)
-    return left, right
-
-
-@triton.jit
-def rotate_kernel(x, cos, sin, out, stride, half, HEADS: tl.constexpr, HALF: tl.constexpr):
-    row, head, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HALF)
-    inside = i < half
-    at = x + row * stride + head * 2 * half
-    first = tl.load(at + i, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(at + half + i, mask=inside, other=0.0).to(tl.float32)
-    left, right = rotate_pair(first, second, cos + row * 2 * half, sin + row * 2 * half, half, i, inside)
-    to = out + (row * HEADS + head) * 2 * half
-    tl.store(to + i, left.to(out.dtype.element_ty), mask=inside)
-    tl.store(to + half + i, right.to(out.dtype.element_ty), mask=inside)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x `[R, heads, D]` with heads beside each other, cos and sin `[R, D]` -> `[R, heads, D]`."""
-    rows, heads, dim = x.shape
-    out = torch.empty(rows, heads, dim, dtype=x.dtype, device=x.device)
-    half = dim // 2
-    rotate_kernel[(rows, heads)](
-        x,
-        cos,
-        sin,
-        out,
-        x.stride(0),
-        half,
-        HEADS=heads,
-        HALF=triton.next_power_of_2(half),
-        num_warps=1,
-        enable_fp_fusion=False,
-    )
     return out

@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from kernels.elementwise import norm_beside
 from models.attention import Attention
 from models.heads.base import AttentionShape, Head
 from models.heads.eagle3_config import Eagle3Config
@@ -35,9 +36,9 @@ class Eagle3FirstLayer(nn.Module):
         self.mlp = GatedMLP(size, config.layer.intermediate_size, bias=config.layer.mlp_bias)
 
     def forward(self, embedding: Tensor, state: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        normed = self.hidden_norm(state)
-        x = torch.cat([self.input_layernorm(embedding), normed], dim=-1)
-        residual = normed if self.norm_before_residual else state
+        token, hidden = self.input_layernorm, self.hidden_norm
+        x = norm_beside(embedding, state, token.weight, hidden.weight, token.eps)
+        residual = x[..., state.shape[-1] :] if self.norm_before_residual else state
         normed, x = self.post_attention_layernorm.add(residual, self.self_attn(x, rotary, attention))
         return x + self.mlp(normed)
 

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import Attention
+from kernels.rotary import QKNorm
+from models.attention import Attention, project_of
 from models.config import TargetConfig
 from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding, rotate
 
@@ -44,6 +45,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        if project := project_of(attention):
+            norm = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self.qk_norm else None
+            return self.o_proj(project(self.layer, qkv, rotary, norm, window=self.window))
         rotated = self.num_heads + self.num_kv_heads
         qk = qkv[..., :rotated, :]
         if self.qk_norm:

@@ -54,7 +54,10 @@ def bench(device: torch.device, copy_gb_s: float, deadline: float, head: Path | 
             targets.write_tiny(source)
         small = load_target(str(source))
         if head is None and on_gpu:
-            head = train_head(Path(work), minutes)
+            try:
+                head = train_head(Path(work), minutes)
+            except (ValueError, subprocess.TimeoutExpired) as error:  # what follows is worth measuring with a poor head
+                document["training_failed"] = str(error)
         own = targets.taught_head(small) if head is None else load_head(head, target=small)
         if not isinstance(own, Eagle3Head):
             raise ValueError(f"--head {head}: a head of kind {own.name}; give an EAGLE-3 head of the demo target")

@@ -1,0 +1,41 @@
+"""What becomes of projections before attention reads them: QK norm, rotary embedding, keys and values in their slots.
+
+Contract: a row's bits depend on that row alone; its keys and values go to its own slot, and no other slot changes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.elementwise import rms_norm, rotate
+from kernels.triton import in_use
+
+
+class QKNorm(NamedTuple):
+    """RMSNorm of every query and every key head before the rotation (Qwen3), scales `[D]`."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+def rotate_and_write(
+    qkv: Tensor, cos: Tensor, sin: Tensor, norm: QKNorm | None, slots: Tensor, cache: Tensor, num_heads: int
+) -> Tensor:
+    """qkv `[R, nh + 2 nkv, D]`, cos and sin `[R, 1, D]`, slots `[R]`, cache `[2, nkv, slots, D]` -> q `[R, nh, D]`."""
+    if in_use(qkv.device):
+        from kernels.triton.rotary import rotate_and_write as fused
+
+        return fused(qkv, cos, sin, norm, slots, cache, num_heads)
+    rotated = num_heads + cache.shape[1]
+    qk = qkv[:, :rotated]
+    if norm is not None:
+        q, k = qk.split([num_heads, cache.shape[1]], dim=1)
+        qk = torch.cat([rms_norm(q, norm.q, norm.eps), rms_norm(k, norm.k, norm.eps)], dim=1)
+    qk = rotate(qk, cos, sin)
+    cache[0].index_copy_(1, slots, qk[:, num_heads:].transpose(0, 1).to(cache.dtype))
+    cache[1].index_copy_(1, slots, qkv[:, rotated:].transpose(0, 1).to(cache.dtype))
+    return qk[:, :num_heads]

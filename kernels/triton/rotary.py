@@ -1,0 +1,105 @@
+"""QK norm, rotary embedding and the writing of keys and values in one launch: a program per row, all its heads."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.rotary import QKNorm
+
+
+@triton.jit
+def rotate_and_write_kernel(
+    qkv,
+    cos,
+    sin,
+    q_weight,
+    k_weight,
+    slot,
+    q,
+    cache,
+    stride,
+    slots,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    LINES: tl.constexpr,
+    KV_LINES: tl.constexpr,
+    HALF: tl.constexpr,
+    NORMED: tl.constexpr,
+):
+    row, half = tl.program_id(0).to(tl.int64), D // 2
+    head, i = tl.arange(0, LINES)[:, None], tl.arange(0, HALF)[None, :]
+    kept = i < half
+    inside = kept & (head < HEADS + KV_HEADS)
+    dtype = q.dtype.element_ty
+    at = qkv + row * stride + head * D + i
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        root = tl.sqrt_rn((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
+        weight = tl.where(head < HEADS, q_weight + i, k_weight + i)
+        w1 = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+        w2 = tl.load(weight + half, mask=inside, other=0.0).to(tl.float32)
+        first = ((first / root).to(dtype).to(tl.float32) * w1).to(dtype).to(tl.float32)
+        second = ((second / root).to(dtype).to(tl.float32) * w2).to(dtype).to(tl.float32)
+    angle = row * D + i
+    cos1 = tl.load(cos + angle, mask=kept, other=0.0).to(tl.float32)
+    sin1 = tl.load(sin + angle, mask=kept, other=0.0).to(tl.float32)
+    cos2 = tl.load(cos + angle + half, mask=kept, other=0.0).to(tl.float32)
+    sin2 = tl.load(sin + angle + half, mask=kept, other=0.0).to(tl.float32)
+    # products are rounded as torch rounds them
+    left = ((first * cos1).to(dtype).to(tl.float32) - (second * sin1).to(dtype).to(tl.float32)).to(dtype)
+    right = ((second * cos2).to(dtype).to(tl.float32) + (first * sin2).to(dtype).to(tl.float32)).to(dtype)
+    to = q + (row * HEADS + head) * D + i
+    queries = inside & (head < HEADS)
+    tl.store(to, left, mask=queries)
+    tl.store(to + half, right, mask=queries)
+    slots = slots.to(tl.int64)
+    here = tl.load(slot + row) * D
+    keys = inside & (head >= HEADS)
+    to = cache + (head - HEADS) * slots * D + here + i
+    stored = cache.dtype.element_ty
+    tl.store(to, left.to(stored), mask=keys)
+    tl.store(to + half, right.to(stored), mask=keys)
+    head, i = tl.arange(0, KV_LINES)[:, None], tl.arange(0, 2 * HALF)[None, :]
+    values = (head < KV_HEADS) & (i < D)
+    value = tl.load(qkv + row * stride + (HEADS + KV_HEADS + head) * D + i, mask=values, other=0.0)
+    tl.store(cache + (KV_HEADS + head) * slots * D + here + i, value.to(stored), mask=values)
+
+
+def rotate_and_write(
+    qkv: Tensor, cos: Tensor, sin: Tensor, norm: QKNorm | None, slots: Tensor, cache: Tensor, num_heads: int
+) -> Tensor:
+    rows, lines, dim = qkv.shape
+    assert qkv.stride()[1:] == (dim, 1), "a row's heads lie beside each other"
+    kv_heads = cache.shape[1]
+    q = torch.empty(rows, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    q_weight, k_weight, eps = norm or (qkv, qkv, 0.0)
+    padded = triton.next_power_of_2(lines - kv_heads)
+    rotate_and_write_kernel[(rows,)](
+        qkv,
+        cos.contiguous(),
+        sin.contiguous(),
+        q_weight,
+        k_weight,
+        slots,
+        q,
+        cache,
+        qkv.stride(0),
+        cache.shape[2],
+        eps,
+        HEADS=num_heads,
+        KV_HEADS=kv_heads,
+        D=dim,
+        LINES=padded,
+        KV_LINES=triton.next_power_of_2(kv_heads),
+        HALF=triton.next_power_of_2(dim // 2),
+        NORMED=norm is not None,
+        num_warps=8 if padded * dim > 4096 else 4,
+        enable_fp_fusion=False,
+    )
+    return q

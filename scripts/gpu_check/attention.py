@@ -1,0 +1,119 @@
+"""Paged attention: against float64, a row's bits in any company, and what a step's attention costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infer.tree import DraftTree
+from kernels.attention import PagedAttention, plan_attention
+from kernels.reference import attention as oracle
+from kernels.rows import AttentionRows
+from scripts.gpu_check.measure import close, same, timed
+
+PAGE = 16
+BOUND = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+LLAMA = (32, 8, 128)  # query heads, KV heads, head size of Llama-3.1-8B
+
+
+def make(lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Any:
+    """q, k, v of every position, a full pool and the page table, whose pages are scattered."""
+    generator = torch.Generator(device).manual_seed(sum(lengths))
+    pages = [-(-length // PAGE) for length in lengths]
+    order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1)) + 1
+    table = torch.zeros(len(lengths), max(pages), dtype=torch.int64)
+    for b, own in enumerate(order.split(pages)):
+        table[b, : len(own)] = own
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    cache = random(2, kv_heads, (sum(pages) + 1) * PAGE, dim)
+    q, k, v = (random(sum(lengths), count, dim) for count in (heads, kv_heads, kv_heads))
+    return q, k, v, cache, table.to(device)
+
+
+def planned(case: Any, starts: list[int], counts: list[int], words: Tensor | None = None) -> PagedAttention:
+    q, _, _, cache, table = case
+    rows = AttentionRows.blocks(table, starts, counts, page_size=PAGE, words=words)
+    return plan_attention(rows, q.shape[1], cache.shape[1], q.shape[2], q.dtype)
+
+
+def random_tree(nodes: int) -> DraftTree:
+    generator = torch.Generator().manual_seed(nodes)
+    parents = [-1, *(int(torch.randint(max(0, n - 4), n, (), generator=generator)) for n in range(1, nodes))]
+    return DraftTree.from_parents(torch.arange(nodes)[None], torch.tensor([parents]), torch.tensor([nodes]))
+
+
+def correctness(device: torch.device) -> list[dict[str, Any]]:
+    found = []
+    on_gpu = device.type == "cuda"
+    sizes = [LLAMA, (7, 1, 64), (8, 4, 80), (8, 2, 96), (4, 1, 256)] if on_gpu else [(4, 2, 64)]
+    dtypes = (torch.float32, torch.float16, torch.bfloat16) if on_gpu else (torch.float32,)
+    start, nodes = (1019, 24) if on_gpu else (29, 5)  # in sight of a split's end
+    tree = random_tree(nodes)
+    for heads, kv_heads, dim in sizes:
+        for dtype in dtypes:
+            name = f"{heads} and {kv_heads} heads of {dim}, {dtype}"
+            q, k, v, cache, table = make([start + nodes], heads, kv_heads, dim, dtype, device)
+            for kind, words, ancestors in (("chain", None, None), ("tree", tree.ancestors[0], tree.ancestors)):
+                new = (q[:nodes], k[:nodes], v[:nodes])
+                case = (*new, cache, table)
+                words = None if words is None else words.to(device)
+                actual = planned(case, [start], [nodes], words)(*new, cache, dim**-0.5)
+                given = {"page_size": PAGE, "scale": dim**-0.5, "ancestors": ancestors}
+                true = oracle.paged_attention(new[0].cpu(), cache.cpu(), table.cpu(), [start], [nodes], **given)
+                found.append(close("attention", f"{kind} of {nodes} at {start}, {name}", actual, true, BOUND[dtype]))
+            found += bits(name, (q, k, v, cache, table), start, nodes, tree)
+    return found
+
+
+def bits(name: str, case: Any, start: int, nodes: int, tree: DraftTree) -> list[dict[str, Any]]:
+    """The text's last positions as a prompt's, as a chain's and alone; and a tree's rows as their paths alone."""
+    q, k, v, cache, _ = case
+    scale, end = q.shape[2] ** -0.5, start + nodes
+    prompt = planned(case, [0], [end])(q, k, v, cache, scale)[start:]
+    found = []
+    for kind, width in (("alone", 1), ("as a chain", nodes)):
+        rows = []
+        for first in range(start, end, width):
+            own = slice(first, first + width)
+            rows.append(planned(case, [first], [width])(q[own], k[own], v[own], cache, scale))
+        found.append(same("attention, bits", f"rows of a prompt and {kind}, {name}", torch.cat(rows), prompt))
+    own = slice(start, end)
+    words = tree.ancestors[0].to(cache.device)
+    together = planned(case, [start], [nodes], words)(q[own], k[own], v[own], cache.clone(), scale)
+    alone = []
+    for node in range(nodes):
+        plain = cache.clone()
+        for depth, step in enumerate(start + ancestor for ancestor in tree.path(0, node)):
+            row = slice(step, step + 1)
+            answer = planned(case, [start + depth], [1])(q[row], k[row], v[row], plain, scale)
+        alone.append(answer)
+    return [*found, same("attention, bits", f"rows of a tree and alone, {name}", together, torch.cat(alone))]
+
+
+def timings(device: torch.device) -> list[dict[str, Any]]:
+    found = []
+    heads, kv_heads, dim = LLAMA if device.type == "cuda" else (4, 2, 64)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shapes = [(1, 1, 1024), (1, 16, 1024), (1, 64, 1024), (1, 16, 32768), (8, 1, 32768), (8, 16, 32768), (64, 1, 2048)]
+    shapes += [(1, 512, 4096)]  # a prompt's chunk
+    for batch, rows, context in shapes if device.type == "cuda" else [(2, 3, 40)]:
+        case = make([context] * batch, heads, kv_heads, dim, dtype, device)
+        q, k, v, cache, _ = case
+        starts, counts, total = [context - rows] * batch, [rows] * batch, batch * rows
+        own = (q[:total], k[:total], v[:total])
+        moved = cache[:, :, PAGE:].numel() * cache.element_size()
+        name = f"{batch} x {rows} rows, context {context}, {dtype}"
+        plan = planned(case, starts, counts)
+        call = lambda plan=plan, own=own, cache=cache: plan(*own, cache, dim**-0.5)  # noqa: E731
+        found.append(timed("attention", name, call, device, moved=moved))
+        if 1 < rows <= 64:
+            words = random_tree(rows).ancestors[0].repeat(batch).to(device)
+            plan = planned(case, starts, counts, words)
+            call = lambda plan=plan, own=own, cache=cache: plan(*own, cache, dim**-0.5)  # noqa: E731
+            found.append(timed("attention, tree", name, call, device, moved=moved))
+    return found

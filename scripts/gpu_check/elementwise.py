@@ -1,0 +1,101 @@
+"""The small operations of a layer and a step: against float64 or torch, and their times at Llama-3.1-8B's sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.elementwise import add_rms_norm, rms_norm, silu_mul
+from kernels.move import move_slots
+from kernels.rotary import QKNorm, rotate_and_write
+from scripts.gpu_check.measure import close, same, timed
+
+BOUND = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+def sizes(device: torch.device) -> tuple[int, int, int, int, int]:
+    """Hidden size, inner size, query heads, KV heads, head size."""
+    return (4096, 14336, 32, 8, 128) if device.type == "cuda" else (64, 96, 4, 2, 16)
+
+
+def mlp_case(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """x, delta, weight of a norm, gate and up."""
+    hidden, inner, *_ = sizes(device)
+    shapes = (rows, hidden), (rows, hidden), (hidden,), (rows, 2 * inner)
+    return tuple(torch.randn(*shape, device=device).to(dtype) for shape in shapes)
+
+
+def attention_case(
+    rows: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, QKNorm, Tensor]:
+    """qkv, cos, sin, norm, cache."""
+    _, _, heads, kv_heads, dim = sizes(device)
+    qkv = torch.randn(rows, heads + 2 * kv_heads, dim, device=device).to(dtype)
+    angles = torch.randn(rows, 1, dim, device=device)
+    weights = torch.randn(2, dim, device=device).to(dtype)
+    cache = torch.zeros(2, kv_heads, 2 * rows, dim, dtype=dtype, device=device)
+    return qkv, angles.cos().to(dtype), angles.sin().to(dtype), QKNorm(*weights, 1e-5), cache
+
+
+@torch.no_grad()
+def correctness(device: torch.device) -> list[dict[str, Any]]:
+    found = []
+    heads = sizes(device)[2]
+    rows = 37 if device.type == "cuda" else 3
+    for dtype in BOUND if device.type == "cuda" else (torch.float32,):
+        x, delta, weight, gate_up = mlp_case(rows, dtype, device)
+        normed, total = add_rms_norm(x, delta, weight, 1e-5)
+        true = F.rms_norm(total.double(), weight.shape, weight.double(), 1e-5)
+        found.append(close("add and RMSNorm", str(dtype), normed, true, BOUND[dtype]))
+        found.append(same("add and RMSNorm", f"its sum, {dtype}", total, x + delta))
+        found.append(same("RMSNorm", f"of that sum, {dtype}", rms_norm(total, weight, 1e-5), normed))
+        gate, up = gate_up.double().chunk(2, -1)
+        found.append(close("SiLU and product", str(dtype), silu_mul(gate_up), F.silu(gate) * up, BOUND[dtype]))
+        qkv, cos, sin, norm, cache = attention_case(rows, dtype, device)
+        slots = torch.arange(rows, device=device) * 2
+        q = rotate_and_write(qkv, cos, sin, norm, slots, cache, heads)
+        plain = cache.cpu().zero_()
+        on_cpu = QKNorm(norm.q.cpu(), norm.k.cpu(), norm.eps)
+        given = (qkv.cpu(), cos.cpu(), sin.cpu(), on_cpu, slots.cpu(), plain, heads)
+        found.append(close("rotary, QK norm, write", f"q, {dtype}", q, rotate_and_write(*given), BOUND[dtype]))
+        found.append(close("rotary, QK norm, write", f"cache, {dtype}", cache, plain, BOUND[dtype]))
+        stack = torch.randn(2, 2, 3, 128, 20, device=device).to(dtype)
+        source = torch.arange(3, 60, 5, device=device)
+        expected = stack.clone()
+        expected[:, :, :, : len(source)] = stack[:, :, :, source]
+        move_slots(stack, source, torch.arange(len(source), device=device))
+        found.append(same("move", str(dtype), stack, expected))
+    return found
+
+
+@torch.no_grad()
+def timings(device: torch.device) -> list[dict[str, Any]]:
+    found = []
+    _, _, heads, kv_heads, dim = sizes(device)
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    size = dtype.itemsize
+    for rows in (1, 16, 512) if on_gpu else (2,):
+        x, delta, weight, gate_up = mlp_case(rows, dtype, device)
+        qkv, cos, sin, norm, cache = attention_case(rows, dtype, device)
+        slots = torch.arange(rows, device=device)
+        calls = {
+            "add and RMSNorm": (lambda a=x, b=delta, w=weight: add_rms_norm(a, b, w, 1e-5), 4 * x.numel() * size),
+            "SiLU and product": (lambda g=gate_up: silu_mul(g), gate_up.numel() * size * 3 // 2),
+            "rotary, QK norm, write": (
+                lambda g=(qkv, cos, sin, norm, slots, cache, heads): rotate_and_write(*g),
+                2 * (qkv.numel() + cos.numel()) * size,
+            ),
+        }
+        for kernel, (call, moved) in calls.items():
+            found.append(timed(kernel, f"{rows} rows, {dtype}", call, device, moved=moved))
+    layers, paths = (32, 8) if on_gpu else (2, 1)
+    stack = torch.zeros(layers, 2, kv_heads, 64 * paths, dim, dtype=dtype, device=device)
+    source = (torch.arange(paths)[:, None] * 64 + torch.arange(1, 13, 2)).flatten().to(device)
+    destination = (torch.arange(paths)[:, None] * 64 + torch.arange(6)).flatten().to(device)
+    moved = 2 * stack[:, :, :, : len(source)].numel() * size
+    call = lambda: move_slots(stack, source, destination)  # noqa: E731
+    return [*found, timed("move", f"{paths} paths of 6, {layers} layers, {dtype}", call, device, moved=moved)]

@@ -1,0 +1,63 @@
+"""Linear layers: against float64, a row's bits among any number, and what one order costs against the library's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from kernels.linear import PackedLinear, WeightFormat, quantise
+from scripts.gpu_check.measure import close, same, timed
+
+BOUND = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+SHAPES = {  # of Llama-3.1-8B: inputs and outputs
+    "qkv": (4096, 6144),
+    "o": (4096, 4096),
+    "gate and up": (4096, 28672),
+    "down": (14336, 4096),
+    "LM head": (4096, 128256),
+}
+FORMATS: tuple[WeightFormat, ...] = ("same", "int8", "fp8")
+
+
+def correctness(device: torch.device) -> list[dict[str, Any]]:
+    found = []
+    on_gpu = device.type == "cuda"
+    inputs, outputs, most = (4096, 1000, 700) if on_gpu else (96, 40, 70)
+    for dtype in BOUND if on_gpu else (torch.float32,):
+        weight = (torch.randn(outputs, inputs, device=device) * inputs**-0.5).to(dtype)
+        x, bias = torch.randn(most, inputs, device=device).to(dtype), torch.randn(outputs, device=device).to(dtype)
+        for weight_format in FORMATS:
+            case = f"{inputs} x {outputs}, {dtype}, weights {weight_format}"
+            linear = PackedLinear(weight, bias, weight_format=weight_format)
+            wide = weight.double()
+            if weight_format != "same":
+                stored, scale = quantise(weight, weight_format)
+                wide = stored.double() * scale.double()[:, None]
+            whole = linear(x)
+            found.append(close("linear", case, whole, x.double() @ wide.T + bias.double(), BOUND[dtype]))
+            for rows in (1, 2, 15, 16, 17, 33, 64, 65, 200) if on_gpu else (1, 17, 65):
+                found.append(same("linear, bits", f"{rows} rows of {most}, {case}", linear(x[-rows:]), whole[-rows:]))
+    return found
+
+
+def timings(device: torch.device) -> list[dict[str, Any]]:
+    """With `library` the unrestricted choice, F.linear: what exactness costs."""
+    found = []
+    on_gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    for name, (inputs, outputs) in SHAPES.items() if on_gpu else [("tiny", (64, 96))]:
+        weight = (torch.randn(outputs, inputs, device=device) * inputs**-0.5).to(dtype)
+        linears = {f"linear, weights {own}": PackedLinear(weight, weight_format=own) for own in FORMATS}
+        for rows in (1, 16, 32, 64, 512) if on_gpu else (2,):
+            x = torch.randn(rows, inputs, device=device).to(dtype)
+            case = f"{name}, {rows} rows, {dtype}"
+            others = (x.numel() + rows * outputs) * x.element_size()
+            for kernel, linear in linears.items():
+                call = lambda linear=linear, x=x: linear(x)  # noqa: E731
+                found.append(timed(kernel, case, call, device, moved=linear.bytes + others))
+            moved = weight.numel() * weight.element_size() + others
+            library = lambda x=x, weight=weight: F.linear(x, weight)  # noqa: E731
+            found.append(timed("linear, library", case, library, device, moved=moved))
+    return found

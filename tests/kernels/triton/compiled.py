@@ -1,0 +1,112 @@
+"""Compiles Triton kernels for sm_90 as they would be launched, without a GPU. Not in the interpreter's process.
+
+    python -m tests.kernels.triton.compiled MODULE
+
+calls the launches of MODULE (`CASES`: name -> function without arguments, on tensors of device "meta"), takes note of
+kernel, arguments and options in place of a launch, compiles, and prints a JSON object: name -> what the compiler says.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+SHARED_LIMIT = 227 * 1024  # of a block on sm_90; the compiler does not check it
+
+
+def compile_in_new_process(module: str) -> dict[str, list[dict[str, Any]]]:
+    """Per case one entry per kernel launched: name, registers, spilled bytes, shared memory, and its PTX's marks."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.triton.compiled", module]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.fail(result.stderr[-4000:])
+    return json.loads(result.stdout)
+
+
+def launches_of(case: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
+    """Kernels that the case launches, with arguments and options by name."""
+    from triton.runtime.jit import JITFunction
+
+    seen: list[tuple[Any, dict[str, Any]]] = []
+    original = JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        seen.append((self, {**dict(zip(self.arg_names, args, strict=False)), **options}))
+
+    JITFunction.run = run  # type: ignore[method-assign]
+    try:
+        case()
+    finally:
+        JITFunction.run = original  # type: ignore[method-assign]
+    return seen
+
+
+def compile_launch(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = given[parameter.name]
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + POINTERS[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    options = {name: value for name, value in given.items() if name not in kernel.arg_names and name != "debug"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    usage = resources(compiled.asm["cubin"])
+    ptx = compiled.asm["ptx"]
+    marks = {mark: mark in ptx for mark in ("wgmma", "mma.sync", "cp.async", "fma.rn")}
+    return {"kernel": kernel.__name__, "shared": compiled.metadata.shared, **usage, **marks}
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(value) for value in re.findall(r"(?:REG|STACK|LOCAL):(\d+)", text))
+    return {"registers": registers, "spilled": stack + local}
+
+
+def main(module: str) -> None:
+    import torch
+
+    POINTERS.update({
+        torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8e4nv",
+        torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
+    })  # fmt: skip
+    cases = importlib.import_module(module).CASES
+    answer = {name: [compile_launch(*launch) for launch in launches_of(case)] for name, case in cases.items()}
+    print(json.dumps(answer))
+
+
+POINTERS: dict[Any, str] = {}
+
+if __name__ == "__main__":
+    main(sys.argv[1])

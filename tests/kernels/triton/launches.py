@@ -1,0 +1,116 @@
+"""Launches at the sizes of Llama-3.1-8B and of other head sizes, on tensors that hold nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from kernels.choose import ChoiceParameters
+from kernels.linear import LARGEST, STORED
+from kernels.rotary import QKNorm
+from kernels.rows import AttentionRows
+from kernels.triton import choose, elementwise, verify
+from kernels.triton.attention import TritonAttention
+from kernels.triton.linear import linear
+from kernels.triton.move import move_slots
+from kernels.triton.rotary import rotate_and_write
+
+META = torch.device("meta")
+BF16 = torch.bfloat16
+SLOTS = 2**20
+
+
+def empty(*shape, dtype=BF16):
+    return torch.empty(*shape, dtype=dtype, device=META)
+
+
+def attend(dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None, heads=32, kv_heads=8):
+    count = 16
+    index = empty(count, dtype=torch.int64)
+    words = index if tree else None
+    table = empty(1, 4096, dtype=torch.int64)
+    rows = AttentionRows(table, index, index, index, words, 16, 32768, (count,))
+    plan = TritonAttention(rows, heads, kv_heads, dim, dtype, whole=whole)
+    cache = empty(2, kv_heads, SLOTS, dim, dtype=cache_dtype or dtype)
+    plan.read(empty(count, heads, dim, dtype=dtype), cache, dim**-0.5, window)
+
+
+def multiply(rows, weight_format=None, dtype=BF16):
+    scale = None if weight_format is None else empty(4096, dtype=torch.float32)
+    stored = STORED[weight_format] if weight_format in LARGEST else dtype
+    linear(empty(rows, 14336, dtype=dtype), empty(4096, 14336, dtype=stored), None, scale)
+
+
+def rotate(norm):
+    weight = empty(128)
+    angles = empty(4, 1, 128)
+    cache = empty(2, 8, SLOTS, 128)
+    slots = empty(4, dtype=torch.int64)
+    rotate_and_write(
+        empty(4, 48, 128), angles, angles, QKNorm(weight, weight, 1e-5) if norm else None, slots, cache, 32
+    )
+
+
+def pick(rows, size, count, *, sampled=True, restricted=False, drafting=False):
+    """Of a vocabulary of `size`; `drafting`: in a head's own, with log-probabilities."""
+    index, number = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.float32)
+    parameters = ChoiceParameters(number, index, number, number, index, index) if sampled else None
+    ids = empty(size, dtype=torch.int64) if drafting else None
+    thresholds = number if restricted else None
+    choose.best_columns(
+        empty(rows, size), parameters, index, ids, count, thresholds, mass=drafting, noise=True, block=choose.BLOCK
+    )
+
+
+def threshold(weighted):
+    """The first level of the search and its end; the levels between are the first over again."""
+    number, levels = empty(4, dtype=torch.float32), choose.LEVELS
+    choose.LEVELS = 1
+    try:
+        choose.threshold(empty(4, 128256), number, number, number, number > 0, number, choose.BLOCK, weighted=weighted)
+    finally:
+        choose.LEVELS = levels
+
+
+def accept():
+    wide, narrow = empty(8, 64, dtype=torch.int64), empty(8, 64, dtype=torch.int32)
+    verify.accept(wide, narrow, narrow, wide, empty(8, dtype=torch.int64), wide)
+
+
+CASES = {
+    "choose, greedy": partial(pick, 4, 128256, 1, sampled=False),
+    "choose, sampled": partial(pick, 4, 128256, 1),
+    "choose, among the likeliest": partial(pick, 4, 262144, 1, restricted=True),
+    "draft the 16 best": partial(pick, 4, 32000, 16, drafting=True),
+    "top-k": partial(threshold, False),
+    "top-p": partial(threshold, True),
+    "log-probabilities": lambda: choose.logprobs(empty(4, 128256), empty(4, dtype=torch.int64), 20),
+    "accept": accept,
+    "verify, head size 128": partial(attend, 128, whole=False),
+    "verify a tree, head size 128": partial(attend, 128, whole=False, tree=True),
+    "verify a tree by many programs": partial(attend, 128, whole=True, tree=True),
+    "prefill, head size 128": partial(attend, 128, whole=True),
+    "verify, window": partial(attend, 128, whole=False, window=4096),
+    "verify, fp8 cache": partial(attend, 128, whole=False, cache_dtype=torch.float8_e4m3fn),
+    "verify, head size 64": partial(attend, 64, whole=False, dtype=torch.float16),
+    "verify, head size 80": partial(attend, 80, whole=False),
+    "verify, head size 256": partial(attend, 256, whole=False),
+    "prefill, head size 256": partial(attend, 256, whole=True),
+    "verify, fp32": partial(attend, 64, whole=False, dtype=torch.float32),
+    "linear, 1 row": partial(multiply, 1),
+    "linear, 64 rows": partial(multiply, 64),
+    "linear, 512 rows": partial(multiply, 512),
+    "linear, 16 rows, int8": partial(multiply, 16, "int8"),
+    "linear, 16 rows, fp8": partial(multiply, 16, "fp8"),
+    "add and norm": lambda: elementwise.add_rms_norm(empty(4, 4096), empty(4, 4096), empty(4096), 1e-5),
+    "norms beside each other": lambda: elementwise.norm_beside(
+        empty(4, 4096), empty(4, 4096), empty(4096), empty(4096), 1e-5
+    ),
+    "silu": lambda: elementwise.silu_mul(empty(4, 28672)),
+    "rotary": partial(rotate, False),
+    "rotary and QK norm": partial(rotate, True),
+    "move": lambda: move_slots(
+        empty(32, 2, 8, SLOTS, 128), empty(256, dtype=torch.int64), empty(256, dtype=torch.int64)
+    ),
+}

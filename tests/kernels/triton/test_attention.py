@@ -1,0 +1,152 @@
+"""Paged attention in Triton against the float64 oracle, and the bits of a row in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infer.tree import DraftTree
+from kernels.attention import plan_attention
+from kernels.reference import attention as oracle
+from kernels.rows import AttentionRows
+from kernels.triton.attention import Blocking, TritonAttention
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SMALL = Blocking(lines=16, tile=16, split=32, warps=4, stages=2)  # so that short texts have many tiles and splits
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}
+
+
+def make_case(committed, counts, *, heads=4, kv_heads=2, dim=64, dtype=torch.float32, page=16, seed=0):
+    """Queries, keys and values of the rows, a pool of scattered pages that all hold something, and the page table."""
+    generator = torch.Generator().manual_seed(seed)
+    pages = [-(-(start + count) // page) for start, count in zip(committed, counts, strict=True)]
+    order = torch.randperm(sum(pages), generator=generator) + 1
+    table = torch.zeros(len(counts), max(pages), dtype=torch.int64)
+    for b, ids in enumerate(order.split(pages)):
+        table[b, : len(ids)] = ids
+    cache = torch.randn(2, kv_heads, (sum(pages) + 1) * page, dim, generator=generator).to(DEVICE, dtype)
+    q = torch.randn(sum(counts), heads, dim, generator=generator).to(DEVICE, dtype)
+    k, v = torch.randn(2, sum(counts), kv_heads, dim, generator=generator).to(DEVICE, dtype)
+    return q, k, v, cache, table.to(DEVICE)
+
+
+def run(case, committed, counts, *, words=None, page=16, first=0, window=None, shape=SMALL, whole=False):
+    q, k, v, cache, table = case
+    rows = AttentionRows.blocks(table, committed, counts, page_size=page, words=words, first=first)
+    heads, kv_heads, dim = q.shape[1], cache.shape[1], q.shape[2]
+    plan = TritonAttention(rows, heads, kv_heads, dim, q.dtype, shape=shape, whole=whole)
+    return plan(q, k, v, cache, dim**-0.5, window)
+
+
+def error(actual, case, committed, counts, *, page=16, ancestors=None, first=0, window=None):
+    q, _, _, cache, table = (x.cpu() for x in case)
+    sizes = {"page_size": page, "scale": q.shape[-1] ** -0.5, "first": first, "window": window}
+    expected = oracle.paged_attention(q, cache, table, committed, counts, ancestors=ancestors, **sizes)
+    assert actual.dtype == q.dtype
+    return (actual.cpu().double() - expected).abs().max().item()
+
+
+# head size, query heads, KV heads, page size, dtype, whole: each with a prompt's chunk, a chain and a lone row
+SIZES = [
+    (64, 4, 2, 16, torch.float32, False),
+    (80, 4, 4, 1, torch.float16, True),
+    (96, 7, 1, 4, torch.float32, True),
+    (128, 8, 2, 64, torch.float16, False),
+    (256, 2, 1, 16, torch.bfloat16, True),
+    (16, 16, 1, 8, torch.bfloat16, False),
+]
+
+
+@pytest.mark.parametrize(("dim", "heads", "kv_heads", "page", "dtype", "whole"), SIZES)
+@pytest.mark.parametrize("window", [None, 21])
+def test_rows_match_the_oracle(dim, heads, kv_heads, page, dtype, whole, window):
+    committed, counts = [0, 61, 33], [9, 5, 1]
+    case = make_case(committed, counts, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, page=page)
+    actual = run(case, committed, counts, page=page, window=window, whole=whole)
+    assert error(actual, case, committed, counts, page=page, window=window) < TOLERANCE[dtype]
+
+
+TREE = DraftTree.from_parents(
+    torch.arange(14).view(2, 7),
+    torch.tensor([[-1, 0, 0, 1, 1, 2, 4], [-1, 0, 1, 0, 0, 0, 0]]),
+    torch.tensor([7, 3]),
+)
+
+
+def words_of(tree):
+    return tree.ancestors[torch.arange(tree.token.shape[1]) < tree.length[:, None]].to(DEVICE)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("first", "window"), [(0, None), (1, None), (0, 12)])
+def test_trees_match_the_oracle(whole, first, window):
+    committed, counts = [62, 30], [7, 3]
+    case = make_case(committed, counts)
+    options = {"first": first, "window": window}
+    actual = run(case, committed, counts, words=words_of(TREE), whole=whole, **options)
+    assert error(actual, case, committed, counts, ancestors=TREE.ancestors, **options) < TOLERANCE[torch.float32]
+
+
+def test_the_shape_that_a_gpu_is_given_matches_the_oracle_across_a_split():
+    committed, counts = [508], [7]
+    case = make_case(committed, counts, dtype=torch.float16)
+    for words, ancestors in ((None, None), (words_of(TREE)[:7], TREE.ancestors[:1])):
+        actual = run(case, committed, counts, words=words, shape=None, whole=None)
+        assert error(actual, case, committed, counts, ancestors=ancestors) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float16, 37)])
+def test_a_row_has_the_same_bits_alone_among_few_among_many_in_a_prompt_and_in_a_tree(dtype, window):
+    """Positions on both sides of a tile's and a split's edge."""
+    length = 70
+    case = make_case([0, 0], [length, 20], dtype=dtype)
+    q, k, v, cache, table = case
+    prompt = run(case, [0, 0], [length, 20], window=window, whole=True)[:length]
+
+    def rows(start, count, *, beside=0, **options):
+        index = torch.cat([torch.arange(start, start + count), torch.arange(beside) + length])
+        own = (q[index], k[index], v[index], cache, table)
+        blocks = ([start, 3], [count, beside]) if beside else ([start], [count])
+        return run(own, *blocks, window=window, **options)[:count]
+
+    for start in (15, 31, 32, 63, 69):
+        assert torch.equal(rows(start, 1), prompt[start : start + 1])
+    assert torch.equal(rows(28, 3, beside=4), prompt[28:31])
+    assert torch.equal(rows(30, 40, whole=True), prompt[30:])
+    assert torch.equal(rows(60, 10, whole=False), prompt[60:])
+    # nodes 2, 5 and 6 under the root are the text; the others stand between them and hold something else
+    words = torch.tensor([1, 0b11, 0b101, 0b1011, 0b10101, 0b100101, 0b1100101], device=DEVICE)
+    for start in (14, 29, 61, 64):
+        places = torch.tensor([start, 0, start + 1, 1, 2, start + 2, start + 3])
+        for whole in (False, True):
+            own = (q[places], k[places], v[places], cache.clone(), table)
+            tree = run(own, [start], [7], words=words, window=window, whole=whole)
+            assert torch.equal(tree[[0, 2, 5, 6]], prompt[start : start + 4]), (start, whole, window)
+
+
+def test_a_head_that_grows_a_level_sees_earlier_levels(in_triton):
+    """Rows at offsets that do not begin at 0, as a tree's later levels lie (KVPool.level)."""
+    case = make_case([20], [6])
+    q, k, v, cache, table = case
+    whole = run(case, [20], [6])
+    words = torch.tensor([0b11111, 0b100111], device=DEVICE)
+    offset = torch.tensor([4, 5], device=DEVICE)
+    request, committed = torch.zeros_like(offset), torch.full_like(offset, 20)
+    rows = AttentionRows(table, request, committed, offset, words, 16, 26, (2,))
+    plan = plan_attention(rows, 4, 2, 64, torch.float32)
+    assert isinstance(plan, TritonAttention)
+    actual = plan(q[4:], k[4:], v[4:], cache, 64**-0.5)
+    assert (actual[0] - whole[4]).abs().max() < 1e-6  # the chain itself; the other leaves out two of its nodes
+    assert not torch.allclose(actual[1], whole[5])
+
+
+def test_keys_and_values_of_8_bits_are_widened():
+    committed, counts = [40], [3]
+    q, k, v, cache, table = make_case(committed, counts, dtype=torch.float16)
+    narrow = cache.to(torch.float8_e4m3fn)
+    slots = AttentionRows.blocks(table, committed, counts, page_size=16).slots
+    for index, new in enumerate((k, v)):
+        narrow.view(torch.uint8)[index][:, slots] = new.transpose(0, 1).to(torch.float8_e4m3fn).view(torch.uint8)
+    rows = AttentionRows.blocks(table, committed, counts, page_size=16)
+    actual = TritonAttention(rows, 4, 2, 64, torch.float16, shape=SMALL).read(q, narrow, 64**-0.5)
+    assert error(actual, (q, k, v, narrow.half(), table), committed, counts) < TOLERANCE[torch.float16]

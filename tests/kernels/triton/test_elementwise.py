@@ -1,0 +1,98 @@
+"""The small operations in Triton against float64 and against what torch does with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import elementwise
+from kernels.move import move_slots
+from kernels.rotary import QKNorm, rotate_and_write
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+pytestmark = pytest.mark.usefixtures("in_triton")
+
+
+@pytest.fixture(params=list(TOLERANCE))
+def dtype(request):
+    return request.param
+
+
+def random(*shape, dtype, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def close(actual, expected, dtype):
+    assert actual.dtype == dtype
+    return (actual.double() - expected).abs().max() / expected.abs().max().clamp(min=1) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (3, 100), (2, 2, 320)])
+@torch.no_grad()
+def test_rms_norm_with_and_without_a_sum(dtype, shape):
+    x, delta, weight = (
+        random(*shape, dtype=dtype) * 3,
+        random(*shape, dtype=dtype, seed=1),
+        random(shape[-1], dtype=dtype),
+    )
+    expected = F.rms_norm(x.double(), shape[-1:], weight.double(), 1e-5)
+    assert close(elementwise.rms_norm(x, weight, 1e-5), expected, dtype)
+    normed, total = elementwise.add_rms_norm(x, delta, weight, 1e-5)
+    assert close(total, x.double() + delta.double(), dtype)
+    assert close(normed, F.rms_norm(total.double(), shape[-1:], weight.double(), 1e-5), dtype)
+    assert torch.equal(elementwise.rms_norm(total, weight, 1e-5), normed)
+    assert torch.equal(elementwise.rms_norm(x[:1], weight, 1e-5), elementwise.rms_norm(x, weight, 1e-5)[:1])
+
+
+@torch.no_grad()
+def test_norms_beside_each_other(dtype):
+    x, y = random(3, 100, dtype=dtype), random(3, 200, dtype=dtype, seed=1)[:, 100:]
+    weights = random(100, dtype=dtype, seed=2), random(100, dtype=dtype, seed=3)
+    parts = [elementwise.rms_norm(own, weight, 1e-5) for own, weight in zip((x, y), weights, strict=True)]
+    assert torch.equal(elementwise.norm_beside(x, y, *weights, 1e-5), torch.cat(parts, dim=-1))
+
+
+@pytest.mark.parametrize("spread", [1.0, 200.0])  # far beyond where e^x overflows
+@torch.no_grad()
+def test_silu_mul(dtype, spread):
+    x = random(3, 2200, dtype=dtype)
+    x[:, :1100] *= spread
+    gate, up = x.double().chunk(2, -1)
+    actual = elementwise.silu_mul(x)
+    assert actual.isfinite().all()
+    assert close(actual, F.silu(gate) * up, dtype)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (7, 1, 80), (3, 3, 16)])
+@pytest.mark.parametrize("normed", [False, True])
+@torch.no_grad()
+def test_rotate_and_write_is_what_its_parts_are(monkeypatch, dtype, heads, kv_heads, dim, normed):
+    """Against the same function in torch; rows lie in wider ones, and slots that are not theirs stay."""
+    qkv = random(3, 2 * (heads + 2 * kv_heads), dim, dtype=dtype)[:, : heads + 2 * kv_heads]
+    angles = random(3, 1, dim, dtype=torch.float32, seed=1)
+    rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+    norm = QKNorm(random(dim, dtype=dtype, seed=2), random(dim, dtype=dtype, seed=3), 1e-6) if normed else None
+    cache = random(2, kv_heads, 8, dim, dtype=dtype, seed=4)
+    slots = torch.tensor([6, 1, 2], device=DEVICE)
+    written, expected = cache.clone(), cache.clone()
+    q = rotate_and_write(qkv, *rotary, norm, slots, written, heads)
+    monkeypatch.setenv("HEADWAY_KERNELS", "torch")
+    assert close(q, rotate_and_write(qkv, *rotary, norm, slots, expected, heads).double(), dtype)
+    assert close(written, expected.double(), dtype)
+    others = [0, 3, 4, 5, 7]
+    assert torch.equal(written[:, :, others], cache[:, :, others])
+
+
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_moves_read_everything_before_they_write(count):
+    """Paths of two trees come to the front of their blocks: sources are also destinations of others."""
+    stack = random(2, 2, 3, 128, 20, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(count)
+    source = torch.cat([64 * b + torch.randperm(63, generator=generator)[:count].sort().values + 1 for b in (0, 1)])
+    destination = torch.cat([64 * b + torch.arange(count) for b in (0, 1)])
+    expected = stack.clone()
+    expected[:, :, :, destination] = stack[:, :, :, source]
+    move_slots(stack, source.to(DEVICE), destination.to(DEVICE))
+    assert torch.equal(stack, expected)

@@ -1,0 +1,60 @@
+"""Linear layers in Triton against float64, in every format of weights, and the bits of a row among any number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.linear import PackedLinear, assert_row_invariant, quantise
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def make(inputs, outputs, dtype, bias=True, **options):
+    generator = torch.Generator().manual_seed(inputs)
+    weight = (torch.randn(outputs, inputs, generator=generator) * inputs**-0.5).to(DEVICE, dtype)
+    offset = torch.randn(outputs, generator=generator).to(DEVICE, dtype) if bias else None
+    return weight, offset, PackedLinear(weight, offset, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("inputs", "outputs", "bias"), [(64, 130, True), (200, 64, False)])
+def test_it_matches_float64_for_any_number_of_rows(in_triton, dtype, inputs, outputs, bias):
+    weight, offset, linear = make(inputs, outputs, dtype, bias)
+    for shape in [(1,), (17,), (2, 35)]:
+        x = torch.randn(*shape, inputs, device=DEVICE).to(dtype)
+        expected = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+        actual = linear(x)
+        assert actual.shape == (*shape, outputs)
+        assert actual.dtype == dtype
+        assert (actual.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("dtype", "weight_format"), [(torch.float32, "same"), (torch.float16, "int8")])
+def test_a_row_has_the_same_bits_alone_and_in_a_prompt(in_triton, dtype, weight_format):
+    _, _, linear = make(96, 128, dtype, weight_format=weight_format)
+    assert_row_invariant(linear, dtype, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weight_format", ["int8", "fp8"])
+@pytest.mark.parametrize("switch", ["triton", "torch"])
+def test_weights_of_8_bits(monkeypatch, dtype, weight_format, switch):
+    """With the kernel and, widened again, without it; x lies in wider rows."""
+    monkeypatch.setenv("HEADWAY_KERNELS", switch)
+    weight, offset, linear = make(160, 64, dtype, weight_format=weight_format)
+    stored, scale = quantise(weight, weight_format)
+    widened = stored.double() * scale.double()[:, None]
+    assert (widened - weight.double()).abs().max() / weight.abs().max() < {"int8": 0.005, "fp8": 0.04}[weight_format]
+    x = torch.randn(5, 320, device=DEVICE).to(dtype)[:, 160:]
+    expected = x.double() @ widened.T + offset.double()
+    assert (linear(x).double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
+    if switch == "triton":
+        assert linear.bytes == weight.numel()
+
+
+def test_a_weight_of_zeros_stays_zero():
+    stored, scale = quantise(torch.zeros(2, 8), "int8")
+    assert stored.count_nonzero() == 0
+    assert scale.tolist() == [1, 1]
