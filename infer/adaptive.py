@@ -35,7 +35,7 @@ def make_controller(engine: Engine, limits: Mapping[str, Budget], survival: Surv
         "threads": list(asdict(engine.threads).values()),
         "dtype": str(engine.dtype),
         "torch": torch.__version__,
-        "engine": [config.max_batch, config.max_rows, config.page_size, config.exact, config.tensor_parallel],
+        "engine": asdict(config),
     }
 
     def make() -> CostTable:

@@ -10,14 +10,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+if TYPE_CHECKING:
+    from kernels.linear import WeightFormat
+
 REPO_ROOT = Path(__file__).resolve().parent.parent
 
 DTYPES = ("float32", "bfloat16", "float16")
+WEIGHTS = ("same", "int8", "fp8")
 PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synthetic", "none")
 SOURCES = ("head", "ngram", "suffix", "draft_model")
 FREE_TEXT = {"free_text": True}  # a field whose value on the command line is taken as typed, whatever it holds
@@ -266,12 +270,14 @@ class EngineConfig:
     max_rows: int = 512  # rows of one target forward: drafts and prefill chunks together
     prefix_cache: bool = True  # requests share the KV of common beginnings (of one tenant: SamplingParams.cache_salt)
     exact: bool = True  # the same bits for a row in any batch (DESIGN section 6)
+    weights: str = "same"  # of the target's linear layers: "int8" or "fp8" hold them in 8 bits, which changes the text
     threads: int | None = None  # CPU threads of a step, ranks together; null: one or torch's own number, as measured
     tensor_parallel: int = 1  # ranks (GPUs, or processes on a CPU) that each hold a part of the target
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise ValueError(f"engine.page_size={self.page_size}: must be a power of two (16, 32, ...)")
+        one_of("engine.weights", self.weights, WEIGHTS)
         at_least("engine.max_batch", self.max_batch, 1)
         at_least("engine.prefill_chunk", self.prefill_chunk, 1)
         at_least("engine.threads", self.threads, 1)
@@ -282,6 +288,10 @@ class EngineConfig:
                 f"engine.max_rows={self.max_rows}: must hold engine.prefill_chunk={self.prefill_chunk} rows "
                 f"and a row for each of engine.max_batch={self.max_batch} requests"
             )
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        return cast("WeightFormat", self.weights)
 
 
 @dataclass

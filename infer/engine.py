@@ -99,7 +99,8 @@ class Engine:
                 f"engine.tensor_parallel={self.config.tensor_parallel}: this target is whole; Engine.load divides one"
             )
         exact = self.config.exact
-        self._shard = LeadingShard(target, ranks, exact=exact) if ranks else Shard(target, exact=exact)
+        packing = {"exact": exact, "weights": self.config.weight_format}
+        self._shard = LeadingShard(target, ranks, **packing) if ranks else Shard(target, **packing)
         self.device, self.dtype = self._shard.device, self._shard.dtype
         self.context = target.config.max_position_embeddings
         self.threads = plan_threads(self.config, self._shard)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from infer.kv_layers import KVLayers, LayerShape
 from infer.memory import free_bytes
+from kernels.linear import WeightFormat
 from kernels.rows import AttentionRows
 from models.layers import Linear, pack
 from models.targets.llama import LlamaTarget, TargetOutput
@@ -23,9 +24,9 @@ class Shard:
     ranks = 1
     _make_layers: Callable[..., KVLayers] = KVLayers
 
-    def __init__(self, target: LlamaTarget, *, exact: bool = True) -> None:
+    def __init__(self, target: LlamaTarget, *, exact: bool = True, weights: WeightFormat = "same") -> None:
         self.target = target
-        pack(target, exact=exact)
+        pack(target, exact=exact, weight_format=weights)
         self.linears = [m.packed for m in target.modules() if isinstance(m, Linear) and m.packed is not None]
         weight = target.embedding_weight
         self.device, self.dtype = weight.device, weight.dtype

@@ -18,6 +18,7 @@ from torch import Tensor
 from infer.kv_layers import KVLayers, LayerShape
 from infer.ranks import STOP, Ranks
 from infer.shard import Shard
+from kernels.linear import WeightFormat
 from kernels.rows import AttentionRows
 from models.targets.llama import LlamaTarget, TargetOutput
 
@@ -27,8 +28,10 @@ FREE, ALLOCATE, FORWARD, LOGITS, MOVE, COPY = range(6)
 class LeadingShard(Shard):
     """Rank 0's part of the target; whatever is done to it the other ranks do to theirs at the same time."""
 
-    def __init__(self, target: LlamaTarget, ranks: Ranks, *, exact: bool = True) -> None:
-        super().__init__(target, exact=exact)
+    def __init__(
+        self, target: LlamaTarget, ranks: Ranks, *, exact: bool = True, weights: WeightFormat = "same"
+    ) -> None:
+        super().__init__(target, exact=exact, weights=weights)
         ranks.connect()
         self.ranks, self._ranks = ranks.count, ranks
         self._make_layers = partial(LeadingLayers, ranks)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.elementwise import add_rms_norm, rms_norm, rotate, silu_mul
-from kernels.linear import PackedLinear
+from kernels.linear import PackedLinear, WeightFormat
 from models.config import RopeConfig
 
 __all__ = ["GatedMLP", "Linear", "RMSNorm", "RotaryEmbedding", "pack", "rope_frequencies", "rotate"]
@@ -24,9 +24,10 @@ class Linear(nn.Linear):
 
     packed: PackedLinear | None = None
 
-    def pack(self, *, exact: bool = True) -> None:
+    def pack(self, *, exact: bool = True, weight_format: WeightFormat = "same") -> None:
         """Replaces the weight by its packed form. Irreversible: the unpacked weight is freed."""
-        self.packed = PackedLinear(self.weight.detach(), None if self.bias is None else self.bias.detach(), exact=exact)
+        bias = None if self.bias is None else self.bias.detach()
+        self.packed = PackedLinear(self.weight.detach(), bias, exact=exact, weight_format=weight_format)
         self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -35,11 +36,11 @@ class Linear(nn.Linear):
         return self.packed(input)
 
 
-def pack(module: nn.Module, *, exact: bool = True) -> None:
+def pack(module: nn.Module, *, exact: bool = True, weight_format: WeightFormat = "same") -> None:
     """Packs every linear layer for serving, in place; parameters are freed, so the module can no longer be trained."""
     for child in module.modules():
         if isinstance(child, Linear) and child.packed is None:
-            child.pack(exact=exact)
+            child.pack(exact=exact, weight_format=weight_format)
 
 
 class RMSNorm(nn.Module):

@@ -90,7 +90,10 @@ class HeadProposer:
         if due:
             self._read_pending(due)
             for request in due:
+                last = self._pending[request.request_id][-1][-1:].clone()
                 self.release(request)
+                if request.phase is Phase.DECODE:  # what the next draft begins with; reading it again changes nothing
+                    self._pending[request.request_id] = [last]
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         active = [index for index, budget in enumerate(budgets) if budget.nodes > 0]

@@ -20,7 +20,7 @@ from kernels.triton import in_use
 from scripts.gpu_check.measure import copy_bandwidth, rated
 from train.provenance import git_state, versions
 
-OPERATIONS = ("attention", "linear", "elementwise", "choose", "verify")
+OPERATIONS = ("attention", "linear", "elementwise", "choose", "verify", "training")
 SECONDS = {"kernels": 130, "exact": 130, "bench": 250}  # of a part, on a GPU; what is left out then says so
 
 
@@ -89,6 +89,8 @@ def bench(
 
     whole = partial(speculation.bench, device, bandwidth, deadline, args.head, args.minutes)
     found = attempt("bench", whole, failures)
+    if "training_failed" in (found or {}):
+        failures.append(f"bench: {found['training_failed']}")
     for line in (found or {}).get("runs", ()):
         if not line.get("ok", True):
             failures.append(f"bench: {line['system']} at batch {line['batch']}: other token ids than plain decoding")

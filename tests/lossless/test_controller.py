@@ -53,13 +53,14 @@ SHAPES = {
         ("combined", None, "chain", GREEDY),
     ],
 )
-def test_no_plan_changes_a_token(make_engine, prompts, proposer, head, shape, params):
+def test_no_plan_changes_a_token(make_engine, prompts, proposer, head, shape, params, caplog):
     long = replace(params, max_tokens=150)
     engine = make_engine(proposer=proposer, head=head, shape=SHAPES[shape], max_batch=4)
-    few = prompts[2:6]
+    few = [*prompts[2:4], *prompts[5:7]]  # the last two longer than what waits to be read
     engine._planner = planner = AtRandom(seed=5)
     planned = ids(engine.generate(few, long))
     assert planner.longest > KEPT_ROWS
+    assert not caplog.records, "a proposer failed"
     assert engine.stats.speculation.drafted > 0
     engine.set_proposer("none")
     assert planned == ids(engine.generate(few, long))
