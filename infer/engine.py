@@ -62,7 +62,10 @@ class EngineStats:
 
 
 class Engine:
-    """Takes over `target` and packs it for serving; its weights must not be trained afterwards. `head` is copied."""
+    """Takes over `target` and packs it for serving; its weights must not be trained afterwards. `head` is copied.
+
+    `probe` false takes for granted what `exact` rests on, which otherwise is tried out at the start.
+    """
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class Engine:
         proposer_config: ProposerConfig | None = None,
         ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
+        probe: bool = True,
     ) -> None:
         self.config = config or EngineConfig()
         self.proposer_config = proposer_config or ProposerConfig(name="auto")
@@ -90,7 +94,7 @@ class Engine:
         self.device, self.dtype = self._shard.device, self._shard.dtype
         self.context = target.config.max_position_embeddings
         self._threads = plan_threads(self.config, self._shard)
-        if exact:
+        if exact and probe:
             probe_exactness(self._shard, self._threads)
         self._requests: dict[str, Request] = {}
         self._ids, self._arrivals = itertools.count(), itertools.count()

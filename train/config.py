@@ -80,6 +80,9 @@ class ObjectiveConfig:
     step_weight: float = 1.0
     reduction: str = "token"  # token: the mean over all slots | sequence: over sequences, of each one's mean
     feature_noise: float = 0.0  # a: U(-a, a) is added to the features in training
+    # true: logits, probabilities and their gradients exist for a chunk of slots alone; null: on a GPU, where the head's
+    # parameters are whole
+    fused: bool | None = None
 
     def __post_init__(self) -> None:
         at_least("objective.steps", self.steps, 1)
@@ -268,6 +271,10 @@ class TrainConfig:
 
     def _check_objective(self) -> None:
         objective, head, depths = self.objective, self.head, self.head.max_depth
+        if self.parallel.name not in WHOLE:
+            if objective.fused:
+                raise ValueError(f"objective.fused=true: needs parallel={' or '.join(WHOLE)}, not {self.parallel.name}")
+            objective.fused = False
         if head.name not in TRAINS[objective.name]:
             raise ValueError(
                 f"objective={objective.name}: is for head={' or '.join(TRAINS[objective.name])}, not for "
@@ -295,6 +302,7 @@ TRAINS = {
     "mlp": ("mlp",),
     "p-eagle": ("p-eagle",),
 }
+WHOLE = ("single", "ddp")  # parallel= under which every process holds the head's parameters whole
 OWN_WEIGHTS = ("medusa", "mlp")  # heads in which a depth shares no weights, or not all, with the others
 DEFAULT_OBJECTIVE = {"eagle3": "ttt", "eagle": "eagle", "medusa": "medusa", "mlp": "mlp", "p-eagle": "p-eagle"}
 

@@ -139,7 +139,8 @@ class Evaluator:
         denominators = objective.denominators(whole.assistant).to(self._engine.device)
         loss, sums = 0.0, None
         for batch, features in self._batches(self._held_out):
-            teacher = teach(self._engine.target, features.hidden, batch, objective.head.target_ids)
+            ids = objective.head.target_ids
+            teacher = teach(self._engine.target, features.hidden, batch, ids, keep=not objective.fused)
             part, part_sums = objective(batch, features, teacher, denominators)
             loss += part.item()
             sums = part_sums if sums is None else StepSums(*(a + b for a, b in zip(sums, part_sums, strict=True)))

@@ -139,7 +139,8 @@ class Run:
         losses, sums = [], []
         for micro, batch in enumerate(batches):
             features = prepared.features(batch)
-            teacher = teach(prepared.target, features.hidden, batch, prepared.head.target_ids)
+            ids = prepared.head.target_ids
+            teacher = teach(prepared.target, features.hidden, batch, ids, keep=not objective.fused)
             generator = torch.Generator(accelerator.device).manual_seed((config.seed << 32) + self._number(micro))
             given = (batch, features, teacher, denominators, metrics, generator)
             if micro + 1 < len(batches):

@@ -34,7 +34,10 @@ def engines(device: torch.device) -> Iterator[tuple[str, Engine, list[list[int]]
     if device.type != "cuda":
         target = targets.random_target("tiny", torch.float32, device)
         config = EngineConfig(max_batch=2, max_tokens_in_cache=128, prefill_chunk=16, max_rows=32)
-        yield "tiny, fp32", Engine(target, head=targets.taught_head(target), config=config), [[5, 6, 7], [9, 8]], 4
+        engine = Engine(
+            target, head=targets.taught_head(target), config=config, probe=False
+        )  # which would take minutes
+        yield "tiny, fp32", engine, [[5, 6, 7], [9, 8]], 3
         return
     for dtype in (torch.float32, torch.bfloat16):
         target = load_target(str(targets.DEMO), dtype=dtype, device=device)
@@ -74,7 +77,7 @@ def check(device: torch.device, deadline: float) -> list[dict[str, Any]]:
 
 def samplings(device: torch.device) -> list[tuple[str, SamplingParams]]:
     every = [("greedy", GREEDY), ("T = 0.8", COOL), ("T = 1, top-k, top-p", CUT)]
-    return every if device.type == "cuda" else every[:2]
+    return every if device.type == "cuda" else every[1:2]
 
 
 def ways(device: torch.device) -> list[tuple[str, str, ProposerConfig, bool]]:

@@ -20,7 +20,7 @@ from kernels.triton import in_use
 from scripts.gpu_check.measure import copy_bandwidth, rated
 from train.provenance import git_state, versions
 
-OPERATIONS = ("attention", "linear", "elementwise", "choose", "verify")
+OPERATIONS = ("attention", "linear", "elementwise", "choose", "verify", "training")
 SECONDS = {"kernels": 130, "exact": 130, "bench": 250}  # of a part, on a GPU; what is left out then says so
 
 
@@ -58,12 +58,15 @@ def kernels(
             if time.monotonic() > deadline:
                 failures.append(f"{label}: no time was left")
                 continue
-            call = getattr(importlib.import_module(f"scripts.gpu_check.{operation}"), name)
-            into += attempt(label, partial(call, device), failures) or []
+            into += attempt(label, partial(call, operation, name, device), failures) or []
     for line in correct:
         if not line["ok"]:
             failures.append(f"kernels: {line['kernel']}, {line['case']}: error {line['error']} > {line['bound']}")
     return {"correctness": correct, "timings": [rated(line, bandwidth) for line in times]}
+
+
+def call(operation: str, name: str, device: torch.device) -> list[dict[str, Any]]:
+    return getattr(importlib.import_module(f"scripts.gpu_check.{operation}"), name)(device)
 
 
 def exact(
@@ -84,8 +87,8 @@ def bench(
 ) -> dict[str, Any] | None:
     from scripts.gpu_check import speculation
 
-    call = partial(speculation.bench, device, bandwidth, deadline, args.head, args.minutes)
-    found = attempt("bench", call, failures)
+    whole = partial(speculation.bench, device, bandwidth, deadline, args.head, args.minutes)
+    found = attempt("bench", whole, failures)
     for line in (found or {}).get("runs", ()):
         if not line.get("ok", True):
             failures.append(f"bench: {line['system']} at batch {line['batch']}: other token ids than plain decoding")

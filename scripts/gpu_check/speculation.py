@@ -68,7 +68,7 @@ def bench(device: torch.device, copy_gb_s: float, deadline: float, head: Path | 
     batches = (1, 8, 64) if on_gpu else (2,)
     systems = SYSTEMS if on_gpu else SHORT_SYSTEMS
     config = EngineConfig(max_batch=max(batches), max_tokens_in_cache=32768 if on_gpu else 128)
-    engine = Engine(target, head=wide, config=config)
+    engine = Engine(target, head=wide, config=config, probe=on_gpu)
     prompts = [[5, 6, 7], [9, 8]]
     if on_gpu:
         tokenizer = Tokenizer.load(targets.DEMO)
@@ -82,7 +82,7 @@ def bench(device: torch.device, copy_gb_s: float, deadline: float, head: Path | 
                 document["runs"].append(line | {"left_out": "no time"})
                 continue
             engine.set_proposer(proposer, config=shape_of)
-            ids, numbers = measure(engine, asked, 96 if on_gpu else 4)
+            ids, numbers = measure(engine, asked, 96 if on_gpu else 3)
             plain = plain or ids
             if proposer != "synthetic":
                 numbers["ok"] = ids == plain

@@ -7,6 +7,7 @@ means: accumulated and distributed batches add up to the loss of one large batch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from train.data import Batch
 from train.draft_states import draft_states
 from train.features import Features
 from train.objectives import teacher as teaching
+from train.objectives.fused import chunked_sums
 from train.objectives.losses import agreement, overlap
 from train.objectives.teacher import Teacher
 
@@ -44,6 +46,13 @@ class Objective(nn.Module):
         steps = config.steps or head.config.max_depth
         assert steps is not None, "a head without a number of depths needs objective.steps"
         self.steps: int = steps
+
+    @property
+    def fused(self) -> bool:
+        """Whether logits and the teacher's probabilities exist for a chunk of slots alone."""
+        if self.config.fused is not None:
+            return self.config.fused
+        return next(self.head.parameters()).device.type == "cuda"
 
     def costs(self, logits: Tensor, states: Tensor, teacher: Teacher, depth: int) -> Tensor:
         """`[N]`: what N slots cost at this depth; logits `[N, Vd]`, states `[N, S]`, as many rows of the teacher."""
@@ -107,6 +116,9 @@ class Objective(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Sums of weighted cost, cost, correct and overlap over the slots `states [N, S]`, taught by `rows [N]`."""
         size = max(1, teaching.CHUNK_ELEMENTS // self.head.config.draft_vocab_size)
+        if self.fused:
+            compare = partial(self._compare_chunk, teacher=teacher, depth=depth, metrics=metrics)
+            return chunked_sums(compare, states, weights, rows, size, self.head.parameters())
         if len(states) <= size:
             return self._compare_chunk(states, weights, rows, teacher, depth, metrics)
         # Logits of every step together would not fit: each chunk's are computed again in the backward pass.
@@ -119,7 +131,7 @@ class Objective(nn.Module):
     def _compare_chunk(
         self, states: Tensor, weights: Tensor, rows: Tensor, teacher: Teacher, depth: int, metrics: bool
     ) -> tuple[Tensor, ...]:
-        teacher = teacher.rows(rows)
+        teacher = teacher.rows(rows).whole()
         logits = self.head.logits(states, depth).float()  # [N, Vd]
         with torch.autocast(logits.device.type, enabled=False):  # a probability needs more than bf16
             costs = self.costs(logits, states.float(), teacher, depth)

@@ -1,0 +1,101 @@
+"""LM head and loss a chunk at a time against the dense form: sums, gradients, and what never exists at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infer.cli import compose
+from infer.engine import Engine
+from models.targets.llama import LlamaTarget
+from tests.heads import make_head, make_objective
+from tests.train.test_run import SETTINGS
+from train.config import TrainConfig
+from train.data import Batch, Sequences
+from train.features import compute_features
+from train.loop import train
+from train.objectives import teach, teacher
+from train.run_folder import read_steps
+
+CHUNK = 13  # slots
+CASES = [("eagle3", "ttt", {"loss": loss}) for loss in ("kl", "ce", "lk_hybrid")] + [
+    ("eagle3.1", "ttt", {"reduction": "sequence"}),
+    ("eagle", "eagle", {"steps": 2, "feature_noise": 0.0}),
+    ("medusa", "medusa", {"steps": 5}),
+    ("mlp, tied", "mlp", {"steps": 5}),
+    ("p-eagle, one layer", "p-eagle", {}),
+]
+
+
+@pytest.fixture(scope="module")
+def batch(responses: Sequences) -> Batch:
+    return responses.batch(range(4))
+
+
+@pytest.mark.parametrize(("variant", "name", "settings"), CASES)
+def test_equals_the_dense_form(
+    engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant: str, name: str, settings: dict, monkeypatch
+) -> None:
+    head = make_head(tiny_target, variant)
+    features = compute_features(engine.target, batch, head.config.aux_layers)
+    answers, widest = {}, 0
+    logits = head.logits
+
+    def watched(state: torch.Tensor, depth: int) -> torch.Tensor:
+        nonlocal widest
+        widest = max(widest, len(state))
+        return logits(state, depth)
+
+    for fused in (False, True):
+        made = make_objective(head, name, fused=fused, **settings)
+        if fused:
+            monkeypatch.setattr(teacher, "CHUNK_ELEMENTS", CHUNK * head.config.draft_vocab_size)
+            monkeypatch.setattr(head, "logits", watched)
+        taught = teach(engine.target, features.hidden, batch, head.target_ids, keep=not fused)
+        assert (taught.probs.shape[1] == 0) == fused
+        loss, sums = made(batch, features, taught, made.denominators(batch.assistant))
+        (3 * loss).backward()  # a factor, as accumulation over processes has one
+        gradients = {key: p.grad for key, p in head.named_parameters() if p.grad is not None}
+        answers[fused] = loss.detach(), torch.stack(list(sums)), gradients
+        head.zero_grad()
+    assert widest == CHUNK
+    (loss, sums, dense), (again, chunked, found) = answers[False], answers[True]
+    torch.testing.assert_close(again, loss)
+    torch.testing.assert_close(chunked, sums, rtol=1e-4, atol=1e-4)
+    assert found.keys() == dense.keys()
+    for key, gradient in dense.items():
+        torch.testing.assert_close(
+            found[key], gradient, rtol=1e-3, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+        )
+
+
+def test_under_autocast(engine: Engine, tiny_target: LlamaTarget, batch: Batch, monkeypatch) -> None:
+    """The cast weight is shared by the chunks, whose graphs are gone one after another."""
+    head = make_head(tiny_target, "eagle3")
+    features = compute_features(engine.target, batch, head.config.aux_layers)
+    gradients = []
+    for fused in (False, True):
+        monkeypatch.setattr(teacher, "CHUNK_ELEMENTS", CHUNK * head.config.draft_vocab_size)
+        made = make_objective(head, "ttt", fused=fused)
+        taught = teach(engine.target, features.hidden, batch, head.target_ids, keep=not fused)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _ = made(batch, features, taught, made.denominators(batch.assistant), metrics=False)
+        loss.backward()
+        gradients.append({key: p.grad for key, p in head.named_parameters() if p.grad is not None})
+        head.zero_grad()
+    for key, gradient in gradients[0].items():
+        assert (gradients[1][key] - gradient).norm() <= 0.02 * gradient.norm(), key
+
+
+def test_a_run_from_the_command_line(tiny_target_folder, tmp_path) -> None:
+    settings = [*SETTINGS, f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "steps=2", "run=one"]
+    config = compose("train", TrainConfig, [*settings, "objective.fused=true"])
+    assert train(config) is not None
+    assert read_steps(tmp_path / "one") == 2
+
+
+def test_only_where_parameters_are_whole() -> None:
+    config = compose("train", TrainConfig, [*SETTINGS, "objective.fused=true"])
+    config.parallel.name = "zero3"
+    with pytest.raises(ValueError, match=r"objective\.fused=true: needs parallel=single or ddp, not zero3"):
+        config.__post_init__()

@@ -1,0 +1,67 @@
+"""The LM head and the loss together, a chunk of slots at a time: neither logits nor probabilities of all slots exist.
+
+What a draft's loss needs as wide as the vocabulary (logits, the target's distribution, the gradient of both) is made
+for one chunk, turned into gradients of states and parameters at once, and dropped. A loss is a scalar, so its gradient
+can be computed before it is asked for, up to a factor; nothing is computed a second time in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Compare = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+def chunked_sums(
+    compare: Compare, states: Tensor, weights: Tensor, rows: Tensor, size: int, parameters: Iterable[nn.Parameter]
+) -> tuple[Tensor, ...]:
+    """`compare(states, weights, rows)` answers sums over slots; here over chunks of `size` of states `[N, S]`.
+
+    The first sum can be differentiated once, by the states and by those `parameters` that `compare` uses.
+    """
+    if not torch.is_grad_enabled():
+        chunks = zip(states.split(size), weights.split(size), rows.split(size), strict=True)
+        return added(compare(*chunk) for chunk in chunks)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return EagerGradients.apply(compare, size, states, weights, rows, *trained)
+
+
+def added(parts: Iterable[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    return tuple(torch.stack(column).sum(0) for column in zip(*parts, strict=True))
+
+
+class EagerGradients(torch.autograd.Function):
+    """Sums over chunks, and in the same pass the gradients of the first of them."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any, compare: Compare, size: int, states: Tensor, weights: Tensor, rows: Tensor, *parameters: Tensor
+    ):
+        parts: list[list[Tensor]] = []
+        of_states: list[Tensor] = []
+        of_parameters: list[Tensor | None] = [None] * len(parameters)
+        for chunk, weight, index in zip(states.split(size), weights.split(size), rows.split(size), strict=True):
+            with torch.enable_grad():
+                chunk = chunk.detach().requires_grad_()
+                sums = compare(chunk, weight, index)
+                own, *others = torch.autograd.grad(sums[0], (chunk, *parameters), allow_unused=True)
+            of_states.append(own)
+            for place, gradient in enumerate(others):
+                before = of_parameters[place]
+                of_parameters[place] = gradient if before is None else before.add_(gradient)
+            parts.append([value.detach() for value in sums])
+        ctx.used = [gradient is not None for gradient in of_parameters]
+        ctx.save_for_backward(torch.cat(of_states), *(gradient for gradient in of_parameters if gradient is not None))
+        total, *rest = added(parts)
+        ctx.mark_non_differentiable(*rest)
+        return total, *rest
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        of_states, *rest = ctx.saved_tensors
+        left = iter(rest)
+        return None, None, of_states * grad, None, None, *(next(left) * grad if used else None for used in ctx.used)
