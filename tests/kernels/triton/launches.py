@@ -78,6 +78,7 @@ CASES = {
     "norms beside each other": lambda: elementwise.norm_beside(
         empty(4, 4096), empty(4, 4096), empty(4096), empty(4096), 1e-5
     ),
+    "norm and GELU": lambda: elementwise.norm_gelu(empty(4, 4096), empty(4, 4096), 0.3, empty(4096), empty(4096), 1e-6),
     "silu": lambda: elementwise.silu_mul(empty(4, 28672)),
     "rotary": partial(rotate, False),
     "rotary and QK norm": partial(rotate, True),
