@@ -20,6 +20,8 @@ from torch import Tensor
 from kernels.noise import exact_log, gumbel_noise
 from kernels.triton import in_use
 
+MOST_BEST = 64  # columns of a row that the kernel ranks; more of them, which hardly a draft wants, torch does
+
 
 @dataclass
 class ChoiceParameters:
@@ -93,7 +95,7 @@ def choose_best(
 
     And how likely each is under the rule's keys, `[R, count]` log-probabilities. Arguments as for `choose`.
     """
-    if in_use(logits.device):
+    if in_use(logits.device) and count <= MOST_BEST:
         from kernels.triton import choose as gpu
 
         keys, columns, log_mass = gpu.best(logits, parameters, positions, token_ids, count, mass=True)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kernels.choose import ChoiceParameters
 
 BLOCK = 2048
-MOST = 64  # best columns of a row at once
 DIGITS = tl.constexpr(16)
 LEVELS = 8
 MINUS_INFINITY = tl.constexpr(float("-inf"))
@@ -225,13 +224,13 @@ def best(
     thresholds = None
     if parameters is not None and parameters.restricts:
         thresholds = find_thresholds(logits, parameters, block)
-    return _best(logits, parameters, positions, token_ids, count, thresholds, mass=mass, noise=True, block=block)
+    return best_columns(logits, parameters, positions, token_ids, count, thresholds, mass=mass, noise=True, block=block)
 
 
 def logprobs(logits: Tensor, tokens: Tensor, top: int, block: int = BLOCK) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As kernels.choose.logprobs."""
     count = max(top, 1)
-    keys, columns, log_mass = _best(logits, None, None, None, count, None, mass=True, noise=False, block=block)
+    keys, columns, log_mass = best_columns(logits, None, None, None, count, None, mass=True, noise=False, block=block)
     assert log_mass is not None
     own = logits.gather(1, tokens[:, None])[:, 0].float() - log_mass
     rows, size = logits.shape
@@ -240,7 +239,7 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int, block: int = BLOCK) -> tu
     return own, above.sum(1) + 1, columns[:, :top], keys[:, :top] - log_mass[:, None]
 
 
-def _best(
+def best_columns(
     logits: Tensor,
     parameters: ChoiceParameters | None,
     positions: Tensor | None,
@@ -252,8 +251,9 @@ def _best(
     noise: bool,
     block: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`best` with the thresholds `[R]` given, None for none; without `noise` it ranks logits over their temperature."""
     rows, size = logits.shape
-    assert count <= min(size, MOST), "a few of the vocabulary"
+    assert count <= size, "there are no more columns"
     assert logits.stride(1) == 1, "columns beside each other"
     blocks, device = triton.cdiv(size, block), logits.device
     found = torch.empty(rows, blocks, count, device=device)
@@ -283,16 +283,16 @@ def _best(
 def find_thresholds(logits: Tensor, parameters: ChoiceParameters, block: int = BLOCK) -> Tensor:
     """What a logit over its temperature must reach to stay in the law, by min-p, then top-k, then top-p: `[R]`."""
     p, none = parameters, float("-inf")
-    tops, _, _ = _best(logits, p, None, None, 1, None, mass=False, noise=False, block=block)
+    tops, _, _ = best_columns(logits, p, None, None, 1, None, mass=False, noise=False, block=block)
     tops, sampled = tops[:, 0], p.temperature > 0
     floors = torch.where((p.min_p > 0) & sampled, tops + exact_log(p.min_p), none)
     by_k = (p.top_k > 0) & sampled
-    floors = _threshold(logits, p.temperature, tops, floors, by_k, p.top_k.float(), block, weighted=False)
+    floors = threshold(logits, p.temperature, tops, floors, by_k, p.top_k.float(), block, weighted=False)
     by_p = (p.top_p < 1) & sampled
-    return _threshold(logits, p.temperature, tops, floors, by_p, p.top_p, block, weighted=True)
+    return threshold(logits, p.temperature, tops, floors, by_p, p.top_p, block, weighted=True)
 
 
-def _threshold(
+def threshold(
     logits: Tensor,
     temperature: Tensor,
     tops: Tensor,

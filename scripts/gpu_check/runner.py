@@ -89,6 +89,8 @@ def bench(
 
     whole = partial(speculation.bench, device, bandwidth, deadline, args.head, args.minutes)
     found = attempt("bench", whole, failures)
+    if "training_failed" in (found or {}):
+        failures.append(f"bench: {found['training_failed']}")
     for line in (found or {}).get("runs", ()):
         if not line.get("ok", True):
             failures.append(f"bench: {line['system']} at batch {line['batch']}: other token ids than plain decoding")

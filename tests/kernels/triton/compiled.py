@@ -78,7 +78,7 @@ def compile_launch(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     usage = resources(compiled.asm["cubin"])
     ptx = compiled.asm["ptx"]
-    marks = {mark: mark in ptx for mark in ("wgmma", "mma.sync", "cp.async")}
+    marks = {mark: mark in ptx for mark in ("wgmma", "mma.sync", "cp.async", "fma.rn")}
     return {"kernel": kernel.__name__, "shared": compiled.metadata.shared, **usage, **marks}
 
 

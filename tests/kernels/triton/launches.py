@@ -6,10 +6,11 @@ from functools import partial
 
 import torch
 
+from kernels.choose import ChoiceParameters
 from kernels.linear import LARGEST, STORED
 from kernels.rotary import QKNorm
 from kernels.rows import AttentionRows
-from kernels.triton import elementwise
+from kernels.triton import choose, elementwise, verify
 from kernels.triton.attention import TritonAttention
 from kernels.triton.linear import linear
 from kernels.triton.move import move_slots
@@ -52,7 +53,41 @@ def rotate(norm):
     )
 
 
+def pick(rows, size, count, *, sampled=True, restricted=False, drafting=False):
+    """Of a vocabulary of `size`; `drafting`: in a head's own, with log-probabilities."""
+    index, number = empty(rows, dtype=torch.int64), empty(rows, dtype=torch.float32)
+    parameters = ChoiceParameters(number, index, number, number, index, index) if sampled else None
+    ids = empty(size, dtype=torch.int64) if drafting else None
+    thresholds = number if restricted else None
+    choose.best_columns(
+        empty(rows, size), parameters, index, ids, count, thresholds, mass=drafting, noise=True, block=choose.BLOCK
+    )
+
+
+def threshold(weighted):
+    """The first level of the search and its end; the levels between are the first over again."""
+    number, levels = empty(4, dtype=torch.float32), choose.LEVELS
+    choose.LEVELS = 1
+    try:
+        choose.threshold(empty(4, 128256), number, number, number, number > 0, number, choose.BLOCK, weighted=weighted)
+    finally:
+        choose.LEVELS = levels
+
+
+def accept():
+    wide, narrow = empty(8, 64, dtype=torch.int64), empty(8, 64, dtype=torch.int32)
+    verify.accept(wide, narrow, narrow, wide, empty(8, dtype=torch.int64), wide)
+
+
 CASES = {
+    "choose, greedy": partial(pick, 4, 128256, 1, sampled=False),
+    "choose, sampled": partial(pick, 4, 128256, 1),
+    "choose, among the likeliest": partial(pick, 4, 262144, 1, restricted=True),
+    "draft the 16 best": partial(pick, 4, 32000, 16, drafting=True),
+    "top-k": partial(threshold, False),
+    "top-p": partial(threshold, True),
+    "log-probabilities": lambda: choose.logprobs(empty(4, 128256), empty(4, dtype=torch.int64), 20),
+    "accept": accept,
     "verify, head size 128": partial(attend, 128, whole=False),
     "verify a tree, head size 128": partial(attend, 128, whole=False, tree=True),
     "verify a tree by many programs": partial(attend, 128, whole=True, tree=True),

@@ -8,7 +8,6 @@ import torch
 from kernels.choose import ChoiceParameters, choice_keys, choose, choose_best, logprobs, restrict
 from kernels.noise import exact_log, gumbel_noise, gumbel_of, noise_words, row_keys
 from kernels.triton import choose as gpu
-from tests.kernels.sm90 import MOST_SHARED, usage
 
 V, BLOCK = 150, 64
 POSITIONS = torch.arange(6) + 1000
@@ -118,42 +117,3 @@ def test_the_logarithm_is_one():
     ends = torch.tensor([0, 1, 2**31, 2**32 - 2, 2**32 - 1])
     u = ((ends.double() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     torch.testing.assert_close(gumbel_of(ends).double(), -torch.log(-torch.log1p(-u)), rtol=1e-6, atol=1e-6)
-
-
-FLOATS, INTS = "*fp32", "*i32"
-BEST = {"logits": "*bf16", "stride": "i32", "size": "i32", "temperatures": FLOATS, "thresholds": FLOATS}
-BEST |= {"seeds_low": "*i64", "seeds_high": "*i64", "positions": "*i64", "token_ids": "*i64"}
-BEST |= {"found": FLOATS, "where_found": INTS, "peaks": FLOATS, "masses": FLOATS}
-MERGE = {"found": FLOATS, "where_found": INTS, "peaks": FLOATS, "masses": FLOATS, "out": FLOATS}
-MERGE |= {"out_columns": "*i64", "out_mass": FLOATS, "blocks": "i32", "candidates": "i32", "size": "i32"}
-COUNT = {"logits": "*bf16", "stride": "i32", "size": "i32", "temperatures": FLOATS, "tops": FLOATS, "floors": FLOATS}
-COUNT |= {"asked": INTS, "states": INTS, "sums": FLOATS, "level": "i32"}
-READ = {"states": INTS, "sums": FLOATS, "asked": INTS, "floors": FLOATS, "out": FLOATS, "blocks": "i32"}
-ABOVE = {"logits": "*bf16", "stride": "i32", "size": "i32", "log_masses": FLOATS, "bounds": FLOATS, "out": INTS}
-
-
-def case(name, types, fusion=False, warps=8, **constants):
-    options = {"num_warps": warps, "enable_fp_fusion": fusion}
-    return {"kernel": f"kernels.triton.{name}", "types": types, "constants": constants, "options": options}
-
-
-def test_kernels_compile_for_a_gpu_within_its_registers():
-    """As they are launched for a vocabulary of 128 k to 256 k."""
-    N = gpu.BLOCK
-    switches = {"SAMPLED": True, "RESTRICTED": True, "NOISE": True, "IDS": True, "MASS": True}
-    greedy = dict.fromkeys(switches, False)
-    cases = [
-        case("choose:best_of_block", BEST, M=1, N=N, **greedy),
-        case("choose:best_of_block", BEST, M=1, N=N, **switches | {"IDS": False, "MASS": False}),
-        case("choose:best_of_block", BEST, M=16, N=N, **switches),
-        case("choose:count_digits", COUNT, N=N, P=128, WEIGHTED=True),
-        case("choose:best_of_row", MERGE, True, M=16, C=2048, P=128, MASS=True),
-        case("choose:read_threshold", READ, True, 4, LEVEL=gpu.LEVELS, P=128, WEIGHTED=True),
-        case("choose:count_above", ABOVE, True, N=N),
-    ]
-    for number, found in enumerate(usage(cases)):
-        assert found["spills"] == 0
-        assert found["registers"] <= 128
-        assert found["shared"] <= MOST_SHARED
-        if number < 4:  # the noise, and what is compared with a threshold, round as on a CPU
-            assert found["fused"] == 0

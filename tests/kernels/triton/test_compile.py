@@ -6,6 +6,8 @@ import pytest
 
 from tests.kernels.triton.compiled import SHARED_LIMIT, compile_in_new_process
 
+EXACT = ("best_of_block", "count_digits")
+
 
 @pytest.fixture(scope="module")
 def compiled():
@@ -17,6 +19,7 @@ def test_nothing_spills_and_shared_memory_suffices(compiled):
     assert {kernel["kernel"] for _, kernel in kernels} == {
         *("attend", "branch", "combine", "linear_kernel", "rotate_and_write_kernel", "move_kernel"),
         *("rms_norm_kernel", "norm_beside_kernel", "norm_gelu_kernel", "silu_mul_kernel"),
+        *("best_of_block", "best_of_row", "count_digits", "read_threshold", "count_above", "last_accepted"),
     }
     assert [(case, k["kernel"], k["spilled"]) for case, k in kernels if k["spilled"] and "fp32" not in case] == []
     assert [(case, k["kernel"], k["shared"]) for case, k in kernels if k["shared"] > SHARED_LIMIT] == []
@@ -30,3 +33,10 @@ def test_products_run_on_one_kind_of_tensor_core_with_copies_under_way(compiled)
                 assert kernel["wgmma"], case
                 assert not kernel["mma.sync"], case
                 assert kernel["cp.async"] or "odd" in case, case
+
+
+def test_what_must_round_as_on_a_cpu_is_not_fused(compiled):
+    """The noise, and what is compared with a threshold."""
+    rounded = [kernel for own in compiled.values() for kernel in own if kernel["kernel"] in EXACT]
+    assert len(rounded) >= 6
+    assert not any(kernel["fma.rn"] for kernel in rounded)

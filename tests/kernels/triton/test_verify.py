@@ -7,7 +7,6 @@ import torch
 
 from infer.tree import MAX_NODES, DraftTree
 from kernels.verify import accept
-from tests.kernels.sm90 import MOST_SHARED, usage
 
 
 def random_trees(lengths, seed):
@@ -45,12 +44,3 @@ def test_accept_equals_the_torch_form(monkeypatch, lengths, seed):
     assert torch.equal(*answers)
     if seed == 0:
         assert answers[0].tolist() == [length - 1 for length in lengths]
-
-
-def test_the_kernel_compiles_for_a_gpu():
-    types = {"token": "*i64", "parent": "*i32", "depth": "*i32", "ancestors": "*i64", "length": "*i64"}
-    types |= {"choice": "*i64", "out": "*i64", "width": "i32"}
-    case = {"kernel": "kernels.triton.verify:last_accepted", "types": types, "constants": {"N": MAX_NODES}}
-    (found,) = usage([case | {"options": {"num_warps": 1}}])
-    assert found["spills"] == 0
-    assert found["shared"] <= MOST_SHARED
