@@ -55,6 +55,15 @@ def norm_beside(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: f
     return torch.cat([rms_norm(x, x_weight, eps), rms_norm(y, y_weight, eps)], dim=-1)
 
 
+def norm_gelu(x: Tensor, delta: Tensor, factor: float, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """gelu(rms_norm(x + factor * delta) + bias), x and delta `[..., H]`: a step of an MLP speculator."""
+    if _in_triton(x, delta, weight, bias):
+        from kernels.triton import elementwise as gpu
+
+        return gpu.norm_gelu(_rows(x), _rows(delta), factor, weight, bias, eps).view(x.shape)
+    return F.gelu(rms_norm(x + factor * delta, weight, eps) + bias)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`[..., 2 I]`, gate and up beside each other -> silu(gate) * up `[..., I]`."""
     size = gate_up.shape[-1] // 2

@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=false, reportArgumentType=false
 """Paged attention on a GPU, by arXiv 2307.08691's recurrence: plain decoding, chains, trees and prefill chunks.
 
 Keys are met in tiles of fixed size at fixed positions, tiles make up splits of fixed size, and a row's splits are

@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=false, reportArgumentType=false
 """Row-wise operations on a GPU: one program per row, or part of one, with blocks that the sizes alone decide.
 
 Statistics are fp32; in 16 bits the results that torch would round are rounded.
@@ -88,6 +89,45 @@ def norm_beside(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: f
         out,
         x.stride(0),
         y.stride(0),
+        size,
+        eps,
+        SIZE=triton.next_power_of_2(size),
+        num_warps=_warps(size),
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+@triton.jit
+def norm_gelu_kernel(x, delta, weight, bias, out, x_stride, delta_stride, factor, size, eps, SIZE: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+    inside = i < size
+    dtype = out.dtype.element_ty
+    value = tl.load(delta + row * delta_stride + i, mask=inside, other=0.0).to(tl.float32)
+    value = (value * factor).to(dtype).to(tl.float32)
+    value += tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
+    value = value.to(dtype).to(tl.float32)
+    root = tl.sqrt_rn(tl.sum(value * value, 0) / size + eps)
+    normed = (value / root).to(dtype).to(tl.float32) * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    shifted = normed.to(dtype).to(tl.float32) + tl.load(bias + i, mask=inside, other=0.0).to(tl.float32)
+    shifted = shifted.to(dtype).to(tl.float32)
+    active = 0.5 * shifted * (1.0 + tl.erf(shifted * 0.7071067811865476))
+    tl.store(out + row * size + i, active.to(dtype), mask=inside)
+
+
+def norm_gelu(x: Tensor, delta: Tensor, factor: float, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """x and delta `[R, H]` -> `[R, H]`."""
+    rows, size = x.shape
+    out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
+    norm_gelu_kernel[(rows,)](
+        x,
+        delta,
+        weight,
+        bias,
+        out,
+        x.stride(0),
+        delta.stride(0),
+        float(factor),
         size,
         eps,
         SIZE=triton.next_power_of_2(size),

@@ -26,4 +26,4 @@ def dot_in_order(builder: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
     return TensorHandle(out, d.dtype.scalar)
 
 
-InterpreterBuilder.create_dot = dot_in_order
+InterpreterBuilder.create_dot = dot_in_order  # type: ignore[method-assign]

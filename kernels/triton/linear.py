@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=false, reportArgumentType=false
 """`y = x Wᵀ + b` on a GPU, weights streamed once for up to 64 rows, in one order along K for any number of rows.
 
 A tile is `W [BLOCK_N, BLOCK_K] @ xᵀ [BLOCK_K, BLOCK_M]`: weights are the left side, whose 64 lines are the least that

@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=false, reportArgumentType=false
 """Moves KV between slots in place: a program holds a few columns of all moved slots, of one layer's keys or values.
 
 It reads them all, waits for its other threads, and writes them all; programs share no element.

@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=false, reportArgumentType=false
 """QK norm, rotary embedding and the writing of keys and values in one launch: a program per row, all its heads."""
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.elementwise import rms_norm
+from kernels.elementwise import norm_gelu, rms_norm
 from models.attention import Attention
 from models.heads.base import Head
 from models.heads.mlp_config import MlpConfig
@@ -24,15 +24,12 @@ EPS = 1e-6
 
 
 class ShiftedRMSNorm(nn.Module):
-    """A root-mean-square norm with a learnt scale and shift."""
+    """Scale and shift of a root-mean-square norm (kernels/elementwise.py: norm_gelu)."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.bias = nn.Parameter(torch.zeros(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, EPS) + self.bias
 
 
 class MlpHead(Head):
@@ -66,7 +63,8 @@ class MlpHead(Head):
         embedding = self.emb[own](ids)
         projected = self.proj[min(depth, len(self.proj) - 1)](state).to(embedding.dtype)  # fp32 under autocast
         scale = self.config.embedding_weight / self.config.state_weight
-        return F.gelu(self.ln[own](projected + scale * embedding))
+        norm = cast(ShiftedRMSNorm, self.ln[own])
+        return norm_gelu(projected, embedding, scale, norm.weight, norm.bias, EPS)
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
         return self.head[0 if self.config.tie_weights else depth](state)

@@ -11,6 +11,7 @@ from infer.tree import DraftTree
 from kernels.attention import PagedAttention, plan_attention
 from kernels.reference import attention as oracle
 from kernels.rows import AttentionRows
+from kernels.triton.attention import TritonAttention
 from scripts.gpu_check.measure import close, same, timed
 
 PAGE = 16
@@ -103,17 +104,15 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
     shapes += [(1, 512, 4096)]  # a prompt's chunk
     for batch, rows, context in shapes if device.type == "cuda" else [(2, 3, 40)]:
         case = make([context] * batch, heads, kv_heads, dim, dtype, device)
-        q, k, v, cache, _ = case
-        starts, counts, total = [context - rows] * batch, [rows] * batch, batch * rows
-        own = (q[:total], k[:total], v[:total])
+        q, _, _, cache, _ = case
+        starts, counts = [context - rows] * batch, [rows] * batch
         moved = cache[:, :, PAGE:].numel() * cache.element_size()
-        name = f"{batch} x {rows} rows, context {context}, {dtype}"
-        plan = planned(case, starts, counts)
-        call = lambda plan=plan, own=own, cache=cache: plan(*own, cache, dim**-0.5)  # noqa: E731
-        found.append(timed("attention", name, call, device, moved=moved))
-        if 1 < rows <= 64:
-            words = random_tree(rows).ancestors[0].repeat(batch).to(device)
-            plan = planned(case, starts, counts, words)
-            call = lambda plan=plan, own=own, cache=cache: plan(*own, cache, dim**-0.5)  # noqa: E731
-            found.append(timed("attention, tree", name, call, device, moved=moved))
+        words = random_tree(rows).ancestors[0].repeat(batch).to(device) if 1 < rows <= 64 else None
+        for kind, own in (("attention", None), ("attention, tree", words)):
+            if kind == "attention, tree" and words is None:
+                continue
+            plan = planned(case, starts, counts, own)
+            assert isinstance(plan, TritonAttention)
+            call = lambda plan=plan, q=q[: batch * rows], cache=cache: plan.read(q, cache, dim**-0.5)  # noqa: E731
+            found.append(timed(kind, f"{batch} x {rows} rows, context {context}, {dtype}", call, device, moved=moved))
     return found

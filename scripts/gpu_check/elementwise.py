@@ -37,7 +37,7 @@ def attention_case(
     angles = torch.randn(rows, 1, dim, device=device)
     weights = torch.randn(2, dim, device=device).to(dtype)
     cache = torch.zeros(2, kv_heads, 2 * rows, dim, dtype=dtype, device=device)
-    return qkv, angles.cos().to(dtype), angles.sin().to(dtype), QKNorm(*weights, 1e-5), cache
+    return qkv, angles.cos().to(dtype), angles.sin().to(dtype), QKNorm(weights[0], weights[1], 1e-5), cache
 
 
 @torch.no_grad()

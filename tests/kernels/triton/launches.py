@@ -25,12 +25,13 @@ def empty(*shape, dtype=BF16):
     return torch.empty(*shape, dtype=dtype, device=META)
 
 
-def attend(dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None, heads=32, kv_heads=8):
-    count = 16
+def attend(dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None, heads=32, kv_heads=8, short=False):
+    """`short`: a head's layer and one page, so that every number which may be 1 is, and becomes a constant."""
+    count = 1 if short else 16
     index = empty(count, dtype=torch.int64)
     words = index if tree else None
-    table = empty(1, 4096, dtype=torch.int64)
-    rows = AttentionRows(table, index, index, index, words, 16, 32768, (count,))
+    table = empty(1, 1 if short else 4096, dtype=torch.int64)
+    rows = AttentionRows(table, index, index, index, words, 16, 16 if short else 32768, (count,), int(short))
     plan = TritonAttention(rows, heads, kv_heads, dim, dtype, whole=whole)
     cache = empty(2, kv_heads, SLOTS, dim, dtype=cache_dtype or dtype)
     plan.read(empty(count, heads, dim, dtype=dtype), cache, dim**-0.5, window)
@@ -97,8 +98,13 @@ CASES = {
     "verify, head size 80": partial(attend, 80, whole=False),
     "verify, head size 256": partial(attend, 256, whole=False),
     "prefill, head size 256": partial(attend, 256, whole=True),
+    "one page": partial(attend, 128, whole=False, short=True, window=1),
+    "one page, tree": partial(attend, 128, whole=False, tree=True, short=True),
+    "one page, tree, by many programs": partial(attend, 128, whole=True, tree=True, short=True),
+    "one page, prefill": partial(attend, 128, whole=True, short=True),
     "verify, fp32": partial(attend, 64, whole=False, dtype=torch.float32),
     "linear, 1 row": partial(multiply, 1),
+    "linear, 1 row, odd sizes": lambda: linear(empty(1, 100), empty(77, 100), empty(77)),
     "linear, 64 rows": partial(multiply, 64),
     "linear, 512 rows": partial(multiply, 512),
     "linear, 16 rows, int8": partial(multiply, 16, "int8"),
@@ -107,6 +113,7 @@ CASES = {
     "norms beside each other": lambda: elementwise.norm_beside(
         empty(4, 4096), empty(4, 4096), empty(4096), empty(4096), 1e-5
     ),
+    "norm and GELU": lambda: elementwise.norm_gelu(empty(4, 4096), empty(4, 4096), 0.3, empty(4096), empty(4096), 1e-6),
     "silu": lambda: elementwise.silu_mul(empty(4, 28672)),
     "rotary": partial(rotate, False),
     "rotary and QK norm": partial(rotate, True),

@@ -54,6 +54,17 @@ def test_norms_beside_each_other(dtype):
     assert torch.equal(elementwise.norm_beside(x, y, *weights, 1e-5), torch.cat(parts, dim=-1))
 
 
+@torch.no_grad()
+def test_norm_gelu(dtype):
+    x, delta = random(3, 100, dtype=dtype), random(3, 100, dtype=dtype, seed=1)
+    weight, bias = random(100, dtype=dtype, seed=2), random(100, dtype=dtype, seed=3)
+    total = x.double() + 0.3 * delta.double()
+    expected = F.gelu(F.rms_norm(total, (100,), weight.double(), 1e-6) + bias.double())
+    actual = elementwise.norm_gelu(x, delta, 0.3, weight, bias, 1e-6)
+    assert close(actual, expected, dtype)
+    assert torch.equal(elementwise.norm_gelu(x[2:], delta[2:], 0.3, weight, bias, 1e-6), actual[2:])
+
+
 @pytest.mark.parametrize("spread", [1.0, 200.0])  # far beyond where e^x overflows
 @torch.no_grad()
 def test_silu_mul(dtype, spread):
