@@ -26,8 +26,8 @@ class TooLong(ValueError):
 class Dialogue:
     """`next_prompt`, then `take` what was answered, until there is no further prompt; `rows` are the result.
 
-    Assistant turns that call a tool or whose answer follows one in the data stay as they are, unlearnt: the tool's
-    result belongs to that very call. With `given` the data's own answers are taken by `take_given`.
+    An assistant's turn that calls a tool stays as it is in the data, unlearnt: the tool's result belongs to that very
+    call. With `given` the data's own answers are taken by `take_given`.
     """
 
     def __init__(self, example: Example, tokenizer: Tokenizer, *, longest_prompt: int, given: bool = False) -> None:

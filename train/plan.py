@@ -85,10 +85,10 @@ def make_plan(config: TrainConfig) -> Plan:
     folder = resolve_path(config.output_dir) / (config.run or f"{config.model.name}-{config.head.name}-<time>")
     plan.add("run", f"{folder}, {'resumed' if resumed else 'new'}")
     target, head, checkpoint = shapes(config)
-    tokens, prompts = plan_data(plan, config, target, checkpoint)
+    tokens, answers = plan_data(plan, config, target, checkpoint)
     plan_memory_of(plan, config, target, head, tokens)
     store = plan_disk(plan, config, target, head, tokens, folder)
-    plan_time(plan, config, target, head, prompts)
+    plan_time(plan, config, target, head, tokens, answers)
     export = config.head.folder(config.output_dir, config.model.name)
     written = [f"{folder}/ (config, data, metrics, checkpoints, plots)", *([str(store)] if store else [])]
     if config.stage == "all":
@@ -203,7 +203,7 @@ def plan_disk(
     return store
 
 
-def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, answers: int) -> None:
+def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int, answers: int) -> None:
     speed = measure(device_of(config), target.norm.weight.dtype)
     weights, active = sum(p.numel() for p in target.parameters()), active_parameters(target)
     item = target.norm.weight.element_size()
@@ -216,7 +216,8 @@ def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, 
         trained, _ = parameters(head)
         batch = config.batch_size * config.sequence_length
         depth = config.objective.steps or head.config.max_depth or 1
-        step = config.accumulate * batch * (2 * active + 6 * trained * depth) / speed.flops
+        kept = isinstance(config.features, OfflineFeaturesConfig) or features_in_memory(config, target, head, tokens)
+        step = config.accumulate * batch * (6 * trained * depth + (0 if kept else 2 * active)) / speed.flops
         estimates["a step"] = step
         if config.steps is not None:
             estimates["all steps"] = step * config.steps

@@ -126,6 +126,12 @@ class WandbTracker:
 
     def publish(self, results: Results) -> None:
         """Plots always; texts and the head's files only where the configuration sends them."""
+        try:
+            self._send(results)
+        except Exception as error:  # the head is exported: nothing that happens here may end the run
+            warn(f"W&B did not take the results ({type(error).__name__}: {error})")
+
+    def _send(self, results: Results) -> None:
         images = {f"plots/{plot.stem}": self._wandb.Image(str(plot)) for plot in results.plots}
         self._run.log(images)
         if self._config.samples:
