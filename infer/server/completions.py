@@ -20,9 +20,9 @@ class CompletionFormat:
 
     def choice(self, choice: Choice) -> Json:
         asked = self._body.prompt_logprobs
-        extra = (
-            {} if asked is None else {"prompt_logprobs": prompt_logprobs(choice.prompt_logprobs, asked, self._names)}
-        )
+        extra: Json = {}
+        if asked is not None:
+            extra["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, asked, self._names)
         if self._body.return_token_ids:
             extra["prompt_token_ids"] = choice.prompt.ids
         return {"text": choice.whole.text, "logprobs": self._logprobs(choice.whole), **extra}

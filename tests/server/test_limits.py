@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from infer.config import EngineConfig, ServerConfig
+from infer.server import service
 from infer.server.address import bind, check_exposure, is_loopback, read_api_keys
 from infer.server.service import Service
 from tests.server.harness import MODEL, MakeServer, wait_until
@@ -161,8 +162,6 @@ def test_a_second_signal_ends_the_drain(make_server: MakeServer) -> None:
 
 def test_a_prompt_that_takes_too_long_to_read(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A template that loops, in effect."""
-    from infer.server import service
-
     with make_server() as server:
         monkeypatch.setattr(service, "ENCODE_LIMIT_S", 0.05)
         slow, late = threading.Event(), server.service.tokenizer.render_chat

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
+from infer.config import EngineConfig
 from infer.params import SamplingParams
-from tests.server.harness import MODEL, Server
+from tests.server.harness import MODEL, MakeServer, Server, wait_until
 from tests.server.test_wire import read_events
 
 PROMPT = "def f("
@@ -236,13 +238,8 @@ def test_what_only_the_model_can_tell_is_a_400(server: Server, fields: dict[str,
     assert answer.json()["error"]["param"] == param
 
 
-def test_priority_is_served_first(make_server: Any) -> None:
+def test_priority_is_served_first(make_server: MakeServer) -> None:
     """A lower value goes first, as with vLLM."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    from infer.config import EngineConfig
-    from tests.server.harness import wait_until
-
     ended: list[int] = []
     with make_server(engine=EngineConfig(max_batch=1)) as server, ThreadPoolExecutor(4) as pool:
 
