@@ -51,7 +51,9 @@ def take_step(pool, scheduler, max_batch, max_rows, generator):
     assert sum(1 + b.nodes for b in step.budgets) + sum(step.chunks) <= max_rows
     assert len(scheduler.running) <= max_batch
     assert step.decodes or step.prefills or not scheduler.running, "a step must bring something forward"
-    assert all(request in step.decodes or request.phase is Phase.WAITING for request in decoding), "one was left out"
+    # or pre-empted, and perhaps let in again at once, its pages being free by then
+    served = [*step.decodes, *step.prefills, *scheduler.waiting]
+    assert all(request in served for request in decoding), "one was left out"
     for request, budget in zip(step.decodes, step.budgets, strict=True):
         assert request.computed == len(request.tokens) - 1
         assert len(request.pages) * 4 >= len(request.tokens) + budget.nodes
