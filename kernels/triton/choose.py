@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 """The choice rule in Triton: a pass over the vocabulary in blocks, and one over what the blocks answered.
 
 A block keeps the logits it reads in registers, adds the noise there, and answers its few best columns: nothing as wide

@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 """Gumbel noise in a kernel, as kernels/noise.py defines it. Launch with `enable_fp_fusion=False`: it must not fuse."""
 
 from __future__ import annotations

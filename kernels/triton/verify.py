@@ -1,3 +1,4 @@
+# pyright: reportCallIssue=false, reportArgumentType=false
 """The accepted path in Triton: one program per request, its nodes beside each other, no walk."""
 
 from __future__ import annotations

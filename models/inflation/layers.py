@@ -99,7 +99,7 @@ class LayerAxes:
         self, noise: Noise, name: str, old: dict[str, Tensor] | None, reads: Axis, head_dim: int
     ) -> Iterator[tuple[str, Tensor]]:
         """q, k, v and o of `old` by these letters, or of a layer that adds nothing. `reads`: what q, k and v read."""
-        q, k, v, o = (old and old[part] for part in "qkvo")
+        q, k, v, o = (None if old is None else old[part] for part in "qkvo")
         query = reading(noise, f"{name}.q_proj", None, self.query, reads)
         if q is not None:
             by_head = self.query.is_new.view(-1, head_dim)
@@ -115,8 +115,10 @@ class LayerAxes:
         """gate, up and down of `old`, or of a layer that adds nothing."""
         for part in ("gate", "up"):
             full = f"{name}.{part}_proj"
-            yield f"{full}.weight", reading(noise, full, old and old[part], self.inner, self.hidden)
-        yield f"{name}.down_proj.weight", writing(noise, old and old["down"], self.hidden, self.inner)
+            own = None if old is None else old[part]
+            yield f"{full}.weight", reading(noise, full, own, self.inner, self.hidden)
+        down = None if old is None else old["down"]
+        yield f"{name}.down_proj.weight", writing(noise, down, self.hidden, self.inner)
 
 
 def marked_vocabulary(
@@ -157,10 +159,12 @@ def layer_tensors(
     noise: Noise, axes: LayerAxes, source: Mapping[str, Tensor], before: str | None, after: str, head_dim: int
 ) -> Iterator[tuple[str, Tensor]]:
     """A decoder layer by its checkpoint's names; `before` None makes one that adds nothing."""
-    attention = before and {part: source[f"{before}.self_attn.{part}_proj.weight"] for part in "qkvo"}
-    mlp = before and {part: source[f"{before}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down")}
+    attention = mlp = None
+    if before:
+        attention = {part: source[f"{before}.self_attn.{part}_proj.weight"] for part in "qkvo"}
+        mlp = {part: source[f"{before}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down")}
     for part in ("input_layernorm", "post_attention_layernorm"):
         old = source[f"{before}.{part}.weight"] if before else None
         yield f"{after}.{part}.weight", norm(noise, old, axes.hidden, marker=axes.marker)
-    yield from axes.attention(noise, f"{after}.self_attn", attention or None, axes.hidden, head_dim)
-    yield from axes.mlp(noise, f"{after}.mlp", mlp or None)
+    yield from axes.attention(noise, f"{after}.self_attn", attention, axes.hidden, head_dim)
+    yield from axes.mlp(noise, f"{after}.mlp", mlp)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from models.inflation import SHAPES, Shape
 from models.inflation.shapes import enlarged
 from models.targets.llama import LlamaTarget
 
+Module = TypeVar("Module", bound=nn.Module)
 DEMO = REPO_ROOT / "models" / "demo"
 TINY = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_layers": 3, "num_heads": 2}
 TINY |= {"num_kv_heads": 1, "head_dim": 16, "max_position_embeddings": 128}
@@ -48,7 +51,7 @@ def taught_head(target: LlamaTarget) -> Eagle3Head:
     return head.requires_grad_(False)
 
 
-def randomised(kind: type, config: object, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def randomised(kind: Callable[[Any], Module], config: Any, dtype: torch.dtype, device: torch.device) -> Module:
     """A module of this kind with random matrices, for inference."""
     with torch.device("meta"):
         module = kind(config)
@@ -72,6 +75,8 @@ def write_tiny(folder: Path) -> None:
 
     torch.manual_seed(0)
     names = {"layers": "hidden_layers", "heads": "attention_heads", "kv_heads": "key_value_heads"}
-    sizes = {"num_" + names[key[4:]] if key.startswith("num_") else key: value for key, value in TINY.items()}
-    config = LlamaConfig(**sizes, initializer_range=0.1, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0)
+    given: dict[str, Any] = {"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0}
+    given["initializer_range"] = 0.1
+    given.update({"num_" + names[key[4:]] if key.startswith("num_") else key: value for key, value in TINY.items()})
+    config = LlamaConfig(**given)
     LlamaForCausalLM(config).save_pretrained(folder)

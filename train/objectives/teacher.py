@@ -32,7 +32,7 @@ class Teacher(NamedTuple):
     def rows(self, index: Tensor) -> Teacher:
         if len(index) == len(self.mass):  # depth 0: every row in its order, no copy needed
             return self
-        return Teacher(*(column[index] for column in self[:-1]), self.make_probs)
+        return Teacher._make([*(column[index] for column in self[:-1]), self.make_probs])
 
     def whole(self) -> Teacher:
         """With its probabilities."""
@@ -67,7 +67,7 @@ def teach(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor, *, kee
         kept = probs if keep else probs[:, :0].clone()
         parts.append((kept, negentropy, mass, choice, draft_choice, ids[draft_choice] == choice, labels, chunk))
     again = None if keep else partial(draft_probs, target, None if whole else ids)
-    return Teacher(*(torch.cat(column) for column in zip(*parts, strict=True)), again)
+    return Teacher._make([*(torch.cat(column) for column in zip(*parts, strict=True)), again])
 
 
 @torch.no_grad()
