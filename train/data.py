@@ -111,6 +111,11 @@ class Sequences:
             raise ValueError(f"{path}: cannot be read ({error}); delete it to have it made again") from error
 
 
+def seed_of(seed: int, number: int) -> int:
+    """For what is random in batch `number`: 32 bits, since a generator on a CPU heeds no more."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "little")
+
+
 def epoch_order(rows: int, seed: int, epoch: int) -> Tensor:
     """A permutation that depends on (seed, epoch) alone: where a run resumes is a position, not a sampler's state."""
     generator = torch.Generator().manual_seed((seed << 20) + epoch)

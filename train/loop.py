@@ -22,7 +22,7 @@ from tqdm import tqdm
 from infer.config import resolve_path
 from train import checkpoint, run_folder, schedule
 from train.config import TrainConfig
-from train.data import Batch, rows_at
+from train.data import Batch, rows_at, seed_of
 from train.evaluation import acceptance_metrics, step_metrics
 from train.export import Measured, check_room, export_head
 from train.objectives import StepSums, teach
@@ -181,7 +181,7 @@ class Run:
             features = prepared.features(batch)
             ids = prepared.head.target_ids
             teacher = teach(prepared.target, features.hidden, batch, ids, keep=not placement.plain.fused)
-            generator = torch.Generator(accelerator.device).manual_seed((config.seed << 32) + self._number(micro))
+            generator = torch.Generator(accelerator.device).manual_seed(seed_of(config.seed, self._number(micro)))
             given = (batch, features, teacher, denominators, metrics, generator, progress)
             last = micro + 1 == len(batches)
             with placement.accumulating(last):
