@@ -19,7 +19,7 @@ from infer.proposers.base import NOTHING, Budget
 from infer.survival import Survival
 
 MARGIN = 0.03  # by which drafting must beat plain decoding, and a new plan the one in force
-KEPT_STEPS = 4  # a plan stands that long while the batch stays as it is
+KEPT_STEPS = 8  # a plan stands that long while the batch stays as it is
 PROBE_SHARE = 0.01  # of the time saved by not drafting, spent on finding out whether it would pay again
 
 
@@ -172,21 +172,23 @@ def best_plan(
     """
     plain = batch / max(costs.verify(batch, float(batch)), 1e-9)
     plans = {0: Plan({}, 0, plain, plain)}
-    chances = {own.request_id: survival.chances(own.request_id, own.drafter, own.allowed.depth) for own in candidates}
-    for depth in range(1, max((own.allowed.depth for own in candidates), default=0) + 1):
-        pieces = sorted(divided(candidates, chances, depth), key=lambda piece: -piece.gain / piece.rows)
-        if not pieces:
-            continue
-        rows = batch + np.cumsum([float(piece.rows) for piece in pieces])
-        tokens = batch + np.cumsum([piece.gain for piece in pieces])
-        counts = Counter(own.drafter for own in candidates)
+    pieces = sorted(divided(candidates, survival), key=lambda piece: -piece.gain / piece.rows)
+    level = np.array([piece.level for piece in pieces])
+    rows = np.array([float(piece.rows) for piece in pieces])
+    gain = np.array([piece.gain for piece in pieces])
+    counts = Counter(own.drafter for own in candidates)
+    for depth in sorted(set(level.tolist())):
+        taken = np.flatnonzero(level <= depth)
         drafting = sum(costs.draft(drafter, count, depth) for drafter, count in counts.items())
-        speeds = tokens / (costs.verify(batch, rows) + drafting)
+        seconds = costs.verify(batch, batch + rows[taken].cumsum()) + drafting
+        speeds = (batch + gain[taken].cumsum()) / seconds
         best = int(speeds.argmax())
-        budgets: dict[str, Budget] = {}
-        for piece in pieces[: best + 1]:
-            budgets[piece.request_id] = max(piece.budget, budgets.get(piece.request_id, NOTHING))
-        plans[depth] = Plan(budgets, depth, float(speeds[best]), plain)
+        if speeds[best] > plain:
+            budgets: dict[str, Budget] = {}
+            for index in taken[: best + 1].tolist():
+                piece = pieces[index]
+                budgets[piece.request_id] = max(piece.budget, budgets.get(piece.request_id, NOTHING))
+            plans[depth] = Plan(budgets, depth, float(speeds[best]), plain)
     chosen = max(plans.values(), key=lambda own: own.speed)
     in_force = plans.get(depth_in_force)
     if in_force is not None and chosen.speed < in_force.speed * (1 + MARGIN):
@@ -198,20 +200,21 @@ class Piece(NamedTuple):
     """More nodes for a request: what they bring, in expected tokens, and the request's budget with them."""
 
     request_id: str
+    level: int  # of the deepest of them
     rows: int
     gain: float
     budget: Budget
 
 
-def divided(candidates: Sequence[Candidate], chances: Mapping[str, Sequence[float]], depth: int) -> list[Piece]:
-    """What may be drafted down to `depth`: a chain node by node, a tree as a whole or not at all."""
+def divided(candidates: Sequence[Candidate], survival: Survival) -> list[Piece]:
+    """What may be drafted: a chain node by node, a tree as a whole or not at all."""
     pieces = []
     for own in candidates:
-        nodes, deepest = own.allowed
-        gains = chances[own.request_id]
-        if nodes == deepest:
-            reached = range(1, min(depth, deepest) + 1)
-            pieces += [Piece(own.request_id, 1, gains[place - 1], Budget(place, place)) for place in reached]
-        elif depth >= deepest:
-            pieces.append(Piece(own.request_id, nodes, sum(gains), own.allowed))
+        nodes, depth = own.allowed
+        gains = survival.chances(own.request_id, own.drafter, depth)
+        if nodes == depth:
+            levels = enumerate(gains, start=1)
+            pieces += [Piece(own.request_id, level, 1, gain, Budget(level, level)) for level, gain in levels]
+        else:
+            pieces.append(Piece(own.request_id, depth, nodes, sum(gains), own.allowed))
     return pieces

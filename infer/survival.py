@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 UNKNOWN = 0.5  # conditional acceptance of a drafter of which nothing is known
-OWN_FADES, DRAFTERS_FADE = 0.94, 0.995  # of evidence, with every draft
-PRIOR_WEIGHT = 6.0  # a drafter's share counts like that many drafts of the request's own
-LEAST_WEIGHT = 1e-3
+OWN_FADES, DRAFTERS_FADE = 0.94, 0.98  # of evidence, with every draft
+PRIOR_WEIGHT = 4.0  # a drafter's share counts like that many drafts of the request's own
 
 
 @dataclass
@@ -52,16 +51,24 @@ class Survival:
         self._drafters: dict[str, Shares] = {}
         self._requests: dict[tuple[str, str], Shares] = {}
         self._expected = self._emitted = 0.0
+        self._known: dict[tuple[str, str, int], tuple[float, ...]] = {}  # chances since the last record
 
     def record(self, request_id: str, drafter: str, depth: int, accepted: int, expected: float) -> None:
         """What became of a draft of which `expected` tokens had been hoped to be accepted."""
+        self._known.clear()
         self._drafters.setdefault(drafter, Shares(DRAFTERS_FADE)).record(depth, accepted)
         self._requests.setdefault((request_id, drafter), Shares(OWN_FADES)).record(depth, accepted)
         self._expected = DRAFTERS_FADE * self._expected + expected
         self._emitted = DRAFTERS_FADE * self._emitted + accepted
 
-    def chances(self, request_id: str, drafter: str, depth: int) -> list[float]:
+    def chances(self, request_id: str, drafter: str, depth: int) -> tuple[float, ...]:
         """By depth from 1 to `depth`, the chance that a draft survives to it."""
+        asked = request_id, drafter, depth
+        if asked not in self._known:
+            self._known[asked] = self._chances(*asked)
+        return self._known[asked]
+
+    def _chances(self, request_id: str, drafter: str, depth: int) -> tuple[float, ...]:
         known = self._drafters.get(drafter) or Shares(DRAFTERS_FADE)
         prior = known.conditional(depth, self._priors.get(drafter, ()), PRIOR_WEIGHT)
         own = self._requests.get((request_id, drafter))
@@ -70,11 +77,12 @@ class Survival:
         for share in conditional:
             chance *= share
             chances.append(chance)
-        return chances
+        return tuple(chances)
 
     def forget(self, request_id: str) -> None:
-        for key in [key for key in self._requests if key[0] == request_id]:
-            del self._requests[key]
+        for kept in (self._requests, self._known):
+            for key in [key for key in kept if key[0] == request_id]:
+                del kept[key]
 
     @property
     def bias(self) -> float:

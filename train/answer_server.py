@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 import httpx
 
 from infer.request import SamplingParams
-from infer.server.address import read_api_key
+from infer.server.address import key_of_environment
 from train.config import DataConfig
 from train.regenerate import Finished, Job
 
@@ -34,7 +34,7 @@ class ServerAnswerer:
         assert data.server is not None
         self._data, self._vocab_size, self._first_pause = data, vocab_size, first_pause
         self._stopping = threading.Event()
-        key = read_api_key()
+        key = key_of_environment()
         self._client = httpx.Client(
             base_url=data.server.rstrip("/") + "/",
             headers={"authorization": f"Bearer {key}"} if key else {},

@@ -15,11 +15,7 @@ MIN_KEY_LENGTH = 8
 
 def read_api_keys(config: ServerConfig) -> tuple[str, ...]:
     """From the environment and from `server.api_keys_file`, one a line; each is a tenant of its own."""
-    keys: list[str] = []
-    if (key := os.environ.get(KEY_VARIABLE)) is not None:
-        if not key.strip():
-            raise ValueError(f"{KEY_VARIABLE}: is set but empty; unset it or give it a key")
-        keys.append(key.strip())
+    keys = [key for key in [key_of_environment()] if key is not None]
     if config.api_keys_file is not None:
         file = resolve_path(config.api_keys_file)
         try:
@@ -34,6 +30,14 @@ def read_api_keys(config: ServerConfig) -> tuple[str, ...]:
         if len(key) < MIN_KEY_LENGTH or not key.isascii():
             raise ValueError(f"API key {number}: must have at least {MIN_KEY_LENGTH} ASCII characters")
     return tuple(dict.fromkeys(keys))
+
+
+def key_of_environment() -> str | None:
+    """Raises ValueError where it is set and empty."""
+    key = os.environ.get(KEY_VARIABLE)
+    if key is not None and not key.strip():
+        raise ValueError(f"{KEY_VARIABLE}: is set but empty; unset it or give it a key")
+    return key and key.strip()
 
 
 def is_loopback(host: str) -> bool:
