@@ -80,9 +80,8 @@ class Survival:
         return tuple(chances)
 
     def forget(self, request_id: str) -> None:
-        for kept in (self._requests, self._known):
-            for key in [key for key in kept if key[0] == request_id]:
-                del kept[key]
+        self._requests = {key: own for key, own in self._requests.items() if key[0] != request_id}
+        self._known = {key: own for key, own in self._known.items() if key[0] != request_id}
 
     @property
     def bias(self) -> float:
