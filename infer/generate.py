@@ -44,10 +44,13 @@ def run(config: GenerateConfig) -> None:
         ignore_eos=config.ignore_eos,
     )
     groups = [prompts[start : start + config.batch] for start in range(0, len(prompts), config.batch)]
-    if not config.compare:
-        show_texts(config, engine, groups, params)
-    elif not show_comparison(config, engine, groups, params):
-        sys.exit(1)
+    try:
+        if not config.compare:
+            show_texts(config, engine, groups, params)
+        elif not show_comparison(config, engine, groups, params):
+            sys.exit(1)
+    finally:
+        engine.close()
 
 
 def given_prompts(config: GenerateConfig) -> list[str] | None:

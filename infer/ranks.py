@@ -43,6 +43,8 @@ class Ranks:
         self.rank, self.count, self.device = rank, count, device
         self._store, self._children = store, children
         self._connected = self._closed = False
+        self._control: Any = None
+        self._data: Any = None
         store.set_timeout(IDLE)
 
     @property
@@ -77,6 +79,8 @@ class Ranks:
     def _end(self) -> None:
         """Without a word: the others may be waiting for a part of a tensor."""
         self._closed = True
+        # Their threads end now: at the end of the interpreter one that still runs would abort the process.
+        self._control = self._data = None
         if self._children is not None:
             self._children.close()
 

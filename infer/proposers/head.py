@@ -31,6 +31,22 @@ from models.heads.base import Head
 KEPT_ROWS = 64  # features of a request that wait to be read, at most
 
 
+class Pending:
+    """Features `[n, A * H]` of positions one after another, as they came: one piece a step. Their number is asked for
+    in every step, their rows rarely.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        self.pieces, self.count = [rows], len(rows)
+
+    def add(self, rows: Tensor) -> None:
+        self.pieces.append(rows)
+        self.count += len(rows)
+
+    def rows(self) -> Tensor:
+        return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
+
+
 class HeadProposer:
     """`head` is packed for serving; the pool holds its layers from `first_layer` on. `shape` None drafts chains."""
 
@@ -47,7 +63,7 @@ class HeadProposer:
             self._mask_slot = head.mask_slot()
         self.set_drafts(config)
         self._pool: KVPool | None = None
-        self._pending: dict[str, list[Tensor]] = {}  # features of committed positions that the head has not read
+        self._pending: dict[str, Pending] = {}  # features of committed positions that the head has not read
         # Of these requests it has, in this step; the features stay until the commit, should the draft be retried.
         self._read: set[str] = set()
 
@@ -77,11 +93,11 @@ class HeadProposer:
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         for request, rows in zip(requests, features.split(list(counts)), strict=True):
             if not self.kv_layers:  # what lies before the last position is of no use to it
-                self._pending[request.request_id] = [rows[-1:].clone()]
-            elif (pieces := self._unread(request)) is None:
-                self._pending[request.request_id] = [rows]
+                self._pending[request.request_id] = Pending(rows[-1:].clone())
+            elif (pending := self._unread(request)) is None:
+                self._pending[request.request_id] = Pending(rows)
             else:
-                pieces.append(rows)
+                pending.add(rows)
             self._read.discard(request.request_id)
         if not self.kv_layers:
             return
@@ -90,10 +106,10 @@ class HeadProposer:
         if due:
             self._read_pending(due)
             for request in due:
-                last = self._pending[request.request_id][-1][-1:].clone()
+                last = self._pending[request.request_id].pieces[-1][-1:].clone()
                 self.release(request)
                 if request.phase is Phase.DECODE:  # what the next draft begins with; reading it again changes nothing
-                    self._pending[request.request_id] = [last]
+                    self._pending[request.request_id] = Pending(last)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         active = [index for index, budget in enumerate(budgets) if budget.nodes > 0]
@@ -122,18 +138,19 @@ class HeadProposer:
 
     def resume(self, request: Request) -> None:
         if request.last_features is not None:
-            self._pending[request.request_id] = [request.last_features[None]]
+            self._pending[request.request_id] = Pending(request.last_features[None])
 
     def release(self, request: Request) -> None:
         self._pending.pop(request.request_id, None)
         self._read.discard(request.request_id)
 
-    def _unread(self, request: Request) -> list[Tensor] | None:
+    def _unread(self, request: Request) -> Pending | None:
         return None if request.request_id in self._read else self._pending.get(request.request_id)
 
     def _count(self, request: Request) -> int:
         """Committed positions that it has not read."""
-        return sum(map(len, self._unread(request) or ()))
+        pending = self._unread(request)
+        return 0 if pending is None else pending.count
 
     # ---- drafting -----------------------------------------------------------------------------------------------
 
@@ -269,7 +286,7 @@ class HeadProposer:
         `masks[b]`: as many rows of a parallel head's mask slot follow; then the states of all rows `[R, S]`. A second
         time, in a step that is retried, it writes the same again.
         """
-        features = [torch.cat(self._pending[request.request_id]) for request in requests]
+        features = [self._pending[request.request_id].rows() for request in requests]
         counts = [len(rows) for rows in features]
         starts = [request.computed - count for request, count in zip(requests, counts, strict=True)]
         shifted = [

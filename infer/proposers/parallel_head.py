@@ -61,7 +61,7 @@ class ParallelHeadProposer(HeadProposer):
         if self._mask_slot is None:
             state = self._read_pending(requests)
             return torch.stack([self._head.logits(state, depth) for depth in range(deepest)], dim=1)
-        counts = [sum(map(len, self._pending[request.request_id])) for request in requests]
+        counts = [self._pending[request.request_id].count for request in requests]
         states = self._read_pending(requests, [depth - 1 for depth in depths])
         slot = torch.tensor([count + depth - 1 for count, depth in zip(counts, depths, strict=True)]).cumsum(0)
         own = torch.tensor(depths)
