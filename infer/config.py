@@ -98,6 +98,7 @@ class NewHeadConfig(HeadConfig):
     """Hyper-parameters of a new head; an exported head brings its own in its config.json."""
 
     init_from_target: bool = True  # start from weights of the target, where the head has a place for them
+    start_from: str | None = None  # an exported head of the same shape: training goes on from its weights
 
 
 @dataclass

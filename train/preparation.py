@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from infer.config import EngineConfig, HeadConfig, NewHeadConfig, ProposerConfig, resolve_path
 from infer.engine import Engine
 from models.config import TargetConfig
-from models.heads import HEADS
+from models.heads import HEADS, load_head
 from models.heads.base import Head
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
@@ -195,3 +195,16 @@ def give_vocabulary(
     head.set_vocabulary(*build_draft_vocab(sequences.counts(vocab_size), head.config.draft_vocab_size, forced))
     donor = unpacked_target(config, head) if config.head.init_from_target or head.reads_lm_head else target
     head.initialise(donor, from_target=config.head.init_from_target, seed=config.seed)
+    if config.head.start_from is not None:
+        go_on_from(head, resolve_path(config.head.start_from), target)
+
+
+def go_on_from(head: Head, folder: Path, target: LlamaTarget) -> None:
+    """Takes the weights and the draft vocabulary of an exported head. Raises ValueError if it is of another shape."""
+    earlier = load_head(folder, name=head.name, dtype=head.dtype, target=target)
+    if earlier.config != head.config:
+        raise ValueError(
+            f"head.start_from={folder}: is a {earlier.config}, this run's head a {head.config}; give the keys of head= "
+            "that it was trained with"
+        )
+    head.load_state_dict(earlier.state_dict())

@@ -216,6 +216,25 @@ def test_every_head_trains_resumes_and_is_exported(
     assert_equal(mine, theirs)
 
 
+def test_an_mlp_speculator_is_trained_in_two_stages(settings: list[str], tmp_path: Path) -> None:
+    """IBM's recipe: on text first, then on what the target itself writes, from where the first stage ended."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(
+        "".join(json.dumps({"text": f"{chr(97 + index)} = lambda x: x + {index}"}) + "\n" for index in range(20))
+    )
+    kept = [item for item in settings if not item.startswith((*OWN, "data."))]
+    own = [*kept, "head=mlp", "head.n_predict=3", "eval_draft_tokens=3", "steps=4", "optim.lr=0.002"]
+    first = run([*own, "data=files", f"data.path={texts}", "data.responses=given"], "run=text", "data.max_new_tokens=8")
+    stage_1 = load_file(Path(first["export"]) / "model.safetensors")
+    elsewhere = f"head.path={tmp_path / 'second'}"
+    more = [*own, "data.num_sequences=8", "data.max_new_tokens=12", "data.prompt_tokens=8", elsewhere]
+    run([*more, f"head.start_from={first['export']}"], "run=own", "optim.lr=1e-12")
+    for name, value in load_file(tmp_path / "second" / "model.safetensors").items():
+        torch.testing.assert_close(value, stage_1[name], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"head.start_from=.*give the keys of head= that it was trained with"):
+        run([*more, f"head.start_from={first['export']}", "head.tie_weights=true"], "run=other")
+
+
 def test_medusa_2_publishes_a_target_and_its_head(
     settings: list[str], tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
