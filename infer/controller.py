@@ -8,7 +8,7 @@ tokens per second are most. What is drafted decides how many tokens a step emits
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -45,8 +45,8 @@ class Planner(Protocol):
         """None from one that expects nothing."""
         ...
 
-    def plan(self, batch: int, candidates: Sequence[Candidate]) -> None:
-        """For the next step of `batch` requests, these among them."""
+    def plan(self, ask: Callable[[], tuple[int, Sequence[Candidate]]]) -> None:
+        """For the next step. `ask` says of how many requests, and who of them may be drafted for."""
         ...
 
     def budget(self, request_id: str, allowed: Budget) -> Budget: ...
@@ -69,7 +69,7 @@ class AsAllowed:
     def forecast(self) -> Forecast | None:
         return None
 
-    def plan(self, batch: int, candidates: Sequence[Candidate]) -> None:
+    def plan(self, ask: Callable[[], tuple[int, Sequence[Candidate]]]) -> None:
         pass
 
     def budget(self, request_id: str, allowed: Budget) -> Budget:
@@ -112,7 +112,8 @@ class Controller:
         self._credit = 0.0  # seconds that may be spent on probes
         self._turn = 0
 
-    def plan(self, batch: int, candidates: Sequence[Candidate]) -> None:
+    def plan(self, ask: Callable[[], tuple[int, Sequence[Candidate]]]) -> None:
+        batch, candidates = ask()
         known = (batch, tuple(candidates))
         self._age += 1
         if known == self._known and self._age < KEPT_STEPS and not self._probing:

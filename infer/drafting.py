@@ -33,6 +33,7 @@ class Drafting:
         self._keepers = dict.fromkeys(own for proposer in self._proposers.values() for own in keepers(proposer))
         self._context, self.default = context, default
         self.seconds = 0.0  # spent in proposing, in all
+        self.failures = 0  # requests for which a proposer gave up
         if default not in self._proposers:
             raise ValueError(f"proposer={default}: this engine has {', '.join(self.names)}")
 
@@ -138,5 +139,6 @@ class Drafting:
         name = self.name_for(request)
         log.warning("%s: proposer %s failed and drafts no more for it: %r", request.request_id, name, error)
         self._proposers[name].release(request)
+        self.failures += 1
         request.drafting_failed = True
         request.keys = None  # its pages are no longer filled in every layer

@@ -67,6 +67,7 @@ class EngineStats:
     cached_tokens: int = 0  # of these, computed for an earlier request
     generation_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    proposer_failures: int = 0  # requests that draft no more for one, since the proposers were last set
     forecast: Forecast | None = None  # where drafts go only as far as pays
 
 
@@ -244,6 +245,7 @@ class Engine:
         stats.running, stats.waiting = len(self._scheduler.running), len(self._scheduler.waiting)
         stats.kv_usage = 1 - self._pool.free_pages / self._pool.num_pages
         stats.preemptions = self._scheduler.preemptions
+        stats.proposer_failures = self._drafting.failures
         stats.forecast = self._planner.forecast
         return stats
 
@@ -285,7 +287,7 @@ class Engine:
         """One round: drafts and verifies every decoding request, and brings prompts forward by a chunk."""
         begin = time.perf_counter()
         outputs = self._expire()
-        self._planner.plan(*self._drafting.candidates(self._scheduler.running))
+        self._planner.plan(lambda: self._drafting.candidates(self._scheduler.running))
         step = self._scheduler.schedule()
         for request in step.prefills:
             if request.queued_s is None:

@@ -72,6 +72,8 @@ def engine_system(name: str, config: BenchConfig, engine: Any, heads: Mapping[st
             temperature=temperature, seed=config.seed, max_tokens=config.max_tokens, ignore_eos=True
         )
         completions = engine.generate(prompts, params)
+        if engine.stats.proposer_failures:
+            raise ValueError(f"systems: {name}: its proposer failed, so this would measure plain decoding; see the log")
         stats = SpeculationStats()
         for completion in completions:
             stats.merge(completion.stats)

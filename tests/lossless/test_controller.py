@@ -9,7 +9,6 @@ import pytest
 
 from infer.config import ProposerConfig
 from infer.controller import AsAllowed
-from infer.measuring import REPEATS
 from infer.proposers.base import NOTHING, Budget
 from infer.proposers.head import KEPT_ROWS
 from infer.request import SamplingParams
@@ -24,7 +23,7 @@ class AtRandom(AsAllowed):
         self.chance, self.quiet = random.Random(seed), 0
         self.longest = 0
 
-    def plan(self, batch, candidates) -> None:
+    def plan(self, ask) -> None:
         self.quiet -= 1
         if self.quiet < -20:
             self.quiet = self.chance.choice([3, KEPT_ROWS + 9])
@@ -53,14 +52,14 @@ SHAPES = {
         ("combined", None, "chain", GREEDY),
     ],
 )
-def test_no_plan_changes_a_token(make_engine, prompts, proposer, head, shape, params, caplog):
+def test_no_plan_changes_a_token(make_engine, prompts, proposer, head, shape, params):
     long = replace(params, max_tokens=150)
     engine = make_engine(proposer=proposer, head=head, shape=SHAPES[shape], max_batch=4)
     few = [*prompts[2:4], *prompts[5:7]]  # the last two longer than what waits to be read
     engine._planner = planner = AtRandom(seed=5)
     planned = ids(engine.generate(few, long))
     assert planner.longest > KEPT_ROWS
-    assert not caplog.records, "a proposer failed"
+    assert engine.stats.proposer_failures == 0
     assert engine.stats.speculation.drafted > 0
     engine.set_proposer("none")
     assert planned == ids(engine.generate(few, long))
@@ -84,7 +83,6 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     assert set(table.drafts) == {"head"}
     assert all(seconds > 0 for curve in (*table.verify, *table.drafts["head"]) for seconds in curve.seconds)
     assert table.verify[3].sizes[0] == 8.0
-    assert REPEATS > 1
     assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
     assert engine._survival._requests == {}
 
@@ -103,8 +101,7 @@ def test_a_context_too_short_to_measure_in(make_small_engine):
 
 def test_requests_that_ask_for_less_are_planned_within_it(make_engine, prompts):
     engine = make_engine(proposer="head", max_batch=4)
-    engine._planner = planner = AtRandom(seed=1)
+    engine._planner = AtRandom(seed=1)
     asked = SamplingParams(max_tokens=30, ignore_eos=True, max_draft_tokens=1)
     for completion in engine.generate(prompts[:3], asked):
-        assert completion.stats.drafted <= completion.stats.steps
-    assert planner.quiet < 100
+        assert 0 < completion.stats.drafted <= completion.stats.steps

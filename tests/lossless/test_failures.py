@@ -61,6 +61,7 @@ def test_failures_cost_no_token_and_no_other_requests_drafts(make_small_engine, 
         answers, drafted = run(engine, requests)
     assert answers == [plain(*request).token_ids for request in requests]
     assert len(told) == len(set(told)), "said twice"
+    assert engine.stats.proposer_failures == len(told)
     if "propose" in moment:
         assert sorted(told) == sorted(DOOMED)
         for own in drafted:
