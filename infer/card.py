@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from infer.config import REPO_ROOT, EngineConfig, HeadConfig, ModelConfig, ProposerConfig
+from infer.config import EngineConfig, ModelConfig, ProposerConfig
+from infer.config_checks import REPO_ROOT
+from infer.head_config import HeadConfig
 from infer.request import SpeculationStats
 
 Row = tuple[str, str]

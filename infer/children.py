@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infer.config import REPO_ROOT
+from infer.config_checks import REPO_ROOT
 
 END_S = 5.0  # how long a child may take to end by itself
 

@@ -25,7 +25,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from infer.config import COMMANDS, REPO_ROOT, HeadConfig, resolve_path
+from infer.config import COMMANDS
+from infer.config_checks import REPO_ROOT, resolve_path
+from infer.head_config import HeadConfig
 
 CONF = str(REPO_ROOT / "conf")
 USER_ERROR = 2

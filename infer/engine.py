@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from infer.adaptive import make_controller
 from infer.admission import Limits, check_request
 from infer.choosing import Choices, choose_rows
-from infer.config import EngineConfig, HeadConfig, ModelConfig, ProposerConfig
+from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.constraint import Constraint, Constraints, without_forbidden
 from infer.controller import AsAllowed, Forecast, Never, Planner
 from infer.drafting import Drafting
 from infer.exactness import probe_exactness
 from infer.grammar import Grammar
+from infer.head_config import HeadConfig
 from infer.kv_cache import KVPool
 from infer.launch import ranks_of
 from infer.loading import load_parts

@@ -10,7 +10,8 @@ os.environ.setdefault("USE_HUB_KERNELS", "NO")
 import secrets
 
 from infer.cli import entry_point
-from infer.config import GenerateConfig, resolve_path
+from infer.config import GenerateConfig
+from infer.config_checks import resolve_path
 from infer.launched import launched_rank
 
 CORPUS_MODEL = "demo"  # the one target whose training data is here, so that prompts can be cut from what it never saw

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from infer.config import HeadConfig, ModelConfig, ProposerConfig
+from infer.config import ModelConfig, ProposerConfig
+from infer.head_config import HeadConfig
 from infer.proposers.measured_tree import rank_accuracy, resolve_tree
 from infer.ranks import Ranks
 from models.heads import load_head

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from infer.cli import entry_point
-from infer.config import HEAD_NAMES, BenchConfig
+from infer.config import BenchConfig
+from infer.head_config import HEAD_NAMES
 from infer.launched import launched_rank
 from scripts.bench_systems import TRANSFORMERS, System, folder_of, is_adaptive, make_systems
 

@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infer.config import HEAD_NAMES, MEASURED_TREE, BenchConfig, HeadConfig, ProposerConfig
+from infer.config import MEASURED_TREE, BenchConfig, ProposerConfig
+from infer.head_config import HEAD_NAMES, HeadConfig
 
 Answer = tuple[list[list[int]], float | None]  # token ids and acceptance length
 TRANSFORMERS = ("hf", "hf_lookup")

@@ -24,7 +24,8 @@ from typing import Any
 
 from infer.cli import entry_point
 from infer.compare import Comparison
-from infer.config import EvalConfig, ProposerConfig, resolve_path
+from infer.config import EvalConfig, ProposerConfig
+from infer.config_checks import resolve_path
 from infer.request import SpeculationStats
 
 DEMO = "demo corpus"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from infer.config import REPO_ROOT
+from infer.config_checks import REPO_ROOT
 from models.heads import load_head
 from models.heads.eagle3 import Eagle3Head
 from models.inflation import SHAPES, inflate_head, write_head, write_target

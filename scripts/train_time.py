@@ -27,7 +27,7 @@ WARM_UP = 2  # steps
 def time_head(head: str, words: list[str], exported: str) -> dict[str, float]:
     """Tokens per second of its steps, median and range. Raises SystemExit with the run's exit code if it failed."""
     from infer.cli import compose
-    from infer.config import resolve_path
+    from infer.config_checks import resolve_path
     from train.config import TrainConfig
     from train.trackers import read_metrics
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 
-from infer.config import EngineConfig, HeadConfig, ModelConfig, at_least, one_of, register
+from infer.config import EngineConfig, ModelConfig, register
+from infer.config_checks import at_least, one_of
+from infer.head_config import HeadConfig
 
 COLUMNS = (  # what a row may hold, train/examples.py
     "input_ids", "loss_mask", "messages", "tools", "conversations", "system", "turns", "prompt", "response", "text",

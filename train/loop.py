@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from infer.config import resolve_path
+from infer.config_checks import resolve_path
 from train import checkpoint, run_folder, schedule
 from train.config import TrainConfig
 from train.data import Batch, rows_at, seed_of

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from infer.config import resolve_path
+from infer.config_checks import resolve_path
 from infer.memory import free_bytes
 from models.heads.base import Head
 from models.targets import empty_target, resolve_checkpoint

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from infer.config import EngineConfig, HeadConfig, NewHeadConfig, ProposerConfig, resolve_path
+from infer.config import EngineConfig, ProposerConfig
+from infer.config_checks import resolve_path
 from infer.engine import Engine
+from infer.head_config import HeadConfig, NewHeadConfig
 from models.config import TargetConfig
 from models.heads import HEADS, load_head
 from models.heads.base import Head

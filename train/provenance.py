@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
-from infer.config import REPO_ROOT
+from infer.config_checks import REPO_ROOT
 from train.trackers import redact
 
 PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "safetensors", "hydra-core", "numpy")

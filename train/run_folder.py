@@ -11,7 +11,7 @@ from typing import Any
 
 from infer import config as infer_config
 from infer.cli import load_config, save_config
-from infer.config import resolve_path
+from infer.config_checks import resolve_path
 from train import atomic
 from train import config as train_config
 from train.config import TrainConfig

@@ -13,7 +13,8 @@ from typing import Protocol
 
 import torch
 
-from infer.config import EngineConfig, ProposerConfig, resolve_path
+from infer.config import EngineConfig, ProposerConfig
+from infer.config_checks import resolve_path
 from infer.engine import Engine
 from infer.request import SamplingParams
 from models.lora import merge, unadapted

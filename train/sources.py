@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from infer.config import resolve_path
+from infer.config_checks import resolve_path
 from train.config import FilesDataConfig, HubDataConfig
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dataclasses import asdict
 from typing import Any
 
-from infer.config import REPO_ROOT
+from infer.config_checks import REPO_ROOT
 from infer.grammar import Grammar
 
 log = logging.getLogger("headway.server")

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from infer.config import REPO_ROOT, EngineConfig, ProposerConfig
+from infer.config import EngineConfig, ProposerConfig
+from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
 from infer.request import SamplingParams
 from models.heads import load_head

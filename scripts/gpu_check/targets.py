@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from infer.config import REPO_ROOT
+from infer.config_checks import REPO_ROOT
 from models.config import TargetConfig, read_json
 from models.heads.eagle3 import Eagle3Head
 from models.heads.eagle3_config import Eagle3Config

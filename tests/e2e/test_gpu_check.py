@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer.config import REPO_ROOT
+from infer.config_checks import REPO_ROOT
 from scripts.gpu_check import runner
 from scripts.gpu_check.measure import close, rated, same, timed
 

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from infer.config import Eagle3HeadConfig, EagleHeadConfig, EngineConfig, ModelConfig, ProposerConfig
+from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
+from infer.head_config import Eagle3HeadConfig, EagleHeadConfig
 from infer.ranks import RankLost
 from infer.request import SamplingParams
 from models.heads import save_head

@@ -12,7 +12,8 @@ from typing import Any
 import openai
 import pytest
 
-from infer.config import EngineConfig, HeadConfig, ModelConfig, ProposerConfig, ServerConfig
+from infer.config import EngineConfig, ModelConfig, ProposerConfig, ServerConfig
+from infer.head_config import HeadConfig
 from tests.conftest import MakeTarget
 from tests.server.harness import MODEL, MakeServer, Server
 from tests.server.talking import CALL, make_talking_target, style_folder

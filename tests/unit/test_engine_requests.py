@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from infer.config import EngineConfig, HeadConfig, ModelConfig, ProposerConfig
+from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
+from infer.head_config import HeadConfig
 from infer.request import SamplingParams
 from models.targets import load_target
 

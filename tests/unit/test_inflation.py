@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from infer.config import REPO_ROOT, Eagle3HeadConfig, EngineConfig, ModelConfig, ProposerConfig
+from infer.config import EngineConfig, ModelConfig, ProposerConfig
+from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
+from infer.head_config import Eagle3HeadConfig
 from infer.request import SamplingParams
 from models.attention import CausalAttention
 from models.config import TargetConfig, read_json

@@ -1,0 +1,24 @@
+"""What every schema checks with, and what a path of a config counts from. Knows nothing about the keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+REPO_ROOT = Path(__file__).resolve().parent.parent
+FREE_TEXT = {"free_text": True}  # a field whose value on the command line is taken as typed, whatever it holds
+
+
+def one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{key}={value}: must be one of {', '.join(choices)}")
+
+
+def at_least(key: str, value: float | None, low: float) -> None:
+    """None passes: for a key that may be null, null has its own meaning."""
+    if value is not None and not value >= low:  # written so that NaN fails
+        raise ValueError(f"{key}={value}: must be at least {low}")
+
+
+def resolve_path(path: str) -> Path:
+    """Relative paths of a config count from the repository, so that a command means the same from any folder."""
+    return REPO_ROOT / Path(path).expanduser()
