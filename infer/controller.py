@@ -20,7 +20,8 @@ from infer.survival import Survival
 
 MARGIN = 0.03  # by which drafting must beat plain decoding, and a new plan the one in force
 KEPT_STEPS = 8  # a plan stands that long while the batch stays as it is
-PROBE_SHARE = 0.01  # of the time saved by not drafting, spent on finding out whether it would pay again
+QUIET_STEPS = 32  # and so long if nobody is drafted for
+PROBE_SHARE = 0.005  # of the time without drafts, spent on finding out whether they would pay again
 
 
 class Candidate(NamedTuple):
@@ -29,6 +30,7 @@ class Candidate(NamedTuple):
     request_id: str
     drafter: str
     allowed: Budget
+    ready: bool = True  # its drafter has followed it; else a budget makes it begin to
 
 
 class Forecast(NamedTuple):
@@ -45,8 +47,12 @@ class Planner(Protocol):
         """None from one that expects nothing."""
         ...
 
-    def plan(self, ask: Callable[[], tuple[int, Sequence[Candidate]]]) -> None:
-        """For the next step. `ask` says of how many requests, and who of them may be drafted for."""
+    def plan(self, decoding: tuple[str, ...], ask: Callable[[], Sequence[Candidate]]) -> None:
+        """For the next step of these requests. `ask` says who of them may be drafted for."""
+        ...
+
+    def outlook(self, drafter: str, allowed: Budget, batch: int) -> bool:
+        """Whether drafting for a batch of so many requests, of which nothing particular is known, would pay."""
         ...
 
     def budget(self, request_id: str, allowed: Budget) -> Budget: ...
@@ -69,8 +75,11 @@ class AsAllowed:
     def forecast(self) -> Forecast | None:
         return None
 
-    def plan(self, ask: Callable[[], tuple[int, Sequence[Candidate]]]) -> None:
+    def plan(self, decoding: tuple[str, ...], ask: Callable[[], Sequence[Candidate]]) -> None:
         pass
+
+    def outlook(self, drafter: str, allowed: Budget, batch: int) -> bool:
+        return True
 
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         return allowed
@@ -106,21 +115,32 @@ class Controller:
     def __init__(self, costs: Costs, survival: Survival) -> None:
         self.costs, self.survival = costs, survival
         self.current = Plan({}, 0, 0.0, 0.0)
-        self._known: tuple[int, tuple[Candidate, ...]] = (0, ())
+        self._decoding: tuple[str, ...] = ()
+        self._candidates: Sequence[Candidate] = ()
         self._age = 0
         self._probing = False
         self._credit = 0.0  # seconds that may be spent on probes
         self._turn = 0
 
-    def plan(self, ask: Callable[[], tuple[int, Sequence[Candidate]]]) -> None:
-        batch, candidates = ask()
-        known = (batch, tuple(candidates))
+    def plan(self, decoding: tuple[str, ...], ask: Callable[[], Sequence[Candidate]]) -> None:
+        if self._probing:  # for one step
+            self.current, self._probing = replace(self.current, budgets={}), False
         self._age += 1
-        if known == self._known and self._age < KEPT_STEPS and not self._probing:
-            return
-        self._known, self._age = known, 0
-        self.current = best_plan(batch, candidates, self.costs, self.survival, self.current.depth)
-        self._probing = bool(candidates) and not self.current.budgets and self._probe(batch, candidates)
+        if decoding != self._decoding or self._age >= (KEPT_STEPS if self.current.budgets else QUIET_STEPS):
+            self._decoding, self._candidates, self._age = decoding, ask(), 0
+            depth = self.current.depth
+            self.current = best_plan(len(decoding), self._candidates, self.costs, self.survival, depth)
+        if self._candidates and not self.current.budgets:
+            self._probing = self._probe(len(decoding), self._candidates)
+
+    def outlook(self, drafter: str, allowed: Budget, batch: int) -> bool:
+        nodes, depth = allowed
+        levels = np.arange(1, depth + 1) if nodes == depth else np.array([depth])
+        rows = batch * (1.0 + (levels if nodes == depth else np.array([nodes])))
+        tokens = batch * (1 + np.cumsum(self.survival.chances("", drafter, depth))[levels - 1])
+        drafting = np.array([self.costs.draft(drafter, batch, level) for level in levels.tolist()])
+        speeds = tokens / (self.costs.verify(batch, rows) + drafting)
+        return bool(speeds.max() > (1 + MARGIN) * batch / self.costs.verify(batch, float(batch)))
 
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         own = self.current.budgets.get(request_id, NOTHING)
@@ -130,12 +150,16 @@ class Controller:
         if depth:
             expected = sum(self.survival.chances(request_id, drafter, depth))
             self.survival.record(request_id, drafter, depth, accepted, expected)
+            if self._probing:  # what it brought pays for others, and a good surprise for a new plan
+                batch = len(self._decoding)
+                self._credit += accepted * self.costs.verify(batch, float(batch)) / batch
+                self._age = QUIET_STEPS if accepted > expected else self._age
 
     def stepped(self, batch: int, rows: int, drafting: float, whole: float) -> None:
         self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
         if rows == batch:
             self._credit += PROBE_SHARE * whole
-        deep = [own for own in self._known[1] if own.request_id in self.current.budgets]
+        deep = [own for own in self._candidates if own.ready and own.request_id in self.current.budgets]
         if rows > batch and deep and len({own.drafter for own in deep}) == 1:
             self.costs.learn_draft(deep[0].drafter, len(deep), self.current.depth, drafting)
 
@@ -151,7 +175,8 @@ class Controller:
     def _probe(self, batch: int, candidates: Sequence[Candidate]) -> bool:
         """Drafts for one request, in turn, as soon as the steps without drafts have paid for it."""
         plain = self.costs.verify(batch, float(batch))
-        chosen = candidates[self._turn % len(candidates)]
+        ready = [own for own in candidates if own.ready] or candidates
+        chosen = ready[self._turn % len(ready)]
         nodes, depth = chosen.allowed
         price = self.costs.verify(batch, float(batch + nodes)) - plain + self.costs.draft(chosen.drafter, 1, depth)
         self._credit = min(self._credit, 2 * price)

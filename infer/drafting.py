@@ -9,18 +9,28 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from infer.controller import Candidate
+from infer.controller import Candidate, Planner
 from infer.proposers.base import NOTHING, Budget, NoProposer, Proposer
 from infer.proposers.combined import CombinedProposer
-from infer.request import Phase, Request
+from infer.request import Phase, Request, Upkeep
 from infer.tree import DraftTree
 
 log = logging.getLogger(__name__)
+
+PATIENCE = 32  # steps without a draft after which a drafter lets go of a request
 
 
 def keepers(proposer: Proposer) -> Sequence[Proposer]:
     """Who keeps state of requests: a combination leaves it to its sources, which may have names of their own too."""
     return proposer.sources if isinstance(proposer, CombinedProposer) else (proposer,)
+
+
+def grouped(names: Sequence[str]) -> list[list[int]]:
+    """The places of each name."""
+    groups: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        groups.setdefault(name, []).append(index)
+    return list(groups.values())
 
 
 class Drafting:
@@ -32,6 +42,8 @@ class Drafting:
         self._limits = {name: limit for name, (_, limit) in everyone.items()}
         self._keepers = dict.fromkeys(own for proposer in self._proposers.values() for own in keepers(proposer))
         self._context, self.default = context, default
+        self._followed: dict[str, set[str]] = {}  # by drafter, the requests of which it keeps something
+        self._idle: dict[str, int] = {}  # of these, steps since their last draft
         self.seconds = 0.0  # spent in proposing, in all
         self.failures = 0  # requests for which a proposer gave up
         if default not in self._proposers:
@@ -42,6 +54,10 @@ class Drafting:
         return sorted(self._proposers)
 
     def name_for(self, request: Request) -> str:
+        return "none" if request.upkeep is Upkeep.NONE else self._drafter(request)
+
+    def _drafter(self, request: Request) -> str:
+        """Who drafts for it whenever that pays."""
         if not request.params.speculate or request.drafting_failed:
             return "none"
         return request.params.proposer or self.default
@@ -50,9 +66,57 @@ class Drafting:
         """The target's hidden states that any of these requests' proposers reads."""
         return next((aux for request in requests if (aux := self._of(request).aux_layers)), ())
 
+    def meet(self, request: Request, planner: Planner, load: int) -> None:
+        """Before it is admitted, beside as many requests as `load` with it: does its drafter follow it from the start?
+
+        What drafting costs while nobody drafts is this following: features are kept, prompts are read. One request per
+        drafter is always followed, so that there is one to find out with whether drafting pays again.
+        """
+        name = self._drafter(request)
+        if not self._follows(name):
+            return
+        followed = self._followed.setdefault(name, set())
+        others = followed - {request.request_id}
+        pays = not others or planner.outlook(name, self._limits[name], load)
+        request.upkeep = Upkeep.WHOLE if pays else Upkeep.NONE
+        (followed.add if pays else followed.discard)(request.request_id)
+        parent = request.parent
+        if pays and parent is not None and parent.phase is Phase.DECODE:
+            filled = self.synced(parent) if parent.upkeep is Upkeep.WHOLE else 0
+            if filled < len(request.prompt_ids) - 1:
+                request.parent = None  # whose pages the drafter has not read
+
+    def grant(self, request: Request, planner: Planner, load: int) -> Budget:
+        """What it is drafted for in this step. Wakes a drafter that has let go of it, or lets go."""
+        granted, name = planner.budget(request.request_id, self.budget(request)), self._drafter(request)
+        if not self._follows(name):
+            return granted
+        known = request.request_id
+        if granted.nodes:
+            self._idle[known] = 0
+            if request.upkeep is Upkeep.NONE:
+                request.upkeep = Upkeep.REST
+                self._followed.setdefault(name, set()).add(known)
+                self._proposers[name].wake(request)
+            return granted if self._is_ready(request) else NOTHING
+        if request.upkeep is not Upkeep.NONE:
+            self._idle[known] = self._idle.get(known, 0) + 1
+            others = len(self._followed.get(name, ())) > 1
+            if self._idle[known] >= PATIENCE and others and not planner.outlook(name, self._limits[name], load):
+                self.release(request)
+                request.upkeep = Upkeep.NONE
+        return NOTHING
+
+    def _is_ready(self, request: Request) -> bool:
+        return request.upkeep is not Upkeep.NONE and self._of(request).ready(request)
+
+    def _follows(self, name: str) -> bool:
+        proposer = self._proposers[name]
+        return bool(proposer.aux_layers or proposer.kv_layers)
+
     def budget(self, request: Request) -> Budget:
         """No deeper than tokens may still be emitted, the bonus token set aside."""
-        name = self.name_for(request)
+        name = self._drafter(request)
         if name == "none":
             return NOTHING
         limit = self._limits[name]
@@ -65,12 +129,14 @@ class Drafting:
     def places(self, request: Request, budget: Budget) -> int:
         return self._of(request).places(budget) if budget.nodes else 0
 
-    def candidates(self, running: Sequence[Request]) -> tuple[int, list[Candidate]]:
-        """How many of these requests decode, and those of them that may be drafted for."""
-        decoding = [request for request in running if request.phase is Phase.DECODE]
+    def candidates(self, decoding: Sequence[Request]) -> list[Candidate]:
+        """Those of these requests that may be drafted for."""
         allowed = ((request, self.budget(request)) for request in decoding)
-        found = [Candidate(own.request_id, self.name_for(own), budget) for own, budget in allowed if budget.nodes]
-        return len(decoding), found
+        return [
+            Candidate(own.request_id, self._drafter(own), budget, self._is_ready(own))
+            for own, budget in allowed
+            if budget.nodes
+        ]
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         """One tree per request, whoever drafts it."""
@@ -83,7 +149,8 @@ class Drafting:
     def _propose_all(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         trees: list[DraftTree] = []
         rows: list[list[int]] = []
-        for own in self._groups(requests):
+        names = [self.name_for(own) if budget.nodes else "none" for own, budget in zip(requests, budgets, strict=True)]
+        for own in grouped(names):
             trees.append(self._propose([requests[i] for i in own], [budgets[i] for i in own]))
             rows.append(own)
         return trees[0] if len(trees) == 1 else DraftTree.stack(trees, rows)
@@ -91,10 +158,15 @@ class Drafting:
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         """`features` `[sum(counts), ...]` of the rows, empty in the last dimension if no request wanted any."""
         pieces = features.split(list(counts))
-        for own in self._groups(requests):
-            batch, rows = [requests[i] for i in own], torch.cat([pieces[i] for i in own])
+        groups = grouped([self.name_for(request) for request in requests])
+        for own in groups:
+            batch, drafter = [requests[i] for i in own], self._of(requests[own[0]])
+            if len(groups) > 1:
+                rows = torch.cat([pieces[i] for i in own]) if drafter.aux_layers else features[:0]
+            else:
+                rows = features
             try:
-                self._of(batch[0]).commit(batch, [counts[i] for i in own], rows)
+                drafter.commit(batch, [counts[i] for i in own], rows)
             except Exception as error:  # what it kept of any of them can no longer be trusted
                 for request in batch:
                     self._give_up(request, error)
@@ -104,7 +176,8 @@ class Drafting:
         return self.name_for(request) if self._of(request).kv_layers else ""
 
     def synced(self, request: Request) -> int:
-        return self._of(request).synced(request)
+        """Of its committed positions, how many are filled in all layers that its pages are known by."""
+        return self._of(request).synced(request) if request.upkeep is Upkeep.WHOLE else request.computed
 
     def resume(self, request: Request) -> None:
         self._of(request).resume(request)
@@ -112,19 +185,16 @@ class Drafting:
     def release(self, request: Request) -> None:
         for proposer in self._keepers:
             proposer.release(request)
+        for followed in self._followed.values():
+            followed.discard(request.request_id)
+        self._idle.pop(request.request_id, None)
 
     def _of(self, request: Request) -> Proposer:
         return self._proposers[self.name_for(request)]
 
-    def _groups(self, requests: Sequence[Request]) -> list[list[int]]:
-        groups: dict[str, list[int]] = {}
-        for index, request in enumerate(requests):
-            groups.setdefault(self.name_for(request), []).append(index)
-        return list(groups.values())
-
     def _propose(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         """A failure costs the drafts of the request that caused it, and no other's."""
-        proposer = self._of(requests[0])
+        proposer = self._of(requests[0]) if budgets[0].nodes else NoProposer()
         try:
             return proposer.propose(requests, budgets)
         except Exception as error:
@@ -138,7 +208,6 @@ class Drafting:
     def _give_up(self, request: Request, error: Exception) -> None:
         name = self.name_for(request)
         log.warning("%s: proposer %s failed and drafts no more for it: %r", request.request_id, name, error)
-        self._proposers[name].release(request)
+        self.release(request)
         self.failures += 1
-        request.drafting_failed = True
-        request.keys = None  # its pages are no longer filled in every layer
+        request.drafting_failed, request.upkeep = True, Upkeep.NONE

@@ -180,8 +180,9 @@ class Engine:
         if params.deadline_s is not None:
             request.deadline = request.added + params.deadline_s
         if self.config.prefix_cache and params.prompt_logprobs is None:  # these need every row of the prompt
-            filled_by = self._drafting.filled_by(request)
-            request.keys = BlockKeys(self._pool.pages.secret, params.cache_salt, filled_by, self.config.page_size)
+            secret, salt, size = self._pool.pages.secret, params.cache_salt, self.config.page_size
+            request.keys = BlockKeys(secret, salt, self._drafting.filled_by(request), size)
+            request.plain_keys = BlockKeys(secret, salt, "", size)
         if params.stop:
             assert self.tokenizer is not None
             request.stop_text = StopText(self.tokenizer.stream(), params.stop)
@@ -288,7 +289,9 @@ class Engine:
         """One round: drafts and verifies every decoding request, and brings prompts forward by a chunk."""
         begin = time.perf_counter()
         outputs = self._expire()
-        self._planner.plan(lambda: self._drafting.candidates(self._scheduler.running))
+        decoding = [request for request in self._scheduler.running if request.phase is Phase.DECODE]
+        known = tuple(request.request_id for request in decoding)
+        self._planner.plan(known, lambda: self._drafting.candidates(decoding))
         step = self._scheduler.schedule()
         for request in step.prefills:
             if request.queued_s is None:
@@ -562,11 +565,17 @@ class Engine:
             max_batch=self.config.max_batch,
             max_rows=self.config.max_rows,
             prefill_chunk=self.config.prefill_chunk,
-            draft_budget=lambda request: self._planner.budget(request.request_id, self._drafting.budget(request)),
+            draft_budget=lambda request: self._drafting.grant(request, self._planner, self._load),
             draft_places=lambda request, budget: self._drafting.places(request, budget),
             on_preempt=lambda request: self._drafting.release(request),
+            on_meet=lambda request: self._drafting.meet(request, self._planner, self._load),
             on_resume=lambda request: self._drafting.resume(request),
         )
+
+    @property
+    def _load(self) -> int:
+        """Requests that could decode at once, as things are."""
+        return min(len(self._scheduler.running) + len(self._scheduler.waiting), self.config.max_batch)
 
     def _weight_bytes(self) -> int:
         modules = [self.target, *(own.module for own in (self._head, self._draft_model) if own is not None)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infer.kv_layers import KVLayers
 from infer.pages import Pages
-from infer.request import Request
+from infer.request import Request, Upkeep
 from infer.tree import MAX_NODES
 from kernels.rows import AttentionRows
 
@@ -60,9 +60,9 @@ class KVPool:
 
     def known(self, request: Request) -> list[int]:
         """Pages that hold the KV of the request's first tokens, one of which at least is left to compute."""
-        if request.keys is None:
-            return []
-        return self.pages.find(request.keys.upto(request.tokens, (len(request.tokens) - 1) // self.page_size))
+        chains = [request.keys] if request.upkeep is Upkeep.WHOLE else [request.keys, request.plain_keys]
+        blocks = (len(request.tokens) - 1) // self.page_size
+        return self.pages.find(*(keys.upto(request.tokens, blocks) for keys in chains if keys is not None))
 
     def adopt(self, request: Request, pages: Sequence[int]) -> None:
         """Begins the request, which holds nothing yet, with `known` pages."""
@@ -81,12 +81,15 @@ class KVPool:
             request.block_ends[position] = features[position - first].clone()
 
     def publish(self, request: Request, positions: int) -> None:
-        """Makes the request's pages over its first `positions` known: these are verified and filled in every layer."""
-        if request.keys is None:
+        """Makes the request's pages over its first `positions` known: these are verified, and filled in every layer
+        that the keys stand for.
+        """
+        keys = request.keys if request.upkeep is Upkeep.WHOLE else request.plain_keys
+        if keys is None:
             return
         while request.published + self.page_size <= positions:
             block = request.published // self.page_size
-            key = request.keys.upto(request.tokens, block + 1)[block]
+            key = keys.upto(request.tokens, block + 1)[block]
             request.published += self.page_size
             self.pages.publish(request.pages[block], key, request.block_ends.pop(request.published - 1, None))
 
@@ -139,17 +142,28 @@ class KVPool:
         words: Tensor | None = None,
         *,
         first: int = 0,
+        bases: Sequence[int] | None = None,
     ) -> AttentionRows:
-        """Addresses `counts[b]` new rows of each request from place `starts[b]` on; `words` `[R]` for a tree's rows."""
-        table = self._table[[request.slot for request in requests]]
+        """Addresses `counts[b]` new rows of each request from place `starts[b]` on; `words` `[R]` for a tree's rows.
+
+        `bases`: places, a multiple of the page size, that each request's layers begin at; places count from there.
+        """
+        table, starts = self._tables(requests, starts, bases)
         size = self.page_size
-        return AttentionRows.blocks(table, list(starts), list(counts), page_size=size, words=words, first=first)
+        return AttentionRows.blocks(table, starts, list(counts), page_size=size, words=words, first=first)
 
     def level(
-        self, requests: Sequence[Request], starts: Sequence[int], offsets: Tensor, words: Tensor, *, first: int = 0
+        self,
+        requests: Sequence[Request],
+        starts: Sequence[int],
+        offsets: Tensor,
+        words: Tensor,
+        *,
+        first: int = 0,
+        bases: Sequence[int] | None = None,
     ) -> AttentionRows:
         """Addresses N rows of each request, at places `starts[b] + offsets[n]`; `words` `[B, N]` count from there."""
-        table = self._table[[request.slot for request in requests]]
+        table, starts = self._tables(requests, starts, bases)
         count, width = words.shape
         request = torch.arange(count, device=self.device).repeat_interleave(width)
         committed = torch.tensor(starts, device=self.device).repeat_interleave(width)
@@ -165,3 +179,14 @@ class KVPool:
             (width,) * count,
             first,
         )
+
+    def _tables(
+        self, requests: Sequence[Request], starts: Sequence[int], bases: Sequence[int] | None
+    ) -> tuple[Tensor, list[int]]:
+        """The requests' page ids `[B, P]` and places `starts`, both from `bases` on."""
+        table = self._table[[request.slot for request in requests]]
+        if bases is None or not any(bases):
+            return table, list(starts)
+        skipped = torch.tensor(bases, device=self.device)[:, None] // self.page_size
+        columns = (torch.arange(table.shape[1], device=self.device) + skipped).clamp(max=table.shape[1] - 1)
+        return table.gather(1, columns), [start - base for start, base in zip(starts, bases, strict=True)]

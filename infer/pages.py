@@ -83,11 +83,11 @@ class Pages:
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key], self._key_of[page], self._value_of[page] = page, key, value
 
-    def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The longest run of known pages."""
+    def find(self, *chains: Sequence[bytes]) -> list[int]:
+        """The longest run of pages known by a key in any of the chains, which are as long as each other."""
         found = []
-        for key in keys:
-            page = self._page_of.get(key)
+        for keys in zip(*chains, strict=True):
+            page = next((self._page_of[key] for key in keys if key in self._page_of), None)
             if page is None:
                 break
             found.append(page)

@@ -23,6 +23,7 @@ __all__ = [
     "SamplingParams",
     "SpeculationStats",
     "StepOutput",
+    "Upkeep",
 ]
 
 
@@ -78,6 +79,14 @@ class SpeculationStats:
                 mine[depth] += count
 
 
+class Upkeep(Enum):
+    """What a request's drafter keeps of its text: features, KV."""
+
+    WHOLE = "whole"
+    NONE = "none"  # drafting does not pay now, and so costs nothing
+    REST = "rest"  # what came since drafting paid again
+
+
 class Phase(Enum):
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -103,7 +112,9 @@ class Request:
     phase: Phase = Phase.WAITING
     slot: int = -1  # row of the block table while running
     pages: list[int] = field(default_factory=list)
+    upkeep: Upkeep = Upkeep.WHOLE
     keys: BlockKeys | None = None  # None: its pages are not shared
+    plain_keys: BlockKeys | None = None  # of pages that only the target's layers are filled of
     published: int = 0  # positions whose pages others may share
     block_ends: dict[int, Tensor] = field(
         default_factory=dict

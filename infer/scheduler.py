@@ -44,11 +44,12 @@ class Scheduler:
         draft_budget: Callable[[Request], Budget],
         draft_places: Callable[[Request, Budget], int],
         on_preempt: Callable[[Request], None],
+        on_meet: Callable[[Request], None],
         on_resume: Callable[[Request], None],
     ) -> None:
         self._pool, self._max_rows, self._chunk = pool, max_rows, prefill_chunk
         self._draft_budget, self._draft_places = draft_budget, draft_places
-        self._on_preempt, self._on_resume = on_preempt, on_resume
+        self._on_preempt, self._on_meet, self._on_resume = on_preempt, on_meet, on_resume
         self._free_slots = list(range(max_batch - 1, -1, -1))
         self.waiting: list[Request] = []  # both in order of service
         self.running: list[Request] = []
@@ -99,6 +100,7 @@ class Scheduler:
                 break
             if request.parent is not None and not prompt_is_ready(request.parent):
                 continue
+            self._on_meet(request)
             known = self._pool.known(request)
             # The whole prompt must fit beside what runs, or admitting it would only pre-empt it again.
             if self._pool.pages_for(len(request.tokens) + 1) - len(known) > self._pool.free_without(known):
@@ -120,8 +122,7 @@ class Scheduler:
         request.last_features = None
         request.block_ends.clear()
         parent, request.parent = request.parent, None
-        # A parent whose proposer failed has lost its keys: its pages are not filled in that one's layers.
-        if parent is not None and parent.phase is Phase.DECODE and parent.keys is not None:
+        if parent is not None and parent.phase is Phase.DECODE:
             self._pool.fork(parent, request)
         else:
             self._pool.adopt(request, known)

@@ -66,6 +66,14 @@ class Proposer(Protocol):
 
     def release(self, request: Request) -> None: ...
 
+    def wake(self, request: Request) -> None:
+        """Of the request, released or never committed, what is committed from now on is all there will be."""
+        ...
+
+    def ready(self, request: Request) -> bool:
+        """Whether it can be asked to draft, which after `wake` may take a few commits."""
+        ...
+
 
 class WithoutLayers:
     """What a proposer that keeps nothing in the pool has to say about pages."""
@@ -84,6 +92,12 @@ class WithoutLayers:
 
     def release(self, request: Request) -> None:
         pass
+
+    def wake(self, request: Request) -> None:
+        pass
+
+    def ready(self, request: Request) -> bool:
+        return True
 
 
 class NoProposer(WithoutLayers):

@@ -44,6 +44,13 @@ class CombinedProposer:
         for source in self.sources:
             source.release(request)
 
+    def wake(self, request: Request) -> None:
+        for source in self.sources:
+            source.wake(request)
+
+    def ready(self, request: Request) -> bool:
+        return all(source.ready(request) for source in self.sources)
+
 
 def merge(trees: Sequence[DraftTree], nodes: Sequence[int]) -> DraftTree:
     """Row by row the union of the trees, cut to `nodes[b]` drafted nodes. Trees take turns, a level at a time."""

@@ -72,6 +72,12 @@ class DraftModelProposer:
         self._seen.pop(request.request_id, None)
         self._agreed.pop(request.request_id, None)
 
+    def wake(self, request: Request) -> None:
+        pass  # it reads the whole text with its next draft
+
+    def ready(self, request: Request) -> bool:
+        return True
+
     def _draft(
         self, requests: Sequence[Request], depths: Sequence[int], going: list[int], drafts: list[list[int]]
     ) -> None:

@@ -66,6 +66,7 @@ class HeadProposer:
         self._pending: dict[str, Pending] = {}  # features of committed positions that the head has not read
         # Of these requests it has, in this step; the features stay until the commit, should the draft be retried.
         self._read: set[str] = set()
+        self._base: dict[str, int] = {}  # the first slot of requests of which it was not given all
 
     @property
     def module(self) -> nn.Module:
@@ -92,6 +93,10 @@ class HeadProposer:
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         for request, rows in zip(requests, features.split(list(counts)), strict=True):
+            if (fresh := request.computed - self._base.get(request.request_id, 0)) < len(rows):
+                rows = rows[len(rows) - max(fresh, 0) :]
+            if not len(rows):
+                continue
             if not self.kv_layers:  # what lies before the last position is of no use to it
                 self._pending[request.request_id] = Pending(rows[-1:].clone())
             elif (pending := self._unread(request)) is None:
@@ -107,7 +112,7 @@ class HeadProposer:
             self._read_pending(due)
             for request in due:
                 last = self._pending[request.request_id].pieces[-1][-1:].clone()
-                self.release(request)
+                self._forget_features(request)
                 if request.phase is Phase.DECODE:  # what the next draft begins with; reading it again changes nothing
                     self._pending[request.request_id] = Pending(last)
 
@@ -141,6 +146,19 @@ class HeadProposer:
             self._pending[request.request_id] = Pending(request.last_features[None])
 
     def release(self, request: Request) -> None:
+        self._forget_features(request)
+        self._base.pop(request.request_id, None)
+
+    def wake(self, request: Request) -> None:
+        """Its layers begin with a page: what lies before is seen by nobody."""
+        if self.kv_layers:
+            assert self._pool is not None
+            self._base[request.request_id] = self._pool.pages_for(request.computed) * self._pool.page_size
+
+    def ready(self, request: Request) -> bool:
+        return request.request_id in self._pending
+
+    def _forget_features(self, request: Request) -> None:
         self._pending.pop(request.request_id, None)
         self._read.discard(request.request_id)
 
@@ -191,7 +209,7 @@ class HeadProposer:
             positions = torch.tensor(slots, device=tokens.device)
             return self._head.step(tokens, state, positions, no_attention, depth)
         rows = self._rows(requests, slots, [1] * len(slots))
-        return self._head.step(tokens, state, rows.places - 1, self._attention(rows), depth)
+        return self._head.step(tokens, state, self._slots(requests, rows), self._attention(rows), depth)
 
     def _trees(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         """Grows every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own."""
@@ -231,7 +249,9 @@ class HeadProposer:
                 words = words.gather(1, parent) | (torch.ones((), dtype=torch.int64, device=device) << offsets)
                 run_before += parent.shape[1]
                 attention = self._attention(
-                    self._pool.level(requests, [slot + 1 for slot in slots], offsets, words, first=1)
+                    self._pool.level(
+                        requests, [slot + 1 for slot in slots], offsets, words, first=1, bases=self._bases(requests)
+                    )
                 )
             state = self._head.step(token.flatten(), above, positions, attention, level).unflatten(0, parent.shape)
 
@@ -271,7 +291,17 @@ class HeadProposer:
     def _rows(self, requests: Sequence[Request], slots: Sequence[int], counts: Sequence[int]) -> AttentionRows:
         """Addresses `counts[b]` slots of each request from `slots[b]` on."""
         assert self._pool is not None
-        return self._pool.rows(requests, [slot + 1 for slot in slots], counts, first=1)
+        places = [slot + 1 for slot in slots]
+        return self._pool.rows(requests, places, counts, first=1, bases=self._bases(requests))
+
+    def _bases(self, requests: Sequence[Request]) -> list[int]:
+        return [self._base.get(request.request_id, 0) for request in requests]
+
+    def _slots(self, requests: Sequence[Request], rows: AttentionRows) -> Tensor:
+        """`[R]`, the rotary positions of these rows."""
+        places = rows.places - 1
+        bases = self._bases(requests)
+        return places + torch.tensor(bases, device=places.device)[rows.request] if any(bases) else places
 
     def _attention(self, rows: AttentionRows) -> Attention:
         own = self._head.attention
@@ -305,7 +335,7 @@ class HeadProposer:
         tokens = torch.tensor([token for own in shifted for token in own], device=device)
         if self.kv_layers:
             rows = self._rows(requests, starts, counts)
-            state = self._head.step(tokens, state, rows.places - 1, self._attention(rows), 0)
+            state = self._head.step(tokens, state, self._slots(requests, rows), self._attention(rows), 0)
         else:
             state = self._head.step(tokens, state, torch.tensor(starts, device=device), no_attention, 0)
         self._read.update(request.request_id for request in requests)

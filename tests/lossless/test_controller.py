@@ -17,13 +17,18 @@ from tests.lossless.plain import GREEDY, SAMPLED, ids
 
 
 class AtRandom(AsAllowed):
-    """For whole stretches nobody drafts, longer than features may wait; then anyone, to any depth."""
+    """For whole stretches nobody drafts, longer than features may wait; then anyone, to any depth. `pays`: the chance
+    that the outlook is good, where it is asked for.
+    """
 
-    def __init__(self, seed: int) -> None:
-        self.chance, self.quiet = random.Random(seed), 0
+    def __init__(self, seed: int, pays: float = 1.0) -> None:
+        self.chance, self.quiet, self.pays = random.Random(seed), 0, pays
         self.longest = 0
 
-    def plan(self, ask) -> None:
+    def outlook(self, drafter: str, allowed: Budget, batch: int) -> bool:
+        return self.chance.random() < self.pays
+
+    def plan(self, decoding, ask) -> None:
         self.quiet -= 1
         if self.quiet < -20:
             self.quiet = self.chance.choice([3, KEPT_ROWS + 9])

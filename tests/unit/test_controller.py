@@ -127,7 +127,7 @@ def run(controller: Controller, steps: int, rate: float, batch: int = 4, depth: 
     chance, costs, seconds, tokens, drafting_steps = random.Random(1), controller.costs, 0.0, 0, 0
     for _ in range(steps):
         known = chains(batch, depth)
-        controller.plan(lambda: (batch, known))  # noqa: B023
+        controller.plan(tuple(own.request_id for own in known), lambda: known)  # noqa: B023
         asked = {own.request_id: controller.budget(own.request_id, own.allowed).depth for own in known}
         rows, deepest = batch + sum(asked.values()), max(asked.values())
         drafting = costs.draft("head", batch, deepest)
@@ -163,7 +163,7 @@ def test_it_finds_out_when_content_changes():
 
 def test_budgets_stay_within_what_is_allowed_now():
     controller = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9]))
-    controller.plan(lambda: (1, chains(1, 4)))
+    controller.plan(("0",), lambda: chains(1, 4))
     assert controller.budget("0", Budget(2, 2)) == Budget(2, 2)
     assert controller.budget("unknown", Budget(2, 2)) == NOTHING
 

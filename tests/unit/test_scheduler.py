@@ -36,6 +36,7 @@ def make(num_pages, max_batch, max_rows, chunk, drafts):
         draft_budget=lambda request: Budget(*[max(0, min(drafts, request.remaining - 1))] * 2),
         draft_places=lambda request, budget: budget.nodes,
         on_preempt=preempted.append,
+        on_meet=lambda request: None,
         on_resume=lambda request: None,
     )
     return pool, scheduler, preempted
