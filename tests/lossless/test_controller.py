@@ -11,7 +11,7 @@ from infer.config import ProposerConfig
 from infer.controller import AsAllowed
 from infer.proposers.base import NOTHING, Budget
 from infer.proposers.head import KEPT_ROWS
-from infer.request import SamplingParams
+from infer.request import SamplingParams, Upkeep
 from tests.lossless.leftovers import assert_nothing_left
 from tests.lossless.plain import GREEDY, SAMPLED, ids
 
@@ -61,14 +61,93 @@ def test_no_plan_changes_a_token(make_engine, prompts, proposer, head, shape, pa
     long = replace(params, max_tokens=150)
     engine = make_engine(proposer=proposer, head=head, shape=SHAPES[shape], max_batch=4)
     few = [*prompts[2:4], *prompts[5:7]]  # the last two longer than what waits to be read
-    engine._planner = planner = AtRandom(seed=5)
-    planned = ids(engine.generate(few, long))
-    assert planner.longest > KEPT_ROWS
-    assert engine.stats.proposer_failures == 0
-    assert engine.stats.speculation.drafted > 0
+    planned = []
+    for pays in (1.0, 0.2):
+        engine._planner = planner = AtRandom(seed=5, pays=pays)
+        planned.append(ids(engine.generate(few, long)))
+        assert planner.longest > KEPT_ROWS
+        assert engine.stats.proposer_failures == 0
+        assert engine.stats.speculation.drafted > 0
+        assert not any(engine._drafting._followed.values())
+        assert not engine._drafting._idle
+        assert_nothing_left(engine)
     engine.set_proposer("none")
-    assert planned == ids(engine.generate(few, long))
+    assert planned == [ids(engine.generate(few, long))] * 2
+
+
+class Switch(AsAllowed):
+    """Drafting pays, or it does not."""
+
+    pays = False
+
+    def budget(self, request_id: str, allowed: Budget) -> Budget:
+        return allowed if self.pays else NOTHING
+
+    def outlook(self, drafter: str, allowed: Budget, batch: int) -> bool:
+        return self.pays
+
+
+@pytest.mark.parametrize(
+    ("proposer", "head", "shape"),
+    [
+        ("head", None, "chain"),
+        ("head", None, "tree"),
+        ("head", "p-eagle, one layer", "chain"),
+        ("head", "medusa", "tree"),
+        ("draft_model", None, "chain"),
+        ("combined", None, "chain"),
+    ],
+)
+def test_a_drafter_follows_one_request_while_drafting_does_not_pay_and_all_once_it_does(
+    make_engine, prompts, proposer, head, shape
+):
+    long = replace(GREEDY, max_tokens=150)
+    few = [*prompts[2:4], *prompts[5:7]]
+    draft_model = "same" if proposer == "draft_model" else None
+    engine = make_engine(proposer=proposer, head=head, shape=SHAPES[shape], draft_model=draft_model, max_batch=4)
+    engine._planner = switch = Switch()
+    names = [engine.add(prompt, long) for prompt in few]
+    requests = [engine.request(name) for name in names]
+    for _ in range(40):
+        engine.step()
+    assert [own.upkeep for own in requests] == [Upkeep.WHOLE, *[Upkeep.NONE] * 3]
+    assert sum(own.stats.drafted for own in requests) == 0
+    switch.pays = True
+    while engine.has_work:
+        engine.step()
+    assert [own.upkeep for own in requests] == [Upkeep.WHOLE, *[Upkeep.REST] * 3]
+    assert all(own.stats.drafted > 0 for own in requests)
+    assert sum(own.stats.accepted for own in requests[1:]) > 0
+    assert engine.stats.proposer_failures == 0
     assert_nothing_left(engine)
+    engine.set_proposer("none")
+    assert [own.output_ids for own in requests] == ids(engine.generate(few, long))
+
+
+def test_pages_are_shared_by_what_fills_them(make_engine, prompts):
+    """Who is not followed begins with anybody's pages, who is with those that its drafter has read."""
+    prompt, short = prompts[6], replace(GREEDY, max_tokens=4)
+    engine = make_engine(proposer="head", max_batch=4)
+    engine._planner = switch = Switch()
+    full = (len(prompt) - 1) // engine.config.page_size * engine.config.page_size
+    assert full
+    others = [engine.add(own, replace(GREEDY, max_tokens=100)) for own in prompts[2:3]]  # the one that is followed
+
+    def cached() -> int:
+        name = engine.add(prompt, short)
+        request = engine.request(name)
+        while request.finish_reason is None:
+            engine.step()
+        return request.cached
+
+    assert [cached(), cached()] == [0, full]  # neither is followed
+    switch.pays = True
+    assert [cached(), cached()] == [0, full]  # both are
+    engine._pool.pages.forget()
+    assert cached() == 0
+    switch.pays = False
+    assert cached() == full
+    assert engine.request(others[0]).upkeep is Upkeep.WHOLE
 
 
 def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch, capfd):
