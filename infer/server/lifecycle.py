@@ -77,7 +77,13 @@ async def run(
 ) -> int:
     app = create_app(service, api_keys=api_keys)
     options = uvicorn.Config(
-        app, lifespan="off", log_config=None, server_header=False, timeout_graceful_shutdown=HTTP_GRACE_S
+        app,
+        http="h11",  # named, so that what else is installed changes nothing
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=HTTP_GRACE_S,
     )
     http = HttpServer(options)
     serving = asyncio.ensure_future(http.serve(sockets=[listener]))

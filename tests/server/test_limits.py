@@ -240,8 +240,11 @@ def test_503_while_loading() -> None:
         async with httpx.AsyncClient(base_url=url(listener)) as client:
             health = await client.get("/health")
             assert (health.status_code, health.json()) == (503, {"status": "loading"})
-            refused = await client.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
+            completion = await client.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
+            for refused in (completion, await client.get("/ready"), await client.get("/v1/models")):
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
+                assert int(refused.headers["retry-after"]) >= 1
+            assert (await client.get("/")).status_code == 200
         may_fail.set()
         with pytest.raises(ValueError, match="nowhere"):
             await serving

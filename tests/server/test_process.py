@@ -80,6 +80,9 @@ def test_start_serve_and_ctrl_c(tiny_target_folder: Path) -> None:
     with start(*command(tiny_target_folder)) as process:
         url = process.wait_for(r"(http://127\.0\.0\.1:\d+): loading tiny")[1]
         process.wait_for("try: curl")
+        steps = ("loading tiny", "reading weights: file 1 of 1, 0 of", "Headway serves")
+        places = [process.output.index(step) for step in steps]
+        assert places == sorted(places)
         assert "n-gram lookup" in process.output
         assert "512 tokens" in process.output
         assert f"{url}/v1/completions" in process.output
@@ -181,3 +184,4 @@ def test_a_mistake_is_one_clear_line(tiny_target_folder: Path, extra: list[str],
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+    assert "reading weights" not in result.stderr
