@@ -134,7 +134,6 @@ def kept_table(folder: Path, key: Mapping[str, Any], make: Callable[[], CostTabl
     try:
         return CostTable.from_json(json.loads(file.read_text(encoding="utf-8"))["table"])
     except (OSError, ValueError, KeyError, TypeError):
-        log.info("measuring what a step costs on this machine, once for this model and these settings")
         found = make()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

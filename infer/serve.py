@@ -9,7 +9,6 @@ os.environ.setdefault("USE_HUB_KERNELS", "NO")
 
 import importlib.util
 import json
-import logging
 from collections.abc import Sequence
 from socket import socket
 
@@ -39,11 +38,10 @@ def run(config: ServeConfig) -> None:
     # Only now what takes seconds to import: a mistake above is answered at once.
     from infer.card import describe_proposer, describe_ranks, print_card
     from infer.engine import Engine
-    from infer.server.lifecycle import serve
+    from infer.server.lifecycle import log_to_console, serve
     from infer.server.service import Service
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    log_to_console()
 
     def load() -> Engine:
         return Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)

@@ -26,6 +26,11 @@ HTTP_GRACE_S = 3  # for answers that are still being written when everything els
 THREAD_GRACE_S = 5.0  # for the engine's step in progress
 
 
+def log_to_console() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handling: who runs it says when it ends."""
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is imported: nothing of ours reports to anybody
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import HTTPOptions, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
 from infer.config import ServeConfig
 
@@ -35,7 +35,10 @@ class Replica:
 
     async def __init__(self, config: ServeConfig, api_keys: Sequence[str]) -> None:
         from infer.engine import Engine
+        from infer.server.lifecycle import log_to_console
         from infer.server.service import Service
+
+        log_to_console()
 
         def load() -> Engine:
             return Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
@@ -72,7 +75,12 @@ def serve_replicas(config: ServeConfig, *, port: int, api_keys: Sequence[str], o
 
     ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
     try:
-        serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=config.server.host, port=port))
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options=HTTPOptions(host=config.server.host, port=port),
+            logging_config=LoggingConfig(log_level="WARNING"),  # of Ray's own actors; replicas log as servers do
+        )
         try:
             serve.run(application(config, api_keys), name=APPLICATION, route_prefix="/")
         except RuntimeError as error:
@@ -83,7 +91,6 @@ def serve_replicas(config: ServeConfig, *, port: int, api_keys: Sequence[str], o
         stopping.wait()
         serve.delete(APPLICATION)
     finally:
-        serve.shutdown()
         ray.shutdown()
 
 

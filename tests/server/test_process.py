@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,9 +35,9 @@ def environment() -> dict[str, str]:
 
 
 class Process:
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], folder: Path = ROOT) -> None:
         self.child = subprocess.Popen(
-            arguments, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            arguments, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read)
@@ -66,8 +68,8 @@ class Process:
 
 
 @contextmanager
-def start(*arguments: str) -> Iterator[Process]:
-    process = Process(list(arguments))
+def start(*arguments: str, folder: Path = ROOT) -> Iterator[Process]:
+    process = Process(list(arguments), folder)
     try:
         yield process
     finally:
@@ -115,6 +117,37 @@ def test_sigterm_lets_a_stream_finish(tiny_target_folder: Path) -> None:
         assert chunks[-1].choices[0].finish_reason == "length"
         assert process.child.wait(20) == 0
     assert "Traceback" not in process.output
+
+
+def test_the_image_s_command(tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Dockerfile's entry point, run from what the Dockerfile copies and nothing else. The image is not built here."""
+    lines = (ROOT / "scripts" / "deploy" / "Dockerfile").read_text().splitlines()
+    image = tmp_path / "app"
+    for words in (line.split()[1:] for line in lines if line.startswith("COPY ")):
+        for name in words[:-1]:
+            into = image / words[-1]
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, into, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                into.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, into)
+    entry, default = (
+        json.loads(next(line for line in lines if line.startswith(word)).removeprefix(word))
+        for word in ("ENTRYPOINT ", "CMD ")
+    )
+    assert entry[0] == "python"
+    ours = [*command(tiny_target_folder)[2:], f"hydra.run.dir={tmp_path}/hydra", f"output_dir={tmp_path}/outputs"]
+    refused = subprocess.run(
+        [sys.executable, *entry[1:], *default], cwd=image, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert (refused.returncode, "HEADWAY_API_KEY" in refused.stderr) == (2, True)  # beyond loopback not without a key
+    monkeypatch.setenv("HEADWAY_API_KEY", "a-key-of-mine")
+    with start(sys.executable, *entry[1:], *default, *ours, folder=image) as process:
+        url = process.wait_for(r"(http://127\.0\.0\.1:\d+): loading")[1]
+        process.wait_for("try: curl")
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert process.end(signal.SIGTERM) == 0
 
 
 @pytest.mark.slow

@@ -60,13 +60,20 @@ async function generate() {
   $("run").disabled = true;
   $("cancel").disabled = false;
   $("runs").replaceChildren();
-  const runs = plans.map(([title]) => new Run(title));
+  $("clocks").replaceChildren();
+  $("verdict").textContent = "";
+  $("empty").hidden = true;
+  $("race").hidden = plans.length === 1;
+  const runs = [];
+  for (const [title] of plans) runs.push(new Run(title, runs));
+  if (matchMedia("(max-width: 760px)").matches) $("stage").scrollIntoView();
   try {
     for (const [index, [title, speculative]] of plans.entries()) {
       say(`${title}: generating with seed ${seed}`);
       await runs[index].read(requestBody(seed, speculative), abort.signal);
     }
     say(summary(runs, seed));
+    if (runs.length > 1) $("verdict").textContent = verdict(runs);
   } catch (error) {
     say(error.name === "AbortError" ? "stopped" : error.message);
   }
@@ -83,12 +90,26 @@ function summary(runs, seed) {
   return `done: ${same}, ${(runs[0].seconds / last.seconds).toFixed(2)} times as fast with speculation; ${one}`;
 }
 
+function verdict([off, on]) {
+  if (off.pre.textContent !== on.pre.textContent) return "The texts differ";
+  return `${(off.seconds / on.seconds).toFixed(2)}× as fast, the same ${on.tokens} tokens`;
+}
+
 class Run {
-  constructor(title) {
+  constructor(title, all) {
+    this.all = all; // and those beside it, whose scales it shares
     this.view = $("run-template").content.firstElementChild.cloneNode(true);
     this.view.querySelector("h2").textContent = title;
     this.pre = this.view.querySelector(".text");
     $("runs").append(this.view);
+    const row = document.createElement("div"), name = document.createElement("dt"), clock = document.createElement("dd");
+    name.textContent = title;
+    this.bar = document.createElement("span");
+    this.time = document.createElement("span");
+    this.bar.className = "bar";
+    clock.append(this.bar, this.time);
+    row.append(name, clock);
+    $("clocks").append(row);
     this.tokens = 0; this.seconds = 0; this.verifies = 0; this.verified = 0; this.firstAt = null;
     this.reached = []; // verifies that accepted a draft at this depth, or deeper
     this.speeds = [];
@@ -100,7 +121,16 @@ class Run {
     const headers = { "content-type": "application/json" };
     const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
     if (!answer.ok) throw new Error((await answer.json()).error.message);
-    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    this.view.classList.add("live");
+    try {
+      await this.readEvents(answer.body);
+    } finally {
+      this.view.classList.remove("live");
+    }
+  }
+
+  async readEvents(stream) {
+    const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
     for (;;) {
       const { value, done } = await reader.read();
@@ -127,6 +157,7 @@ class Run {
     for (const token of tokens) {
       const span = document.createElement("span");
       span.className = `token d${Math.min(token.accepted_depth, 6)}`;
+      if (token.accepted_depth) span.title = `draft, accepted at depth ${token.accepted_depth}`;
       span.textContent = token.text;
       this.pre.append(span);
     }
@@ -145,7 +176,13 @@ class Run {
     set("first", this.firstAt === null ? "–" : `${this.firstAt.toFixed(2)} s`);
     this.pre.scrollTop = this.pre.scrollHeight;
     bars(this.view.querySelector(".bars"), this.reached.map((count) => count / this.verifies));
-    line(this.view.querySelector(".line"), this.speeds);
+    const longest = Math.max(...this.all.map((run) => run.seconds));
+    const fastest = Math.max(...this.all.flatMap((run) => run.speeds), 0);
+    for (const run of this.all) {
+      run.bar.style.inlineSize = `${(100 * run.seconds) / (longest || 1)}%`;
+      run.time.textContent = run.seconds ? `${run.seconds.toFixed(2)} s` : "";
+      line(run.view.querySelector(".line"), run.speeds, fastest);
+    }
   }
 }
 
@@ -162,23 +199,25 @@ function bars(svg, shares) {
   const width = 240 / Math.max(shares.length, 4);
   shares.forEach((share, index) => {
     const height = 60 * share, x = index * width;
-    draw(svg, "rect", { x: x + 4, y: 74 - height, width: width - 8, height, rx: 2 });
+    const color = `s${Math.min(index + 1, 6)}`;
+    draw(svg, "rect", { class: color, x: x + 4, y: 74 - height, width: width - 8, height, rx: 2 });
     draw(svg, "text", { x: x + width / 2, y: 86, "text-anchor": "middle" }, index + 1);
     draw(svg, "text", { x: x + width / 2, y: 71 - height, "text-anchor": "middle" }, `${Math.round(100 * share)}%`);
   });
+  if (!shares.length) draw(svg, "text", { x: 120, y: 44, "text-anchor": "middle" }, "no draft accepted");
   const words = shares.map((share, index) => `${index + 1}: ${Math.round(100 * share)}%`).join(", ");
   svg.setAttribute("aria-label", words || "no draft was accepted");
 }
 
-function line(svg, speeds) {
+function line(svg, speeds, most) {
   svg.replaceChildren();
   draw(svg, "line", { class: "axis", x1: 0, x2: 240, y1: 80, y2: 80 });
   if (speeds.length < 2) return;
-  const most = Math.max(...speeds);
   const place = (speed, index) => `${(240 * index) / (speeds.length - 1)},${80 - (68 * speed) / most}`;
   draw(svg, "polyline", { points: speeds.map(place).join(" ") });
-  draw(svg, "text", { x: 0, y: 9 }, most.toFixed(0));
-  svg.setAttribute("aria-label", `now ${speeds.at(-1).toFixed(1)}, at most ${most.toFixed(1)}`);
+  const level = 80 - (68 * speeds.at(-1)) / most;
+  draw(svg, "text", { x: 240, y: Math.max(9, level - 4), "text-anchor": "end" }, speeds.at(-1).toFixed(0));
+  svg.setAttribute("aria-label", `now ${speeds.at(-1).toFixed(1)}, at most ${Math.max(...speeds).toFixed(1)}`);
 }
 
 $("form").addEventListener("submit", (event) => { event.preventDefault(); generate(); });
