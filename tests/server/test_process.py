@@ -120,7 +120,7 @@ def test_sigterm_lets_a_stream_finish(tiny_target_folder: Path) -> None:
 
 
 def test_the_image_s_command(tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Dockerfile's entry point, run from what the Dockerfile copies and nothing else. The image is not built here."""
+    """The Dockerfile's entry point, run from what the Dockerfile copies. The image itself is not built here."""
     lines = (ROOT / "scripts" / "deploy" / "Dockerfile").read_text().splitlines()
     image = tmp_path / "app"
     for words in (line.split()[1:] for line in lines if line.startswith("COPY ")):

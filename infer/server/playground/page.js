@@ -11,7 +11,7 @@ async function start() {
     const info = await get("/tokenizer_info");
     $("model").textContent = `${model.id}, context ${model.max_model_len} tokens, proposer ${model.proposer}`;
     for (const name of model.proposers) {
-      const label = name === model.proposer ? `${name} (the server's)` : name;
+      const label = name === model.proposer ? `${name} (default)` : name;
       $("proposer").append(new Option(label, name, name === model.proposer, name === model.proposer));
     }
     if (!info.chat_template) setMode("completion");
@@ -61,7 +61,7 @@ async function generate() {
   $("cancel").disabled = false;
   $("runs").replaceChildren();
   $("clocks").replaceChildren();
-  $("verdict").textContent = "";
+  $("verdict").textContent = "One prompt, one seed …";
   $("empty").hidden = true;
   $("race").hidden = plans.length === 1;
   const runs = [];
@@ -76,6 +76,7 @@ async function generate() {
     if (runs.length > 1) $("verdict").textContent = verdict(runs);
   } catch (error) {
     say(error.name === "AbortError" ? "stopped" : error.message);
+    $("verdict").textContent = "";
   }
   abort = null;
   $("run").disabled = false;
@@ -113,6 +114,8 @@ class Run {
     this.tokens = 0; this.seconds = 0; this.verifies = 0; this.verified = 0; this.firstAt = null;
     this.reached = []; // verifies that accepted a draft at this depth, or deeper
     this.speeds = [];
+    bars(this.view.querySelector(".bars"), null);
+    line(this.view.querySelector(".line"), this.speeds, 1);
   }
 
   async read(body, signal) {
@@ -196,6 +199,7 @@ function draw(parent, name, attributes, text) {
 function bars(svg, shares) {
   svg.replaceChildren();
   draw(svg, "line", { class: "axis", x1: 0, x2: 240, y1: 74, y2: 74 });
+  if (!shares) return;
   const width = 240 / Math.max(shares.length, 4);
   shares.forEach((share, index) => {
     const height = 60 * share, x = index * width;
@@ -211,11 +215,11 @@ function bars(svg, shares) {
 
 function line(svg, speeds, most) {
   svg.replaceChildren();
-  draw(svg, "line", { class: "axis", x1: 0, x2: 240, y1: 80, y2: 80 });
+  draw(svg, "line", { class: "axis", x1: 0, x2: 240, y1: 74, y2: 74 });
   if (speeds.length < 2) return;
-  const place = (speed, index) => `${(240 * index) / (speeds.length - 1)},${80 - (68 * speed) / most}`;
+  const place = (speed, index) => `${(240 * index) / (speeds.length - 1)},${74 - (62 * speed) / most}`;
   draw(svg, "polyline", { points: speeds.map(place).join(" ") });
-  const level = 80 - (68 * speeds.at(-1)) / most;
+  const level = 74 - (62 * speeds.at(-1)) / most;
   draw(svg, "text", { x: 240, y: Math.max(9, level - 4), "text-anchor": "end" }, speeds.at(-1).toFixed(0));
   svg.setAttribute("aria-label", `now ${speeds.at(-1).toFixed(1)}, at most ${Math.max(...speeds).toFixed(1)}`);
 }
