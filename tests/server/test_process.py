@@ -210,6 +210,8 @@ def test_a_port_in_use_is_one_line_before_anything_loads() -> None:
         (["server.host=0.0.0.0"], "server.insecure=true"),
         (["server.colour=red"], "server.colour: unknown key"),
         (["proposer=head"], "proposer=head: needs a head"),
+        (["head=eagle3", "head.path=/no/such/head"], "/no/such/head: no exported head"),
+        (["proposer=draft_model", "proposer.draft_model=/no/such/draft"], "/no/such/draft: no such folder"),
     ],
 )
 def test_a_mistake_is_one_clear_line(tiny_target_folder: Path, extra: list[str], message: str) -> None:

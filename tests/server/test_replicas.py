@@ -50,7 +50,9 @@ def test_two_replicas_behind_one_address(
         assert httpx.get(f"{url}/health").json() == {"status": "ready"}
         assert httpx.get(f"{url}/v1/models").status_code == 401
         # Whose counters a session moves: its replica's, which the sessions beside it see too.
-        (expected,) = plain_engine.generate(["def wrap(text):"], SamplingParams(1.0, seed=7, max_tokens=24, ignore_eos=True))
+        (expected,) = plain_engine.generate(
+            ["def wrap(text):"], SamplingParams(1.0, seed=7, max_tokens=24, ignore_eos=True)
+        )
         groups: list[set[str]] = []
         for session in SESSIONS:
             if any(session in group for group in groups):
