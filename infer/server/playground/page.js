@@ -93,6 +93,7 @@ function summary(runs, seed) {
 
 function verdict([off, on]) {
   if (off.pre.textContent !== on.pre.textContent) return "The texts differ";
+  if (on.drafted === 0) return "Nothing was drafted: it would not have paid";
   return `${(off.seconds / on.seconds).toFixed(2)}× as fast, the same ${on.tokens} tokens`;
 }
 
@@ -114,6 +115,7 @@ class Run {
     this.tokens = 0; this.seconds = 0; this.verifies = 0; this.verified = 0; this.firstAt = null;
     this.reached = []; // verifies that accepted a draft at this depth, or deeper
     this.speeds = [];
+    this.drafted = null; // told at the end
     bars(this.view.querySelector(".bars"), null);
     line(this.view.querySelector(".line"), this.speeds, 1);
   }
@@ -149,6 +151,7 @@ class Run {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Error(chunk.error.message);
+    this.drafted = chunk.metrics?.speculative_decoding.num_draft_tokens ?? this.drafted;
     const tokens = chunk.choices[0]?.tokens ?? [];
     if (!tokens.length) return;
     if (this.tokens) { // the first comes from the prompt, which verifies nothing
