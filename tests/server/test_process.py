@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,6 +20,9 @@ import httpx
 import openai
 import pytest
 
+from infer.config import ModelConfig, ProposerConfig
+from infer.head_config import HeadConfig
+from infer.loading import load_parts
 from infer.server.address import bind
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -187,6 +191,28 @@ def test_ctrl_c_while_loading(tiny_target_folder: Path) -> None:
     assert "Traceback" not in process.output
 
 
+@pytest.mark.parametrize(
+    ("proposer", "message"),
+    [
+        (ProposerConfig(name="head"), "/no/such/head: no exported head"),
+        (ProposerConfig(name="draft_model", draft_model="/no/such/draft"), "/no/such/draft: no such folder"),
+    ],
+)
+def test_what_is_not_there_is_found_before_the_target_is_loaded(
+    tiny_target_folder: Path, caplog: pytest.LogCaptureFixture, proposer: ProposerConfig, message: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    model, head = (
+        ModelConfig(name="tiny", path=str(tiny_target_folder)),
+        HeadConfig(name="eagle3", path="/no/such/head"),
+    )
+    with pytest.raises(ValueError, match=message):
+        load_parts(model, head, proposer, output_dir="outputs")
+    assert "reading weights" not in caplog.text
+    load_parts(model, None, ProposerConfig(name="ngram"), output_dir="outputs")
+    assert "reading weights" in caplog.text
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
 
@@ -210,8 +236,6 @@ def test_a_port_in_use_is_one_line_before_anything_loads() -> None:
         (["server.host=0.0.0.0"], "server.insecure=true"),
         (["server.colour=red"], "server.colour: unknown key"),
         (["proposer=head"], "proposer=head: needs a head"),
-        (["head=eagle3", "head.path=/no/such/head"], "/no/such/head: no exported head"),
-        (["proposer=draft_model", "proposer.draft_model=/no/such/draft"], "/no/such/draft: no such folder"),
     ],
 )
 def test_a_mistake_is_one_clear_line(tiny_target_folder: Path, extra: list[str], message: str) -> None:
