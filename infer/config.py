@@ -160,6 +160,7 @@ class EngineConfig:
 class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free port, printed at start
+    replicas: int = 1  # engines behind one address, each in a process of its own; more than one needs Ray (extra `ray`)
     api_keys_file: str | None = None  # one key a line; beside HEADWAY_API_KEY
     insecure: bool = False  # listen beyond this machine without an API key
     max_body_bytes: int = 4 * 2**20
@@ -181,6 +182,7 @@ class ServerConfig:
             at_least(f"server.{key}", getattr(self, key), 1)
         one_of("server.tool_parser", self.tool_parser, TOOL_PARSERS)
         one_of("server.reasoning_parser", self.reasoning_parser, ("auto", "think", "none"))
+        at_least("server.replicas", self.replicas, 1)
         at_least("server.request_timeout_s", self.request_timeout_s, 0.001)
         at_least("server.drain_s", self.drain_s, 0)
         at_least("server.grammar_timeout_s", self.grammar_timeout_s, 0.001)
@@ -203,6 +205,11 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_head_and_proposer(self.head, self.proposer)
+        if self.server.replicas > 1 and self.engine.tensor_parallel > 1:
+            raise ValueError(
+                f"server.replicas={self.server.replicas}: not together with engine.tensor_parallel="
+                f"{self.engine.tensor_parallel}; start a server per replica behind a balancer of your own"
+            )
 
 
 @dataclass

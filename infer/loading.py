@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -10,9 +11,9 @@ from infer.config import ModelConfig, ProposerConfig
 from infer.head_config import HeadConfig
 from infer.proposers.measured_tree import rank_accuracy, resolve_tree
 from infer.ranks import Ranks
-from models.heads import load_head
+from models.heads import check_exported, load_head
 from models.heads.base import Head
-from models.targets import load_target
+from models.targets import load_target, resolve_checkpoint
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 
@@ -41,29 +42,36 @@ def load_parts(
     """
     device, dtype = ranks.device if ranks else resolve_device(model.device), getattr(torch, model.dtype)
     part = ranks.part if ranks else None
-    target = load_target(model.path_or_hub_id, revision=model.revision, dtype=dtype, device=device, part=part)
-    tokenizer = Tokenizer.load(target.folder)
-    loaded, priors = None, dict[str, list[float]]()
-    wanted = proposer.name == "head" or (proposer.name == "combined" and "head" in proposer.sources)
-    if head is not None and head.name != "none" and (wanted or proposer.name == "auto"):
-        folder = head.folder(output_dir, model.name)
-        if wanted or head.path or (folder / "config.json").is_file():
-            loaded = load_head(
-                folder,
-                name=head.name,
-                dtype=dtype,
-                device=device,
-                target=target,
-                allow_mismatch=head.allow_mismatch,
-            )
-            proposer = resolve_tree(proposer, folder)
-            priors = {"head": [shares[0] for shares in rank_accuracy(folder) or []]}
-    smaller = None
+    folder = head_folder(model, head, proposer, output_dir)
+    if folder is not None:
+        check_exported(folder)
+    drafter = None
     if proposer.draft_model is not None:
         drafter = ModelConfig(name="draft", path=proposer.draft_model, revision=proposer.draft_model_revision)
+        resolve_checkpoint(drafter.path_or_hub_id, drafter.revision, weights=False)
+    target = load_target(model.path_or_hub_id, revision=model.revision, dtype=dtype, device=device, part=part)
+    tokenizer = Tokenizer.load(target.folder)
+    loaded, priors, smaller = None, dict[str, list[float]](), None
+    if head is not None and folder is not None:
+        loaded = load_head(
+            folder, name=head.name, dtype=dtype, device=device, target=target, allow_mismatch=head.allow_mismatch
+        )
+        proposer = resolve_tree(proposer, folder)
+        priors = {"head": [shares[0] for shares in rank_accuracy(folder) or []]}
+    if drafter is not None:
+        assert proposer.draft_model is not None
         smaller = load_target(drafter.path_or_hub_id, revision=drafter.revision, dtype=dtype, device=device)
         check_same_tokenizer(tokenizer, Tokenizer.load(smaller.folder), proposer.draft_model)
     return Parts(target, tokenizer, loaded, smaller, proposer, priors)
+
+
+def head_folder(model: ModelConfig, head: HeadConfig | None, proposer: ProposerConfig, output_dir: str) -> Path | None:
+    """Of the head that is to be loaded, if any: with `proposer=auto` one that was named, or that is there."""
+    wanted = proposer.name == "head" or (proposer.name == "combined" and "head" in proposer.sources)
+    if head is None or head.name == "none" or not (wanted or proposer.name == "auto"):
+        return None
+    folder = head.folder(output_dir, model.name)
+    return folder if wanted or head.path or (folder / "config.json").is_file() else None
 
 
 def resolve_device(name: str) -> torch.device:

@@ -7,8 +7,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
 os.environ.setdefault("USE_HUB_KERNELS", "NO")
 
+import importlib.util
 import json
-import logging
+from collections.abc import Sequence
+from socket import socket
 
 from infer.cli import entry_point
 from infer.config import ServeConfig
@@ -24,17 +26,22 @@ def run(config: ServeConfig) -> None:
 
     api_keys = read_api_keys(config.server)
     check_exposure(config.server, api_keys)
+    replicas = config.server.replicas
+    if replicas > 1 and importlib.util.find_spec("ray") is None:
+        raise ValueError(f"server.replicas={replicas}: needs Ray; pip install -e '.[serve,ray]', or server.replicas=1")
     listener = bind(config.server.host, config.server.port)
-    print(f"{url(listener)}: loading {config.model.name}", flush=True)
+    address = url(listener)
+    print(f"{address}: loading {config.model.name}" + (f", {replicas} times" if replicas > 1 else ""), flush=True)
+    if replicas > 1:
+        return run_replicas(config, listener, address, api_keys)
 
     # Only now what takes seconds to import: a mistake above is answered at once.
     from infer.card import describe_proposer, describe_ranks, print_card
     from infer.engine import Engine
-    from infer.server.lifecycle import serve
+    from infer.server.lifecycle import log_to_console, serve
     from infer.server.service import Service
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    log_to_console()
 
     def load() -> Engine:
         return Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
@@ -51,20 +58,42 @@ def run(config: ServeConfig) -> None:
                 ("KV pool", f"{pages} pages of {size} tokens"),
                 *describe_ranks(engine.config),
                 ("memory", str(engine.memory)),
-                ("address", url(listener) + (", API key needed" if api_keys else "")),
+                ("address", address + (", API key needed" if api_keys else "")),
             ],
         )
-        body = json.dumps({"model": config.model.name, "prompt": "def main(", "max_tokens": 64, "stream": True})
-        key = ' -H "authorization: Bearer $HEADWAY_API_KEY"' if api_keys else ""
-        print(f"\nopen {url(listener)}/ in a browser, or", end="")
-        print(
-            f"\ntry: curl -N {url(listener)}/v1/completions -H 'content-type: application/json'{key} -d '{body}'\n",
-            flush=True,
-        )
+        print_invitation(address, config.model.name, keyed=bool(api_keys))
 
     code = serve(Service(config.model.name, config.server, load), listener, api_keys=api_keys, on_ready=show)
     if code:
         sys.exit(code)
+
+
+def run_replicas(config: ServeConfig, listener: socket, address: str, api_keys: Sequence[str]) -> None:
+    from infer.card import print_card
+    from infer.server.ray_app import serve_replicas
+    from models.targets import resolve_checkpoint
+
+    resolve_checkpoint(config.model.path_or_hub_id, config.model.revision, weights=False)
+
+    def show() -> None:
+        rows = [
+            ("model", f"{config.model.name} ({config.model.path}), {config.model.dtype}"),
+            ("replicas", f"{config.server.replicas}, by Ray Serve; a session (x-session-id) stays with one"),
+            ("address", address + (", API key needed" if api_keys else "")),
+        ]
+        print_card("Headway serves", rows)
+        print_invitation(address, config.model.name, keyed=bool(api_keys))
+
+    port = listener.getsockname()[1]
+    listener.close()  # it has shown that the address is free; Ray's proxy listens from here on
+    serve_replicas(config, port=port, api_keys=api_keys, on_ready=show)
+
+
+def print_invitation(address: str, model: str, *, keyed: bool) -> None:
+    body = json.dumps({"model": model, "prompt": "def main(", "max_tokens": 64, "stream": True})
+    key = ' -H "authorization: Bearer $HEADWAY_API_KEY"' if keyed else ""
+    print(f"\nopen {address}/ in a browser, or", end="")
+    print(f"\ntry: curl -N {address}/v1/completions -H 'content-type: application/json'{key} -d '{body}'\n", flush=True)
 
 
 main = entry_point("serve", ServeConfig)(run)

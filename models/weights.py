@@ -6,6 +6,7 @@ A parameter may be the concatenation of several checkpoint tensors (merged QKV);
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from models.config import read_json
+
+log = logging.getLogger(__name__)
 
 # Of a tensor's name and number of rows: first and last + 1 of those wanted, None for all
 Rows = Callable[[str, int], tuple[int, int] | None]
@@ -43,7 +46,11 @@ def read_tensors(folder: Path, rows: Rows | None = None) -> Iterator[tuple[str, 
     Raises ValueError for a broken file and for a name that two shards hold.
     """
     holder: dict[str, Path] = {}
-    for file in shard_files(folder):
+    files = shard_files(folder)
+    sizes = [file.stat().st_size >> 20 for file in files]
+    for number, file in enumerate(files):
+        place = number + 1, len(files), sum(sizes[:number]), sum(sizes)
+        log.info("reading weights: file %d of %d, %d of %d MiB done (%s)", *place, folder)
         for name, tensor in read_file(file, rows=rows):
             if name in holder:
                 raise ValueError(f"{folder}: {name} is doubled, in {holder[name].name} and in {file.name}")

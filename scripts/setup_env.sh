@@ -9,6 +9,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 PYTHON="$ROOT/.venv/bin/python"
 TORCH_RANGE="$(sed -n 's/^ *"\(torch>=[^"]*\)",$/\1/p' "$ROOT/pyproject.toml")" # torch>=2.11,<2.14
 TORCH_CPU="torch==2.13.0"
+LM_EVAL="lm_eval==0.4.13"
 
 say() { printf 'headway: %s\n' "$*" >&2; }
 die() { say "$*"; exit 2; }
@@ -83,6 +84,8 @@ setup_env() {
     has_torch "$PYTHON" || install_torch
     say "installing headway[$extras] into .venv (a few minutes the first time)"
     "$PYTHON" -m pip install -q -e "$ROOT[$extras]"
+    # its clients are tested against; scipy, scikit-learn and what else its metrics need would be 300 MB more
+    if [ "$extras" = dev ]; then "$PYTHON" -m pip install -q --no-deps "$LM_EVAL"; fi
     printf '%s\n' "$hash $extras" >>"$stamp"
 }
 

@@ -1,4 +1,4 @@
-"""Keeps a server busy with random requests and looks for what must never be: 5xx, torn streams, pages that leak.
+"""Keeps a server busy with random requests and looks for what must never be: 5xx, torn streams, leaks.
 
     python scripts/soak_server.py http://127.0.0.1:8000 --minutes 20
 
@@ -46,6 +46,8 @@ MISTAKES: list[dict[str, Any]] = [  # of every endpoint
 ENDS = ("data: [DONE]", "response.completed", "response.incomplete", '"code":"grammar_failed"')
 IDLE = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 REFUSALS = (429, 503)
+SAMPLES = 40  # of the server's memory and open files, over the whole time
+GROWTH = 1.1, 128.0  # from the second quarter to the last: so many times as much and so many MiB more is a leak
 
 
 @dataclass
@@ -54,6 +56,17 @@ class Report:
     hung_up: int = 0
     problems: list[str] = field(default_factory=list)
     tokens: float = 0.0
+    memory: list[float] = field(default_factory=list)  # MiB, at even intervals
+    files: list[float] = field(default_factory=list)
+
+    def check_growth(self) -> None:
+        """The first quarter is for everything to be touched once."""
+        quarter = len(self.memory) // 4
+        if quarter == 0:
+            return
+        before, after = (max(self.memory[part]) for part in (slice(quarter, 2 * quarter), slice(-quarter, None)))
+        if after > before * GROWTH[0] + GROWTH[1]:
+            self.problems.append(f"memory grew from {before:.0f} to {after:.0f} MiB")
 
 
 def request(random_: random.Random, model: str) -> tuple[str, dict[str, Any], bool]:
@@ -138,19 +151,30 @@ async def soak(url: str, *, seconds: float, clients: int, seed: int = 0, key: st
                     report.problems.append(f"connection: {error!r}")
                     await asyncio.sleep(0.2)
 
-        await asyncio.gather(*(run(number) for number in range(clients)))
+        async def watch() -> None:
+            for _ in range(SAMPLES):
+                samples = await counters(client)
+                report.memory.append(samples["process_resident_memory_bytes"] / 2**20)
+                report.files.append(samples["process_open_fds"])
+                await asyncio.sleep(seconds / SAMPLES)
+
+        await asyncio.gather(watch(), *(run(number) for number in range(clients)))
         await settle(client, report)
+    report.check_growth()
     return report
+
+
+async def counters(client: httpx.AsyncClient) -> dict[str, float]:
+    """Of /metrics, without labels."""
+    lines = (await client.get("/metrics")).raise_for_status().text.splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name.partition("{")[0]: float(value) for name, value in pairs}
 
 
 async def settle(client: httpx.AsyncClient, report: Report) -> None:
     """Once nobody asks, nothing may be left running, waiting or held."""
     for _ in range(100):
-        samples = {}
-        for line in (await client.get("/metrics")).text.splitlines():
-            if not line.startswith("#"):
-                name, value = line.rsplit(" ", 1)
-                samples[name.partition("{")[0]] = float(value)
+        samples = await counters(client)
         report.tokens = samples["headway_generation_tokens_total"]
         left = {name: samples[f"headway_{name}"] for name in IDLE}
         if not any(left.values()):
@@ -173,10 +197,13 @@ def main() -> int:
     seconds = 60 * arguments.minutes
     report = asyncio.run(soak(arguments.url, seconds=seconds, clients=arguments.clients, seed=arguments.seed, key=key))
     print(f"answers {dict(sorted(report.statuses.items()))}, hung up {report.hung_up}, tokens {report.tokens:.0f}")
+    for name, found in (("memory in MiB", report.memory), ("open files", report.files)):
+        print(f"{name}, at even intervals: {', '.join(f'{own:.0f}' for own in found[:: SAMPLES // 10])}")
     for problem in report.problems[:20]:
         print(f"  {problem}")
     document = {"statuses": report.statuses, "hung_up": report.hung_up, "problems": len(report.problems)}
-    print(json.dumps(document | {"tokens": report.tokens, "seconds": seconds}))
+    document |= {"tokens": report.tokens, "seconds": seconds, "memory_mib": report.memory, "files": report.files}
+    print(json.dumps(document))
     return int(bool(report.problems))
 
 

@@ -53,6 +53,10 @@ class AnswerFormat(Protocol):
 
     def finish_reason(self, choice: Choice) -> str | None: ...
 
+    def reasoning_tokens(self, session: Session) -> int | None:
+        """Of all choices, so far; None where this format knows no reasoning."""
+        ...
+
 
 async def answer(request: Request, session: Session, form: AnswerFormat, body: GenerationRequest) -> Response:
     head: Json = {
@@ -69,7 +73,7 @@ async def answer(request: Request, session: Session, form: AnswerFormat, body: G
                 {"index": choice.index, **form.choice(choice), **shown(body, choice.whole), **ending(form, choice)}
                 for choice in session.choices
             ]
-            document = {**head, "choices": choices, **form.document(session), **accounts(session)}
+            document = {**head, "choices": choices, **form.document(session), **accounts(session, form)}
             return JSONResponse(document)
         # Until the first output a failure can still have a status of its own.
         first = await unless_gone(request, session.next())
@@ -91,7 +95,7 @@ async def events(
         entry = {"index": choice.index, "logprobs": None, **delta, **(end or {"finish_reason": None})}
         usage = {}
         if body.include_usage or body.continuous_usage:
-            usage["usage"] = session.usage if body.continuous_usage else None
+            usage["usage"] = session.usage(form.reasoning_tokens(session)) if body.continuous_usage else None
         return event({**head, "choices": [entry], **usage})
 
     try:
@@ -109,7 +113,7 @@ async def events(
                 break
             choice, piece = await session.next()
         if body.include_usage:
-            yield event({**head, "choices": [], **accounts(session)})
+            yield event({**head, "choices": [], **accounts(session, form)})
         yield "data: [DONE]\n\n"
     except ApiError as error:
         yield event(error.body)
@@ -122,10 +126,10 @@ def ending(form: AnswerFormat, choice: Choice) -> Json:
     return {"finish_reason": form.finish_reason(choice), "stop_reason": choice.stop_reason}
 
 
-def accounts(session: Session) -> Json:
+def accounts(session: Session, form: AnswerFormat) -> Json:
     """Usage, and how the drafts fared where anything was drafted."""
-    speculation = session.speculation
-    return {"usage": session.usage} | ({"metrics": {"speculative_decoding": speculation}} if speculation else {})
+    usage, speculation = session.usage(form.reasoning_tokens(session)), session.speculation
+    return {"usage": usage} | ({"metrics": {"speculative_decoding": speculation}} if speculation else {})
 
 
 def shown(body: GenerationRequest, piece: Piece) -> Json:

@@ -11,7 +11,7 @@ from infer.server.conversation import Conversation
 from infer.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from infer.server.parsing import ChatParser, Parts
 from infer.server.service import Service
-from infer.server.session import Choice, Piece, Session
+from infer.server.session import Choice, Piece, Session, tokens_within
 
 
 class ChatFormat:
@@ -23,7 +23,7 @@ class ChatFormat:
         self._calls: dict[int, int] = {}  # how many each has made
 
     def choice(self, choice: Choice) -> Json:
-        parts = self._conversation.parser().all_of(choice.whole.text)
+        parts = self._parser(choice).all_of(choice.whole.text)
         self._calls[choice.index] = len(parts.calls)
         content = parts.content if parts.content or not parts.calls else None
         message: Json = {"role": "assistant", "content": content, "refusal": None, **self._reasoning(parts)}
@@ -40,7 +40,7 @@ class ChatFormat:
         return {"delta": {"role": "assistant", "content": ""}}
 
     def delta(self, choice: Choice, piece: Piece) -> Json | None:
-        parser = self._parsers.setdefault(choice.index, self._conversation.parser())
+        parser = self._parser(choice)
         parts = parser.push(piece.text)
         if choice.finish_reason is not None:
             parts.add(parser.finish())
@@ -61,6 +61,14 @@ class ChatFormat:
         return (
             "tool_calls" if choice.finish_reason == "stop" and self._calls.get(choice.index) else choice.finish_reason
         )
+
+    def reasoning_tokens(self, session: Session) -> int | None:
+        if not self._conversation.thinks:
+            return None
+        return sum(tokens_within(c.whole.tokens, self._parser(c).reasoning_span) for c in session.choices)
+
+    def _parser(self, choice: Choice) -> ChatParser:
+        return self._parsers.setdefault(choice.index, self._conversation.parser())
 
     def _reasoning(self, parts: Parts) -> Json:
         shown = parts.reasoning and self._body.include_reasoning is not False

@@ -44,6 +44,9 @@ class CompletionFormat:
     def finish_reason(self, choice: Choice) -> str | None:
         return choice.finish_reason
 
+    def reasoning_tokens(self, session: Session) -> None:
+        return None
+
     def _logprobs(self, piece: Piece) -> Json | None:
         asked = self._body.logprobs
         return None if asked is None else completion_logprobs(piece.scored, asked, self._names)

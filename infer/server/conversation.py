@@ -68,9 +68,14 @@ class Conversation:
             with_special=bool(self._tools) and style is not None and self._service.special_id(style.begin) is not None,
         )
 
+    @property
+    def thinks(self) -> bool:
+        """Whether this model's answers may begin with a reasoning span."""
+        return self._service.thinks
+
     def parser(self) -> ChatParser:
         """For one answer. An answer of a given form has no reasoning span."""
-        thinking = self._service.thinks and self._structure is None
+        thinking = self.thinks and self._structure is None
         names = [tool.name for tool in self._tools]
         return ChatParser(self._service.tool_style, names, thinking=thinking, inside=self._begun_thinking)
 

@@ -26,6 +26,11 @@ HTTP_GRACE_S = 3  # for answers that are still being written when everything els
 THREAD_GRACE_S = 5.0  # for the engine's step in progress
 
 
+def log_to_console() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handling: who runs it says when it ends."""
 
@@ -77,7 +82,13 @@ async def run(
 ) -> int:
     app = create_app(service, api_keys=api_keys)
     options = uvicorn.Config(
-        app, lifespan="off", log_config=None, server_header=False, timeout_graceful_shutdown=HTTP_GRACE_S
+        app,
+        http="h11",  # named, so that what else is installed changes nothing
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=HTTP_GRACE_S,
     )
     http = HttpServer(options)
     serving = asyncio.ensure_future(http.serve(sockets=[listener]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -57,6 +57,7 @@ class Metrics:
         for reason in ("stop", "length", "abort", "error"):
             self._finished.labels(*self._labels, reason)  # so that a rate starts from 0
         self._all = CollectorRegistry()
+        ProcessCollector(registry=self._all)  # memory, files and CPU time under the names that dashboards know
         self._all.register(WithAliases(self._registry))
 
     def finished(self, reason: str, count: int = 1) -> None:

@@ -37,14 +37,22 @@ class ChatParser:
         self._style, self._tools = (style if tools else None), set(tools)
         self._thinking, self._inside = thinking, thinking and inside
         self._state = "reasoning" if self._inside else "start"
-        self._buffer = ""  # not yet decided
+        self._pushed = 0  # characters
+        self._span = (0, 0)  # of the reasoning, as places in all that was pushed
+        self._buffer = ""  # not yet decided; always the end of what was pushed
         self._searched = 0  # how much of it a scanner has seen
         self._scanner = JsonScanner()
         self._after_call = False  # white space around calls is no content
         self._after_reasoning = False  # nor are the line ends that set an answer off
 
+    @property
+    def reasoning_span(self) -> tuple[int, int]:
+        """First and last + 1 of the reasoning's characters among those pushed, its marks left out; so far."""
+        return self._span
+
     def push(self, text: str) -> Parts:
         self._buffer += text
+        self._pushed += len(text)
         parts = Parts()
         while self._step(parts, last=False):
             pass
@@ -57,7 +65,7 @@ class ChatParser:
             pass
         rest, self._buffer = self._buffer, ""
         if self._state == "reasoning":
-            parts.reasoning += rest
+            self._reasoning(parts, rest)
         else:
             self._content(parts, rest, last=True)
         return parts
@@ -81,6 +89,7 @@ class ChatParser:
             return False
         if self._thinking and text.startswith(THINK):
             self._buffer, self._state = text.removeprefix(THINK), "reasoning"
+            self._span = (self._pushed - len(self._buffer),) * 2
         elif style is not None and style.bare and text.startswith(("{", style.begin)):
             self._buffer = text.removeprefix(style.begin) if text.startswith(style.begin) else self._buffer
             self._state = "call"
@@ -94,11 +103,15 @@ class ChatParser:
 
     def _in_reasoning(self, parts: Parts, last: bool) -> bool:
         before, found, after = split(self._buffer, END_THINK, last)
-        parts.reasoning += before
+        self._reasoning(parts, before)
         self._buffer = after
         if found:
             self._state, self._thinking, self._after_reasoning = "start", False, True
         return found
+
+    def _reasoning(self, parts: Parts, text: str) -> None:
+        begin, end = self._span
+        parts.reasoning, self._span = parts.reasoning + text, (begin, end + len(text))
 
     def _in_content(self, parts: Parts, last: bool) -> bool:
         if self._style is None:

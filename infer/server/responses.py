@@ -21,7 +21,7 @@ from infer.server.logprobs import ScoredToken, TokenNames, chat_logprobs
 from infer.server.parsing import Parts
 from infer.server.responses_protocol import ResponsesRequest
 from infer.server.service import Service
-from infer.server.session import Choice, Piece, Session
+from infer.server.session import Choice, Piece, Session, tokens_within
 from infer.server.tool_styles import Call
 
 log = logging.getLogger("headway.server")
@@ -154,13 +154,10 @@ class Answer:
 
     def document(self, status: str, error: Json | None = None) -> Json:
         body, over = self._body, status in ("completed", "incomplete")
-        usage = self._session.usage
-        details = usage.get("completion_tokens_details", {})
+        tokens = self._session.choices[0].whole.tokens
+        usage = self._session.usage(tokens_within(tokens, self._parser.reasoning_span))
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         speculation = self._session.speculation
-        thought = any(item["type"] == "reasoning" for item in self._items.items)
-        if not thought:  # else: not counted
-            details = {"reasoning_tokens": 0, **details}
         return {
             "id": self._id,
             "object": "response",
@@ -189,7 +186,7 @@ class Answer:
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": details,
+                "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             }
             if over

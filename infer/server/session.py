@@ -50,6 +50,16 @@ class Piece:
         self.scored += other.scored
 
 
+def tokens_within(tokens: Sequence[ShownToken], span: tuple[int, int]) -> int:
+    """How many have a part in those characters of their common text: first and last + 1."""
+    count = place = 0
+    for token in tokens:
+        end = max(place + len(token.text), place + 1)  # one that makes no character certain has its place too
+        count += place < span[1] and end > span[0]
+        place += len(token.text)
+    return count
+
+
 class Choice:
     """One answer. `only_prompt`: its tokens are dropped, for somebody who wants the prompt echoed and nothing else."""
 
@@ -154,9 +164,11 @@ class Session:
         if aborted := self._generation.close():
             self._metrics.finished("abort", aborted)
 
-    @property
-    def usage(self) -> dict[str, Any]:
-        """OpenAI's. Prompts count once, however many answers each has; details are known when all have finished."""
+    def usage(self, reasoning_tokens: int | None = None) -> dict[str, Any]:
+        """OpenAI's. Prompts count once, however many answers each has; details are known when all have finished.
+
+        `reasoning_tokens`: of the answers, from whoever tells reasoning apart.
+        """
         completion_tokens = sum(len(choice.whole.tokens) for choice in self.choices)
         usage: dict[str, Any] = {
             "prompt_tokens": self._prompt_tokens,
@@ -164,13 +176,14 @@ class Session:
             "total_tokens": self._prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
+        details: dict[str, int] = {}
+        if reasoning_tokens is not None:
+            details["reasoning_tokens"] = reasoning_tokens
         if self._speculative:
             stats = self._stats
-            usage["completion_tokens_details"] = {
-                "accepted_prediction_tokens": stats.accepted,
-                "rejected_prediction_tokens": stats.drafted - stats.accepted,
-            }
-        return usage
+            details["accepted_prediction_tokens"] = stats.accepted
+            details["rejected_prediction_tokens"] = stats.drafted - stats.accepted
+        return usage | ({"completion_tokens_details": details} if details else {})
 
     @property
     def speculation(self) -> dict[str, Any] | None:

@@ -84,6 +84,7 @@ def library() -> ctypes.CDLL | None:
     try:
         file = library_file(cc)
         if not file.is_file():
+            log.info("building the CPU kernels with %s, once for this machine", cc)
             build(cc, file)
         loaded = ctypes.CDLL(str(file))
     except (OSError, subprocess.SubprocessError) as error:

@@ -20,7 +20,7 @@ from models.heads.p_eagle import PEagleHead
 from models.targets.llama import LlamaTarget
 from models.weights import load_into, split_merged
 
-__all__ = ["HEADS", "Head", "HeadShape", "load_head", "save_head"]
+__all__ = ["HEADS", "Head", "HeadShape", "check_exported", "load_head", "save_head"]
 
 HEADS: dict[str, type[Head]] = {head.name: head for head in (EagleHead, Eagle3Head, MedusaHead, MlpHead, PEagleHead)}
 PROVENANCE = "provenance.json"
@@ -55,6 +55,14 @@ def save_head(
     (folder / PROVENANCE).write_text(json.dumps(provenance, indent=2) + "\n", encoding="utf-8")
 
 
+def check_exported(folder: Path) -> None:
+    """Raises ValueError where no head is; asks before a large target is loaded in vain."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder}: no exported head (no config.json); train one with `python train/run.py`, or give head.path="
+        )
+
+
 def load_head(
     folder: str | Path,
     *,
@@ -73,10 +81,7 @@ def load_head(
     from models.formats import Given, Verifier, detect, read_checkpoint  # which are built on the heads of this package
 
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{folder}: no exported head (no config.json); train one with `python train/run.py`, or give head.path="
-        )
+    check_exported(folder)
     verifier = None
     if target is not None:
         sizes = target.config.vocab_size, target.config.hidden_size, target.config.num_layers

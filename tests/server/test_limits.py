@@ -36,6 +36,8 @@ def test_a_full_queue_is_a_429(make_server: MakeServer) -> None:
         assert int(refused.headers["retry-after"]) >= 1
         with pytest.raises(openai.RateLimitError):
             server.openai.completions.create(model=MODEL, prompt="x")
+        patient = server.openai.with_options(max_retries=8)  # it waits as long as Retry-After says
+        assert patient.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
         assert [task.result().status_code for task in (running, *waiting)] == [200, 200, 200]
         assert server.complete(max_tokens=1).status_code == 200
         # a list of prompts is taken whole or not at all
@@ -240,8 +242,11 @@ def test_503_while_loading() -> None:
         async with httpx.AsyncClient(base_url=url(listener)) as client:
             health = await client.get("/health")
             assert (health.status_code, health.json()) == (503, {"status": "loading"})
-            refused = await client.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
+            completion = await client.post("/v1/completions", json={"model": MODEL, "prompt": "x"})
+            for refused in (completion, await client.get("/ready"), await client.get("/v1/models")):
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "loading")
+                assert int(refused.headers["retry-after"]) >= 1
+            assert (await client.get("/")).status_code == 200
         may_fail.set()
         with pytest.raises(ValueError, match="nowhere"):
             await serving

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from infer.config import EngineConfig
-from scripts.soak_server import soak
+from scripts.soak_server import SAMPLES, Report, soak
 from tests.server.harness import MODEL, MakeServer, Server, wait_until
 
 TOKENS = 24
@@ -68,5 +68,16 @@ def test_a_short_soak(make_server: MakeServer) -> None:
         assert report.statuses[200] > 20
         assert report.statuses[400] > 0
         assert report.hung_up > 0
+        assert len(report.memory) == SAMPLES
         wait_until(lambda: not server.engine.has_work)
         server.engine._pool.invariants([])
+
+
+def test_a_leak_is_seen() -> None:
+    flat, growing = (
+        Report(memory=[500.0 + (n < 5) * 300 for n in range(40)]),
+        Report(memory=[500.0] * 30 + [700.0] * 10),
+    )
+    for report, problems in ((flat, 0), (growing, 1)):
+        report.check_growth()
+        assert len(report.problems) == problems

@@ -50,6 +50,13 @@ def test_vllm_s_names_types_and_labels(server: Server) -> None:
     assert [name for name in positions if name] == sorted(set(positions))
 
 
+def test_the_process_is_measured(server: Server) -> None:
+    now = server.metrics()
+    assert now["process_resident_memory_bytes"] > 2**20
+    assert now["process_open_fds"] > 3
+    assert not any(name.startswith("vllm:process") for name in now)
+
+
 def test_counters_add_up(make_server: MakeServer) -> None:
     with make_server() as server:
         usages = [

@@ -50,8 +50,15 @@ def test_speculation_on_and_off_side_by_side(server: Server, browser: Browser, s
         page.fill(f"#{field}", value)
     page.focus("#compare")
     page.keyboard.press("Space")
+    expect(page.locator("#compare")).not_to_be_checked()
+    page.keyboard.press("Space")
     page.keyboard.press("Control+Enter")
     expect(page.locator("#status")).to_contain_text("done: the same text", timeout=30_000)
+    expect(page.locator("#verdict")).to_have_text(re.compile(r"^\d+\.\d\d× as fast, the same 60 tokens$"))
+    clocks = page.locator("#clocks dd").all_text_contents()
+    assert clocks == [
+        f"{page.locator('.run').nth(index).locator('[data-is=clock]').text_content()} s" for index in (0, 1)
+    ]
     off, on = page.locator(".run").all()
     texts = [run.locator(".text").text_content() for run in (off, on)]
     assert texts[0] == texts[1]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +20,9 @@ import httpx
 import openai
 import pytest
 
+from infer.config import ModelConfig, ProposerConfig
+from infer.head_config import HeadConfig
+from infer.loading import load_parts
 from infer.server.address import bind
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,9 +39,9 @@ def environment() -> dict[str, str]:
 
 
 class Process:
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], folder: Path = ROOT) -> None:
         self.child = subprocess.Popen(
-            arguments, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            arguments, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read)
@@ -66,8 +72,8 @@ class Process:
 
 
 @contextmanager
-def start(*arguments: str) -> Iterator[Process]:
-    process = Process(list(arguments))
+def start(*arguments: str, folder: Path = ROOT) -> Iterator[Process]:
+    process = Process(list(arguments), folder)
     try:
         yield process
     finally:
@@ -80,6 +86,9 @@ def test_start_serve_and_ctrl_c(tiny_target_folder: Path) -> None:
     with start(*command(tiny_target_folder)) as process:
         url = process.wait_for(r"(http://127\.0\.0\.1:\d+): loading tiny")[1]
         process.wait_for("try: curl")
+        steps = ("loading tiny", "reading weights: file 1 of 1, 0 of", "Headway serves")
+        places = [process.output.index(step) for step in steps]
+        assert places == sorted(places)
         assert "n-gram lookup" in process.output
         assert "512 tokens" in process.output
         assert f"{url}/v1/completions" in process.output
@@ -112,6 +121,37 @@ def test_sigterm_lets_a_stream_finish(tiny_target_folder: Path) -> None:
         assert chunks[-1].choices[0].finish_reason == "length"
         assert process.child.wait(20) == 0
     assert "Traceback" not in process.output
+
+
+def test_the_image_s_command(tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Dockerfile's entry point, run from what the Dockerfile copies. The image itself is not built here."""
+    lines = (ROOT / "scripts" / "deploy" / "Dockerfile").read_text().splitlines()
+    image = tmp_path / "app"
+    for words in (line.split()[1:] for line in lines if line.startswith("COPY ")):
+        for name in words[:-1]:
+            into = image / words[-1]
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, into, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                into.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, into)
+    entry, default = (
+        json.loads(next(line for line in lines if line.startswith(word)).removeprefix(word))
+        for word in ("ENTRYPOINT ", "CMD ")
+    )
+    assert entry[0] == "python"
+    ours = [*command(tiny_target_folder)[2:], f"hydra.run.dir={tmp_path}/hydra", f"output_dir={tmp_path}/outputs"]
+    refused = subprocess.run(
+        [sys.executable, *entry[1:], *default], cwd=image, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert (refused.returncode, "HEADWAY_API_KEY" in refused.stderr) == (2, True)  # beyond loopback not without a key
+    monkeypatch.setenv("HEADWAY_API_KEY", "a-key-of-mine")
+    with start(sys.executable, *entry[1:], *default, *ours, folder=image) as process:
+        url = process.wait_for(r"(http://127\.0\.0\.1:\d+): loading")[1]
+        process.wait_for("try: curl")
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert process.end(signal.SIGTERM) == 0
 
 
 @pytest.mark.slow
@@ -151,6 +191,28 @@ def test_ctrl_c_while_loading(tiny_target_folder: Path) -> None:
     assert "Traceback" not in process.output
 
 
+@pytest.mark.parametrize(
+    ("proposer", "message"),
+    [
+        (ProposerConfig(name="head"), "/no/such/head: no exported head"),
+        (ProposerConfig(name="draft_model", draft_model="/no/such/draft"), "/no/such/draft: no such folder"),
+    ],
+)
+def test_what_is_not_there_is_found_before_the_target_is_loaded(
+    tiny_target_folder: Path, caplog: pytest.LogCaptureFixture, proposer: ProposerConfig, message: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    model, head = (
+        ModelConfig(name="tiny", path=str(tiny_target_folder)),
+        HeadConfig(name="eagle3", path="/no/such/head"),
+    )
+    with pytest.raises(ValueError, match=message):
+        load_parts(model, head, proposer, output_dir="outputs")
+    assert "reading weights" not in caplog.text
+    load_parts(model, None, ProposerConfig(name="ngram"), output_dir="outputs")
+    assert "reading weights" in caplog.text
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
 
@@ -181,3 +243,4 @@ def test_a_mistake_is_one_clear_line(tiny_target_folder: Path, extra: list[str],
     assert result.returncode == 2
     assert message in result.stderr
     assert "Traceback" not in result.stderr
+    assert "reading weights" not in result.stderr

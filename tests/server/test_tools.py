@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -129,6 +130,46 @@ def test_reasoning_is_set_apart(talking: dict[str, Server], stream: bool) -> Non
 
     assert parts() == ("\n1 and 2 is 3\n", "It is 3.")
     assert parts(include_reasoning=False) == ("", "It is 3.")
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_reasoning_is_counted(talking: dict[str, Server], drafts: bool) -> None:
+    """As many tokens as hold the span's text, however many come per step, shown or not."""
+    server = talking["think"]
+    fields: dict[str, Any] = {"tools": None, "speculative": {"enabled": drafts, "detail": True}}
+    answer = chat(server, **fields)
+    texts = [token["text"] for token in answer["choices"][0]["tokens"]]
+    ends = list(itertools.accumulate(map(len, texts)))
+    whole = "".join(texts)
+    begin, end = whole.index("<think>") + 7, whole.index("</think>")
+    wanted = sum(stop - len(text) < end and stop > begin for text, stop in zip(texts, ends, strict=True) if text)
+    assert 5 < wanted < len(texts)
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == wanted
+    hidden = chat(server, **fields, include_reasoning=False)
+    assert hidden["usage"]["completion_tokens_details"]["reasoning_tokens"] == wanted
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = chat(server, **fields, stream=True, stream_options=options)
+    counts = [event["usage"]["completion_tokens_details"]["reasoning_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == wanted
+    two = chat(server, **fields, n=2)
+    assert two["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 * wanted
+    body = {"model": MODEL, "input": ASKED, "temperature": 0, "speculative": {"enabled": drafts}}
+    response = server.post("/v1/responses", body).json()
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == wanted
+    last = server.post("/v1/responses", body | {"stream": True}).text.strip().splitlines()[-1]
+    assert (
+        json.loads(last.removeprefix("data: "))["response"]["usage"]["output_tokens_details"]
+        == (response["usage"]["output_tokens_details"])
+    )
+
+
+def test_where_no_reasoning_can_be_none_is_counted(talking: dict[str, Server]) -> None:
+    answer = chat(talking["hermes"], speculative={"enabled": False})
+    assert "completion_tokens_details" not in answer["usage"]
+    bound = chat(talking["think"], tools=None, structured_outputs={"choice": ["<think>a</think>b"]})
+    assert bound["choices"][0]["message"]["content"] == "<think>a</think>b"
+    assert bound["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
 @pytest.mark.parametrize(

@@ -44,34 +44,6 @@ def test_a_completion_stream_line_by_line(server: Server) -> None:
     assert usage["usage"]["completion_tokens"] == 6
 
 
-def test_the_request_of_vllm_s_bench(server: Server) -> None:
-    """`vllm bench serve`, backend openai-chat: what it sends, and what it reads from the answer."""
-    body = {
-        "model": MODEL,
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "def f("}]}],
-        "max_completion_tokens": 12,
-        "temperature": 0.0,
-        "repetition_penalty": 1.0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    answer = server.post("/v1/chat/completions", body, headers={"x-request-id": "bench-0"})
-    assert answer.headers["x-request-id"] == "bench-0"
-    text, usage = "", None
-    for line in answer.text.split("\n\n"):
-        data = line.removeprefix("data: ")
-        if not data or data == "[DONE]":
-            continue
-        chunk = json.loads(data)
-        if choices := chunk.get("choices"):
-            text += choices[0]["delta"].get("content") or ""
-        elif found := chunk.get("usage"):
-            usage = found["completion_tokens"]
-    assert usage == 12
-    assert text
-
-
 def test_no_usage_unless_asked_for(server: Server) -> None:
     events = read_events(server.complete(max_tokens=3, stream=True).text)
     assert all("usage" not in event for event in events)

@@ -11,7 +11,7 @@ async function start() {
     const info = await get("/tokenizer_info");
     $("model").textContent = `${model.id}, context ${model.max_model_len} tokens, proposer ${model.proposer}`;
     for (const name of model.proposers) {
-      const label = name === model.proposer ? `${name} (the server's)` : name;
+      const label = name === model.proposer ? `${name} (default)` : name;
       $("proposer").append(new Option(label, name, name === model.proposer, name === model.proposer));
     }
     if (!info.chat_template) setMode("completion");
@@ -60,15 +60,23 @@ async function generate() {
   $("run").disabled = true;
   $("cancel").disabled = false;
   $("runs").replaceChildren();
-  const runs = plans.map(([title]) => new Run(title));
+  $("clocks").replaceChildren();
+  $("verdict").textContent = "One prompt, one seed …";
+  $("empty").hidden = true;
+  $("race").hidden = plans.length === 1;
+  const runs = [];
+  for (const [title] of plans) runs.push(new Run(title, runs));
+  if (matchMedia("(max-width: 760px)").matches) $("stage").scrollIntoView();
   try {
     for (const [index, [title, speculative]] of plans.entries()) {
       say(`${title}: generating with seed ${seed}`);
       await runs[index].read(requestBody(seed, speculative), abort.signal);
     }
     say(summary(runs, seed));
+    if (runs.length > 1) $("verdict").textContent = verdict(runs);
   } catch (error) {
     say(error.name === "AbortError" ? "stopped" : error.message);
+    $("verdict").textContent = "";
   }
   abort = null;
   $("run").disabled = false;
@@ -83,15 +91,33 @@ function summary(runs, seed) {
   return `done: ${same}, ${(runs[0].seconds / last.seconds).toFixed(2)} times as fast with speculation; ${one}`;
 }
 
+function verdict([off, on]) {
+  if (off.pre.textContent !== on.pre.textContent) return "The texts differ";
+  if (on.drafted === 0) return "Nothing was drafted: it would not have paid";
+  return `${(off.seconds / on.seconds).toFixed(2)}× as fast, the same ${on.tokens} tokens`;
+}
+
 class Run {
-  constructor(title) {
+  constructor(title, all) {
+    this.all = all; // and those beside it, whose scales it shares
     this.view = $("run-template").content.firstElementChild.cloneNode(true);
     this.view.querySelector("h2").textContent = title;
     this.pre = this.view.querySelector(".text");
     $("runs").append(this.view);
+    const row = document.createElement("div"), name = document.createElement("dt"), clock = document.createElement("dd");
+    name.textContent = title;
+    this.bar = document.createElement("span");
+    this.time = document.createElement("span");
+    this.bar.className = "bar";
+    clock.append(this.bar, this.time);
+    row.append(name, clock);
+    $("clocks").append(row);
     this.tokens = 0; this.seconds = 0; this.verifies = 0; this.verified = 0; this.firstAt = null;
     this.reached = []; // verifies that accepted a draft at this depth, or deeper
     this.speeds = [];
+    this.drafted = null; // told at the end
+    bars(this.view.querySelector(".bars"), null);
+    line(this.view.querySelector(".line"), this.speeds, 1);
   }
 
   async read(body, signal) {
@@ -100,7 +126,16 @@ class Run {
     const headers = { "content-type": "application/json" };
     const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
     if (!answer.ok) throw new Error((await answer.json()).error.message);
-    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    this.view.classList.add("live");
+    try {
+      await this.readEvents(answer.body);
+    } finally {
+      this.view.classList.remove("live");
+    }
+  }
+
+  async readEvents(stream) {
+    const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "";
     for (;;) {
       const { value, done } = await reader.read();
@@ -116,6 +151,7 @@ class Run {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Error(chunk.error.message);
+    this.drafted = chunk.metrics?.speculative_decoding.num_draft_tokens ?? this.drafted;
     const tokens = chunk.choices[0]?.tokens ?? [];
     if (!tokens.length) return;
     if (this.tokens) { // the first comes from the prompt, which verifies nothing
@@ -127,6 +163,7 @@ class Run {
     for (const token of tokens) {
       const span = document.createElement("span");
       span.className = `token d${Math.min(token.accepted_depth, 6)}`;
+      if (token.accepted_depth) span.title = `draft, accepted at depth ${token.accepted_depth}`;
       span.textContent = token.text;
       this.pre.append(span);
     }
@@ -145,7 +182,13 @@ class Run {
     set("first", this.firstAt === null ? "–" : `${this.firstAt.toFixed(2)} s`);
     this.pre.scrollTop = this.pre.scrollHeight;
     bars(this.view.querySelector(".bars"), this.reached.map((count) => count / this.verifies));
-    line(this.view.querySelector(".line"), this.speeds);
+    const longest = Math.max(...this.all.map((run) => run.seconds));
+    const fastest = Math.max(...this.all.flatMap((run) => run.speeds), 0);
+    for (const run of this.all) {
+      run.bar.style.inlineSize = `${(100 * run.seconds) / (longest || 1)}%`;
+      run.time.textContent = run.seconds ? `${run.seconds.toFixed(2)} s` : "";
+      line(run.view.querySelector(".line"), run.speeds, fastest);
+    }
   }
 }
 
@@ -159,26 +202,29 @@ function draw(parent, name, attributes, text) {
 function bars(svg, shares) {
   svg.replaceChildren();
   draw(svg, "line", { class: "axis", x1: 0, x2: 240, y1: 74, y2: 74 });
+  if (!shares) return;
   const width = 240 / Math.max(shares.length, 4);
   shares.forEach((share, index) => {
     const height = 60 * share, x = index * width;
-    draw(svg, "rect", { x: x + 4, y: 74 - height, width: width - 8, height, rx: 2 });
+    const color = `s${Math.min(index + 1, 6)}`;
+    draw(svg, "rect", { class: color, x: x + 4, y: 74 - height, width: width - 8, height, rx: 2 });
     draw(svg, "text", { x: x + width / 2, y: 86, "text-anchor": "middle" }, index + 1);
     draw(svg, "text", { x: x + width / 2, y: 71 - height, "text-anchor": "middle" }, `${Math.round(100 * share)}%`);
   });
+  if (!shares.length) draw(svg, "text", { x: 120, y: 44, "text-anchor": "middle" }, "no draft accepted");
   const words = shares.map((share, index) => `${index + 1}: ${Math.round(100 * share)}%`).join(", ");
   svg.setAttribute("aria-label", words || "no draft was accepted");
 }
 
-function line(svg, speeds) {
+function line(svg, speeds, most) {
   svg.replaceChildren();
-  draw(svg, "line", { class: "axis", x1: 0, x2: 240, y1: 80, y2: 80 });
+  draw(svg, "line", { class: "axis", x1: 0, x2: 240, y1: 74, y2: 74 });
   if (speeds.length < 2) return;
-  const most = Math.max(...speeds);
-  const place = (speed, index) => `${(240 * index) / (speeds.length - 1)},${80 - (68 * speed) / most}`;
+  const place = (speed, index) => `${(240 * index) / (speeds.length - 1)},${74 - (62 * speed) / most}`;
   draw(svg, "polyline", { points: speeds.map(place).join(" ") });
-  draw(svg, "text", { x: 0, y: 9 }, most.toFixed(0));
-  svg.setAttribute("aria-label", `now ${speeds.at(-1).toFixed(1)}, at most ${most.toFixed(1)}`);
+  const level = 74 - (62 * speeds.at(-1)) / most;
+  draw(svg, "text", { x: 240, y: Math.max(9, level - 4), "text-anchor": "end" }, speeds.at(-1).toFixed(0));
+  svg.setAttribute("aria-label", `now ${speeds.at(-1).toFixed(1)}, at most ${Math.max(...speeds).toFixed(1)}`);
 }
 
 $("form").addEventListener("submit", (event) => { event.preventDefault(); generate(); });

@@ -1,0 +1,125 @@
+"""Tools that measure a model by its server: lm-eval's local-completions, and what `vllm bench serve` sends."""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+
+from tests.server.harness import MODEL, Server
+
+PAIRS = [
+    ("def wrap(text):", " return text"),
+    ("class Text", "Wrapper:\n    pass"),
+    ("# é and 日本", " are characters of several bytes"),
+    ("", "from the first token on"),
+]
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_target_folder: Path) -> Any:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(tiny_target_folder, dtype=torch.float32)
+
+
+def own_loglikelihood(reference: Any, ids: list[int], start: int) -> tuple[float, bool]:
+    """Of `ids[start:]` after what comes before, by transformers; and whether it is the greedy continuation."""
+    with torch.inference_mode():
+        logprobs = reference(torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1)
+    wanted = torch.tensor(ids[start:])
+    return float(logprobs.gather(1, wanted[:, None]).sum()), bool((logprobs.argmax(-1) == wanted).all())
+
+
+def greedy_pair(server: Server, tokenizer: Any) -> tuple[str, str]:
+    """A context and the target's own next token, which the tokenizer reads back as that token."""
+    for context in string.ascii_lowercase:
+        asked = {"max_tokens": 1, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        (choice,) = server.complete(prompt=context, **asked).json()["choices"]
+        if tokenizer.encode(context + choice["text"]) == [*tokenizer.encode(context), *choice["token_ids"]]:
+            return context, choice["text"]
+    raise AssertionError("no such token")
+
+
+@pytest.mark.parametrize("tokenizer", ["auto", "huggingface"])
+@pytest.mark.parametrize("together", [{"batch_size": 3}, {"num_concurrent": 4}], ids=["batch", "concurrent"])
+def test_lm_eval_s_loglikelihoods(
+    server: Server, reference: Any, tiny_target_folder: Path, tiny_tokenizer: Any, tokenizer: str, together: Any
+) -> None:
+    """`auto` finds that this server tokenizes; drafts are on and change nothing."""
+    client = LocalCompletionsAPI(
+        base_url=f"{server.url}/v1/completions",
+        model=MODEL,
+        tokenizer_backend=tokenizer,
+        tokenizer=str(tiny_target_folder),
+        max_length=server.engine.context,
+        max_retries=1,
+        **together,
+    )
+    assert client.tokenizer_backend == ("remote" if tokenizer == "auto" else tokenizer)
+    pairs = [*PAIRS, greedy_pair(server, tiny_tokenizer)]
+    asked = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+    answers = client.loglikelihood(asked, disable_tqdm=True)
+    for (context, text), (found, is_greedy) in zip(pairs, answers, strict=True):
+        before = tiny_tokenizer.encode(context) if context else [0]  # lm-eval puts the first token there itself
+        ids = tiny_tokenizer.encode(context + text)
+        ids = ids if context else [0, *ids]
+        own, own_is_greedy = own_loglikelihood(reference, ids, len(before))
+        assert found == pytest.approx(own, abs=1e-3)
+        assert is_greedy == own_is_greedy
+    assert answers[-1][1]
+
+
+def test_lm_eval_generates(server: Server, tiny_target_folder: Path) -> None:
+    arguments = ("def wrap(text):", {"until": ["\n"], "max_gen_toks": 24, "do_sample": False})
+    client = LocalCompletionsAPI(
+        base_url=f"{server.url}/v1/completions", model=MODEL, tokenizer=str(tiny_target_folder), max_retries=1
+    )
+    (text,) = client.generate_until([Instance("generate_until", {}, arguments, 0)], disable_tqdm=True)
+    own = server.complete(prompt=arguments[0], max_tokens=24, temperature=0, stop=["\n"])
+    assert text == own.json()["choices"][0]["text"]
+    chat = LocalChatCompletion(base_url=f"{server.url}/v1/chat/completions", model=MODEL, max_retries=1)
+    messages = chat.apply_chat_template([{"role": "user", "content": "wrap"}])
+    asked = Instance("generate_until", {}, (messages, arguments[1]), 0)
+    (text,) = chat.generate_until([asked], disable_tqdm=True)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "wrap"}], "temperature": 0, "max_tokens": 24}
+    own = server.post("/v1/chat/completions", body | {"stop": ["\n"]})
+    assert text == own.json()["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05}])
+def test_what_vllm_bench_serve_sends(server: Server, chat: bool, sampling: dict[str, Any]) -> None:
+    """Its two OpenAI back ends, field by field; and what it reads: chunks, [DONE], the usage chunk, /metrics."""
+    body: dict[str, Any] = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}}
+    if chat:
+        path, content = "/v1/chat/completions", [{"type": "text", "text": "wrap this"}]
+        body |= {"messages": [{"role": "user", "content": content}], "max_completion_tokens": 30}
+    else:
+        path = "/v1/completions"
+        body |= {"prompt": "wrap this", "repetition_penalty": 1.0, "max_tokens": 30, "logprobs": None}
+    body |= {"ignore_eos": True, **sampling}
+    drafts = "vllm:spec_decode_num_drafts_total"
+    before = server.metrics()[drafts]
+    headers = {"x-request-id": "bench-17", "authorization": "Bearer none"}
+    answer = httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-request-id"] == "bench-17"
+    messages = answer.text.removesuffix("\n\n").split("\n\n")
+    assert messages.pop() == "data: [DONE]"
+    chunks = [json.loads(message.removeprefix("data: ")) for message in messages]
+    usage = chunks.pop()
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 30)
+    assert usage["usage"]["prompt_tokens"] > 0
+    choices = [chunk["choices"][0] for chunk in chunks]  # it takes the first of each without asking
+    texts = [choice["delta"].get("content") if chat else choice["text"] for choice in choices]
+    assert "".join(text or "" for text in texts)
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+    assert server.metrics()[drafts] > before

@@ -1,0 +1,96 @@
+"""`server.replicas=2`: two engines behind one address, by Ray Serve, started and asked as a user does it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from infer.request import SamplingParams
+from tests.server.harness import wait_until
+from tests.server.test_process import command, run, start
+
+KEY = "a-key-of-mine"
+SESSIONS = [f"session-{number}" for number in range(16)]
+
+
+@pytest.mark.slow
+def test_two_replicas_behind_one_address(
+    tiny_target_folder: Path,
+    plain_engine: Any,
+    started_here: Callable[[], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HEADWAY_API_KEY", KEY)
+    with start(*command(tiny_target_folder, "server.replicas=2")) as process:
+        url = process.wait_for(r"(http://127\.0\.0\.1:\d+): loading tiny, 2 times")[1]
+        process.wait_for("try: curl", 120)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+
+        def counter(session: str, name: str = "headway_prompt_tokens_total") -> float:
+            """Of the replica that this session is with."""
+            headers = {"authorization": f"Bearer {KEY}", "x-session-id": session}
+            found = re.search(rf"^{name}{{.*}} (\S+)$", httpx.get(f"{url}/metrics", headers=headers).text, re.MULTILINE)
+            assert found
+            return float(found[1])
+
+        def ask(session: str, **fields: Any) -> Any:
+            asked: dict[str, Any] = {"prompt": "def wrap(text):", "max_tokens": 24, "seed": 7, **fields}
+            extra = {"ignore_eos": True, "return_token_ids": True}
+            return client.completions.create(
+                model="tiny", extra_headers={"x-session-id": session}, extra_body=extra, **asked
+            )
+
+        assert httpx.get(f"{url}/health").json() == {"status": "ready"}
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        # Whose counters a session moves: its replica's, which the sessions beside it see too.
+        (expected,) = plain_engine.generate(
+            ["def wrap(text):"], SamplingParams(1.0, seed=7, max_tokens=24, ignore_eos=True)
+        )
+        groups: list[set[str]] = []
+        for session in SESSIONS:
+            if any(session in group for group in groups):
+                continue
+            before = {own: counter(own) for own in SESSIONS}
+            answer = ask(session)
+            assert answer.choices[0].to_dict()["token_ids"] == expected.token_ids
+            groups.append({own for own in SESSIONS if counter(own) > before[own]})
+            assert session in groups[-1]
+        assert len(groups) == 2
+        assert groups[0].isdisjoint(groups[1])
+        assert groups[0] | groups[1] == set(SESSIONS)
+        prompt = "import textwrap\n" * 8
+        cached = [
+            ask(SESSIONS[0], prompt=prompt + more, max_tokens=2).usage.prompt_tokens_details.cached_tokens
+            for more in ("", "x = 1\n", "y = 2\n")
+        ]
+        assert cached[0] == 0
+        assert min(cached[1:]) >= 16
+        stream = ask(SESSIONS[0], max_tokens=400, stream=True)
+        next(iter(stream))
+        assert counter(SESSIONS[0], "headway_num_requests_running") == 1
+        stream.close()
+        wait_until(lambda: counter(SESSIONS[0], "headway_num_requests_running") == 0)
+        stream = ask(SESSIONS[0], max_tokens=100, stream=True)
+        chunks = [next(iter(stream))]
+        process.child.send_signal(signal.SIGTERM)
+        chunks += list(stream)
+        assert len(chunks) > 10
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert process.child.wait(60) == 0
+    assert "Traceback" not in process.output
+    assert KEY not in process.output
+    wait_until(lambda: started_here() == [])
+
+
+def test_mistakes_are_found_before_ray_starts(tiny_target_folder: Path) -> None:
+    missing = run(*command("no/such/folder", "server.replicas=2"))
+    assert (missing.returncode, "no/such/folder" in missing.stderr) == (2, True)
+    divided = run(*command(tiny_target_folder, "server.replicas=2", "engine.tensor_parallel=2"))
+    assert (divided.returncode, "server.replicas=2: not together with" in divided.stderr) == (2, True)
