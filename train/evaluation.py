@@ -175,7 +175,7 @@ class Evaluator:
     def losses(self, objective: Objective) -> dict[str, float]:
         """Loss, per-step means and draft-vocabulary coverage over all held-out responses."""
         whole = self._held_out.batch(range(len(self._held_out)))
-        denominators = objective.denominators(whole.assistant).to(self._engine.device)
+        denominators = objective.denominators(whole).to(self._engine.device)
         loss, sums = 0.0, None
         for batch, features in self._batches(self._held_out):
             ids = objective.head.target_ids

@@ -34,6 +34,7 @@ FREE = (
     "data.concurrency",
     "data.retries",
     "data.timeout_s",
+    "parallel.patience_minutes",
 )
 ABSENT = object()
 

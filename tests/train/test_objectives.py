@@ -42,7 +42,7 @@ def features_of(head: Head, engine: Engine, batch: Batch) -> Features:
 def run(made: Objective, engine: Engine, batch: Batch, generator: torch.Generator | None = None) -> tuple:
     features = features_of(made.head, engine, batch)
     teacher = teach(engine.target, features.hidden, batch, made.head.target_ids)
-    return made(batch, features, teacher, made.denominators(batch.assistant), True, generator)
+    return made(batch, features, teacher, made.denominators(batch), True, generator)
 
 
 def served_slots(batch: Batch, depth: int) -> list[tuple[int, int]]:
@@ -135,7 +135,7 @@ def test_medusa_2(engine: Engine, tiny_target_folder: Path, tiny_target: LlamaTa
     made = MedusaTogether(head, config, load_target(str(tiny_target_folder)), seed=3)
     features = features_of(head, engine, batch)
     teacher = teach(engine.target, features.hidden, batch, head.target_ids)
-    given = (batch, features, teacher, made.denominators(batch.assistant), True, None)
+    given = (batch, features, teacher, made.denominators(batch), True, None)
     assert torch.equal(made(*given, 0.25)[0], alone(*given)[0])
     # A new adapter changes nothing: no drift yet, the heads' loss as before.
     assert made(*given, 0.3)[0].item() == pytest.approx(0.3 * alone(*given)[0].item(), rel=1e-4)
