@@ -166,6 +166,7 @@ class ObjectiveConfig:
     # true: logits, probabilities and their gradients exist for a chunk of slots alone; null: on a GPU, where the head's
     # parameters are whole
     fused: bool | None = None
+    checkpointing: bool = False  # activations of the head's MLPs are computed again in the backward pass
 
     def __post_init__(self) -> None:
         at_least("objective.steps", self.steps, 1)
@@ -416,6 +417,10 @@ class TrainConfig:
             raise ValueError(
                 f"objective={objective.name}: is for head={' or '.join(TRAINS[objective.name])}, not for "
                 f"head={head.name}; without objective= it gets {DEFAULT_OBJECTIVE[head.name]}"
+            )
+        if objective.checkpointing and head.name in OWN_WEIGHTS:
+            raise ValueError(
+                f"objective.checkpointing=true: drops activations of decoder layers, of which head={head.name} has none"
             )
         top_k = getattr(self.features, "top_k", None)
         if top_k is not None and head.name not in FUSING:

@@ -351,3 +351,32 @@ def test_everything_but_what_is_frozen_learns(
     assert learning == {name for name, _ in head.named_parameters()} - frozen
     assert tiny_target.lm_head.weight.grad is None
     assert torch.equal(tiny_target.lm_head.weight, before)
+
+
+@pytest.mark.parametrize("variant", ["eagle", "eagle3, two layers", "p-eagle, one layer"])
+def test_checkpointing_keeps_less_and_changes_nothing(
+    variant: str, engine: Engine, tiny_target: LlamaTarget, batch: Batch
+) -> None:
+    found = []
+    for checkpointing in (False, True):
+        head = make_head(tiny_target, variant)
+        name = "ttt" if head.name != "p-eagle" else "p-eagle"
+        made = make_objective(head, name, steps=K, checkpointing=checkpointing)
+        kept = 0
+
+        def keep(value: Tensor) -> Tensor:
+            nonlocal kept
+            kept += value.numel()
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            loss = run(made, engine, batch)[0]
+        before = kept
+        loss.backward()
+        found.append((loss.detach(), {n: p.grad for n, p in head.named_parameters() if p.grad is not None}, before))
+    (loss, gradients, whole), (again, same, less) = found
+    assert torch.equal(loss, again)
+    assert gradients.keys() == same.keys()
+    for name, value in gradients.items():
+        torch.testing.assert_close(same[name], value, rtol=1e-5, atol=1e-7)
+    assert less < 0.85 * whole

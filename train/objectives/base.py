@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.heads.base import Head
+from models.layers import GatedMLP
 from train import alignment
 from train.config import ObjectiveConfig
 from train.data import Batch
@@ -46,6 +47,10 @@ class Objective(nn.Module):
         steps = config.steps or head.config.max_depth
         assert steps is not None, "a head without a number of depths needs objective.steps"
         self.steps: int = steps
+        if config.checkpointing:
+            for module in head.modules():
+                if isinstance(module, GatedMLP):  # attention keeps the keys of earlier steps, and must not run twice
+                    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
     @property
     def trained(self) -> nn.Module:
