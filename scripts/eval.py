@@ -208,41 +208,20 @@ def draw(cells: Sequence[Cell], folder: Path) -> list[str]:
     """Acceptance by position, one curve per data set and temperature, for every shape; speed over concurrency, if there
     are several, one curve per shape too. None without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no plots: matplotlib is not installed (pip install matplotlib)", file=sys.stderr)
-        return []
-    names = []
+    from train.plots import PLAIN_SPEED, draw_curves
+
+    written = []
     for shape in dict.fromkeys(own.shape for own in cells):
-        figure = Figure(figsize=(6, 4), dpi=120, layout="constrained")
-        axes = figure.add_subplot()
-        for own in cells:
-            if own.shape == shape and own.concurrency == cells[0].concurrency:
-                places = range(1, len(own.by_position) + 1)
-                axes.plot(places, own.by_position, marker="o", markersize=3, label=label_of(own))
-        axes.set(xlabel="position in the draft", ylabel="share that is accepted", ylim=(0, 1), title=shape)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-        names.append(f"acceptance_{shape}.png")
-        figure.savefig(folder / names[-1])
-    if len({own.concurrency for own in cells}) < 2:
-        return names
-    figure = Figure(figsize=(6, 4), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for own in cells:
-        curves.setdefault(f"{label_of(own)}, {own.shape}", []).append((own.concurrency, own.ratio))
-    for label, points in curves.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=label)
-    axes.axhline(1, color="grey", linewidth=1)
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="requests at once", ylabel="speed, plain decoding = 1")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
-    names.append("speed.png")
-    figure.savefig(folder / names[-1])
-    return names
+        own_cells = [own for own in cells if own.shape == shape and own.concurrency == cells[0].concurrency]
+        curves = {label_of(own): list(enumerate(own.by_position, start=1)) for own in own_cells}
+        names = "position in the draft", "share that is accepted"
+        written.append(draw_curves(folder / f"acceptance_{shape}.png", curves, *names, ylim=(0, 1), title=shape))
+    if len({own.concurrency for own in cells}) > 1:
+        speeds: dict[str, list[tuple[float, float]]] = {}
+        for own in sorted(cells, key=lambda own: own.concurrency):
+            speeds.setdefault(f"{label_of(own)}, {own.shape}", []).append((own.concurrency, own.ratio))
+        written.append(draw_curves(folder / "speed.png", speeds, "requests at once", PLAIN_SPEED, level=1))
+    return [path.name for path in written if path is not None]
 
 
 def label_of(own: Cell) -> str:

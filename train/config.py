@@ -367,6 +367,8 @@ class TrainConfig:
     eval_prompts: int = 16
     eval_max_tokens: int = 128
     eval_draft_tokens: int = 3
+    # at the end: the speed to plain decoding with so many of them at once; [1,4,16]
+    eval_concurrency: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.head.name == "none":
@@ -393,6 +395,8 @@ class TrainConfig:
             raise ValueError(f"minutes={self.minutes}: must be above 0")
         for key in ("batch_size", "accumulate", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"):
             at_least(key, getattr(self, key), 1)
+        for count in self.eval_concurrency:
+            at_least("eval_concurrency", count, 1)
         for key in ("eval_prompts", "eval_max_tokens", "eval_draft_tokens"):
             at_least(key, getattr(self, key), 1)
         if isinstance(self.data, DemoDataConfig) and self.sequence_length < self.data.prompt_tokens + 2:

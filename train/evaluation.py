@@ -13,6 +13,7 @@ from itertools import groupby
 
 import torch
 
+from infer.compare import Comparison, compare
 from infer.engine import Engine
 from infer.request import Completion, SamplingParams, SpeculationStats, StepOutput
 from models.heads.base import Head
@@ -132,6 +133,17 @@ class Evaluator:
                 assert not self._config.engine.exact, "speculation changed a token"
                 warn("the engine's tokens differ with and without the head (engine.exact=false)")
         return total
+
+    def speeds(self, head: Head, concurrency: Sequence[int]) -> dict[int, float]:
+        """Greedy, by prompts at once: the median ratio of the speed with this head to the speed without."""
+        self._engine.set_proposer("head", head)
+        params, found = SamplingParams(max_tokens=self._config.eval_max_tokens), {}
+        for count in concurrency:
+            groups = [self._prompts[start : start + count] for start in range(0, len(self._prompts), count)]
+            found[count] = Comparison(list(compare(self._engine, groups, params))).ratio.median
+            self._check()
+        self._engine.set_proposer("none")
+        return found
 
     def samples(self, head: Head, count: int) -> list[Sample]:
         """Greedy answers to the first held-out prompts, the accepted drafts in them marked."""

@@ -393,7 +393,11 @@ class Run:
             published, export, measured = self._publish(record)
         greedy = measured.greedy
         samples = published.evaluator.samples(prepared.head, max(SHOWN_TEXTS, getattr(config.tracker, "samples", 0)))
-        results = Results(draw_plots(self.folder, measured), samples, export, ("latest", f"step_{record['steps']}"))
+        speeds = published.evaluator.speeds(prepared.head, config.eval_concurrency)
+        if speeds:
+            self.trackers.log(self.step, {f"eval/speed_ratio_{count}": ratio for count, ratio in speeds.items()})
+        plots = draw_plots(self.folder, measured, speeds)
+        results = Results(plots, samples, export, ("latest", f"step_{record['steps']}"))
         report = write_report(self.folder, config, record, measured, results)
         self.trackers.publish(results)
         lengths = greedy.summary()

@@ -25,6 +25,7 @@ FREE = (
     "engine.",
     "log_every",
     "eval_every",
+    "eval_concurrency",
     "checkpoint_every",
     "keep_checkpoints",
     "export",
