@@ -257,21 +257,25 @@ def parameters(head: Head) -> tuple[int, int]:
 
 
 def measure(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> Speed:
-    """A matrix product of 512 rows, and a copy."""
-    x, w = (torch.ones(512, 1024, dtype=dtype, device=device), torch.ones(1024, 1024, dtype=dtype, device=device))
-    block = torch.zeros(2**24, dtype=torch.uint8, device=device)
+    """A matrix product of 512 rows, and a copy; on a GPU of sizes that fill it."""
+    rows, side, size = (4096, 8192, 2**28) if device.type == "cuda" else (512, 1024, 2**24)
+    x, w = (torch.ones(rows, side, dtype=dtype, device=device), torch.ones(side, side, dtype=dtype, device=device))
+    block = torch.zeros(size, dtype=torch.uint8, device=device)
+
+    def finish(work: Any) -> None:
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def rate(work: Any, unit: float) -> float:
-        work()
+        finish(work)
         begin, count = time.perf_counter(), 0
         while time.perf_counter() - begin < seconds:
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            finish(work)
             count += 1
         return unit * count / (time.perf_counter() - begin)
 
-    return Speed(rate(lambda: x @ w, 2.0 * 512 * 1024 * 1024), rate(block.clone, 2.0 * 2**24))
+    return Speed(rate(lambda: x @ w, 2.0 * rows * side * side), rate(block.clone, 2.0 * size))
 
 
 def device_of(config: TrainConfig) -> torch.device:
