@@ -393,8 +393,9 @@ class Run:
             published, export, measured = self._publish(record)
         greedy = measured.greedy
         samples = published.evaluator.samples(prepared.head, max(SHOWN_TEXTS, getattr(config.tracker, "samples", 0)))
-        speeds = published.evaluator.speeds(prepared.head, config.eval_concurrency)
-        if speeds:
+        speeds = dict[int, float]()
+        if config.eval_concurrency:
+            speeds = published.evaluator.speeds(prepared.head, config.eval_concurrency)
             self.trackers.log(self.step, {f"eval/speed_ratio_{count}": ratio for count, ratio in speeds.items()})
         plots = draw_plots(self.folder, measured, speeds)
         results = Results(plots, samples, export, ("latest", f"step_{record['steps']}"))

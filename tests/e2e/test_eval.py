@@ -20,7 +20,7 @@ def test_an_evaluation_of_two_files(tiny_target_folder: Path, tiny_head_folder: 
     (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": f"def f{n}(x): return x"}) for n in range(2)))
     command = [
         sys.executable, "scripts/eval.py", f"model.path={tiny_target_folder}", f"head.path={tiny_head_folder}",
-        f"files=[{tmp_path / 'own.jsonl'},{tmp_path / 'texts.jsonl'}]", "columns={prompt: question}", "max_tokens=12",
+        f"files=[{tmp_path / 'own.jsonl'},{tmp_path / 'texts.jsonl'}]", "columns={prompt: question}", "max_tokens=8",
         "chat_template=[true,false]", "temperatures=[0,0.8]", "shapes=[chain2,tree6]", "num_prompts=3",
         "concurrency=[1,2]",
         f"output_dir={tmp_path}",

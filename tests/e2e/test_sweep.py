@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from scripts.sweep import read_words, searched
+from scripts.sweep import read_words, search, searched
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,19 +52,15 @@ def test_a_study_and_its_continuation(tiny_target_folder: Path, tmp_path: Path) 
         f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "head.draft_vocab_size=200",
         "data.num_sequences=8", "data.max_new_tokens=8", "data.prompt_tokens=8", "sequence_length=16", "batch_size=4",
         "steps=1", "minutes=null", "eval_prompts=2", "eval_max_tokens=6", "tracker=none", "precision=fp32",
-        "engine.max_tokens_in_cache=512", "eval_draft_tokens=2", "study=lr", "objective.steps=range(1,3)",
+        "engine.max_tokens_in_cache=512", "eval_draft_tokens=2", "objective.steps=range(1,3)",
         "optim.lr=tag(log,interval(1e-4,1e-2))",
     ]  # fmt: skip
-
-    def sweep(*more: str) -> dict:
-        command = [sys.executable, "scripts/sweep.py", *words, *more]
-        own = {**os.environ, "OMP_NUM_THREADS": "1"}
-        ran = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=300, check=False)
-        assert ran.returncode == 0, ran.stderr
-        return json.loads(ran.stdout.splitlines()[-1])
-
-    first = sweep("trials=1")
-    both = sweep("trials=1")
+    first = search("lr", 1, *read_words(words))
+    command = [sys.executable, "scripts/sweep.py", *words, "study=lr", "trials=1"]
+    own = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    both = json.loads(ran.stdout.splitlines()[-1])
     assert [trial["number"] for trial in both["trials"]] == [0, 1]
     assert both["trials"][0] == first["trials"][0]
     assert both["best"]["tau"] == max(trial["tau"] for trial in both["trials"]) >= 1.0
