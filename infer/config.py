@@ -301,7 +301,7 @@ class EvalConfig:
     num_prompts: int = 16  # of each file
     prompt_tokens: int = 64  # of a prompt cut from the corpus or from a plain text
     max_tokens: int = 128
-    batch: int = 1  # prompts in flight together
+    concurrency: list[int] = field(default_factory=lambda: [1])  # prompts in flight together
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -311,10 +311,12 @@ class EvalConfig:
             raise ValueError(f"engine.tensor_parallel={self.engine.tensor_parallel}: is for serving; use one process")
         for temperature in self.temperatures:
             check_sampling(temperature, 0, 1.0)
-        for key in ("chat_template", "temperatures", "shapes"):
+        for key in ("chat_template", "temperatures", "shapes", "concurrency"):
             if not getattr(self, key):
                 raise ValueError(f"{key}=[]: name at least one")
-        for key in ("num_prompts", "prompt_tokens", "max_tokens", "batch"):
+        for count in self.concurrency:
+            at_least("concurrency", count, 1)
+        for key in ("num_prompts", "prompt_tokens", "max_tokens"):
             at_least(key, getattr(self, key), 1)
 
 

@@ -1,8 +1,8 @@
 """A target divided among ranks: rank 0 leads an engine as if it were alone, the others do to their part what it does.
 
 Only what touches the target's tensors is shared: forwards, logits, and moves and copies of KV. Requests, drafts and
-choices are rank 0's; proposers keep their layers there. How a target is divided, and why no bit changes:
-models/parallel.py.
+choices are rank 0's; proposers keep their layers there. Forwards over whole sequences, without KV, are training's. How
+a target is divided, and why no bit changes: models/parallel.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from infer.ranks import STOP, Ranks
 from infer.shard import Shard
 from kernels.linear import WeightFormat
 from kernels.rows import AttentionRows
+from models.attention import Attention, CausalAttention
 from models.targets.llama import LlamaTarget, TargetOutput
 
-FREE, ALLOCATE, FORWARD, LOGITS, MOVE, COPY = range(6)
+FREE, ALLOCATE, FORWARD, LOGITS, MOVE, COPY, SEQUENCES = range(7)
 
 
 class LeadingShard(Shard):
@@ -37,6 +38,7 @@ class LeadingShard(Shard):
         self._make_layers = partial(LeadingLayers, ranks)
         # Not here but in the layer itself: heads borrow it and call it.
         target.lm_head.forward = partial(lead_logits, ranks, target.lm_head.forward)
+        target.forward = partial(lead_sequences, ranks, target.forward)
         self._end = weakref.finalize(self, ranks.close)  # also when the interpreter ends
 
     def free(self) -> int | None:
@@ -60,6 +62,23 @@ def lead_logits(ranks: Ranks, own: Callable[[Tensor], Tensor], input: Tensor) ->
     """Rank 0's LM head: the others compute their columns too."""
     with ranks.leading(LOGITS, tensors=[input]):
         return own(input)
+
+
+def lead_sequences(
+    ranks: Ranks,
+    own: Callable[..., TargetOutput],
+    ids: Tensor,
+    positions: Tensor,
+    attention: Attention,
+    *,
+    aux_layers: Sequence[int] = (),
+) -> TargetOutput:
+    """Rank 0's forward: over whole sequences the others go along; over rows with KV they do already."""
+    if not isinstance(attention, CausalAttention):
+        return own(ids, positions, attention, aux_layers=aux_layers)
+    starts = [] if attention.starts is None else [attention.starts]
+    with ranks.leading(SEQUENCES, list(aux_layers), [ids, positions.contiguous(), *starts]):
+        return own(ids, positions, attention, aux_layers=aux_layers)
 
 
 class LeadingLayers(KVLayers):
@@ -92,6 +111,9 @@ def follow(shard: Shard, ranks: Ranks) -> None:
             shard.forward(ids, positions, rows, aux)
         elif operation == LOGITS:
             shard.logits(*tensors)
+        elif operation == SEQUENCES:
+            ids, positions, *starts = tensors
+            shard.target(ids, positions, CausalAttention(*starts), aux_layers=numbers)
         elif operation == MOVE:
             shard.kv.move(*tensors)
         elif operation == COPY:

@@ -57,18 +57,36 @@ def repeat_kv(x: Tensor, groups: int) -> Tensor:
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
+def visible(starts: Tensor, slots: Tensor | None = None) -> Tensor:
+    """bool `[B, 1, T, T]`: what each slot of packed documents sees: itself and what is before it in its own.
+
+    starts `[B, T]`: the slot at which a slot's document begins. With `slots` `[M]` the rows of these alone.
+    """
+    columns = torch.arange(starts.shape[1], device=starts.device)
+    if slots is None:
+        slots = columns
+    return ((columns >= starts[:, slots, None]) & (columns <= slots[:, None])).unsqueeze(1)
+
+
 class CausalAttention:
-    """Every row of `[B, T]` attends to itself and to all rows before it. Stateless."""
+    """Every slot of `[B, T]` attends to itself and to all slots before it, of its own document. Stateless.
+
+    starts `[B, T]`: where that begins; None: each row is one document.
+    """
+
+    def __init__(self, starts: Tensor | None = None) -> None:
+        self.starts = starts
+        self._seen = None if starts is None else visible(starts)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, heads, T, D]
         groups, T = q.shape[1] // k.shape[1], q.shape[2]
         k, v = repeat_kv(k, groups), repeat_kv(v, groups)
-        if window is None or window >= T:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            seen = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        seen = self._seen
+        if window is not None and window < T:
+            near = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+            seen = near if seen is None else seen & near
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None)
         return out.transpose(1, 2).flatten(2)
 
 
@@ -76,12 +94,14 @@ class TrainingTimeTestAttention:
     """EAGLE-3's training-time test (arXiv 2503.01840): the keys that a chain draft would find in its cache.
 
     At step k, slot i stands for "k tokens drafted after position i". It sees the step-0 entries of positions <= i,
-    made from target features, and its own entry of every later step: a causal block and one diagonal per step.
+    made from target features, and its own entry of every later step: a causal block and one diagonal per step. Of
+    packed documents (`starts`, as above) it sees its own.
     This equals the engine's cached chain decoding, and a parallel head's rows of one slot. Call `begin_step(k)` before
     the head's k-th step, k = 0, 1, ... Later steps may run on some of the slots alone, each on a part of those before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, starts: Tensor | None = None) -> None:
+        self._starts = starts
         self._step = -1
         self._slots: Tensor | None = None
         self._keys: dict[int, list[Tensor]] = {}
@@ -105,12 +125,13 @@ class TrainingTimeTestAttention:
         keys.append(repeat_kv(k, groups))
         values.append(repeat_kv(v, groups))
         if self._step == 0:
-            out = F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
+            seen = None if self._starts is None else visible(self._starts)
+            out = F.scaled_dot_product_attention(q, keys[0], values[0], attn_mask=seen, is_causal=seen is None)
             return out.transpose(1, 2).flatten(2)
         T, scale = keys[0].shape[2], q.shape[3] ** -0.5
-        columns = torch.arange(T, device=q.device)
-        causal = columns <= (columns if self._slots is None else self._slots)[:, None]
-        scores = (q @ keys[0].transpose(2, 3) * scale).masked_fill(~causal, float("-inf"))  # [B, h, rows, T]
+        starts = self._starts if self._starts is not None else torch.zeros(1, T, dtype=torch.int64, device=q.device)
+        seen = visible(starts, self._slots)
+        scores = (q @ keys[0].transpose(2, 3) * scale).masked_fill(~seen, float("-inf"))  # [B, h, rows, T]
         own = torch.stack([(q * key).sum(-1) * scale for key in keys[1:]], dim=-1)  # [B, h, rows, k]
         weights = torch.cat([scores, own], dim=-1).float().softmax(-1).to(q.dtype)
         out = weights[..., :T] @ values[0]

@@ -1,9 +1,13 @@
-"""How fast each head trains on this machine, nothing else running: for the README's table of heads.
+"""How fast each head trains on this machine, nothing else running, and in how much memory.
 
     python scripts/train_time.py experiment=demo-heads heads=[eagle,eagle3,medusa,mlp,p-eagle] steps=12 save=training
+    python scripts/train_time.py heads=[eagle3] steps=12 packing=true objective.fused=true \\
+        against=[packing=false,objective.fused=false]
 
-All words but `heads` and `save` are those of train/run.py, which runs once per head, for a few steps, and exports
-nothing that lasts. The last line of standard output is one JSON document.
+All words but `heads`, `against` and `save` are those of train/run.py, which runs once per head, for a few steps, and
+exports nothing that lasts; with `against` once more with those words instead (logits of all slots and one sequence a
+row, say). MFU is the head's own products per second over those of a matrix product. The last line of standard output is
+one JSON document.
 """
 
 import os
@@ -22,25 +26,56 @@ from typing import Any
 
 HEADS = "[eagle,eagle3,medusa,mlp,p-eagle]"
 WARM_UP = 2  # steps
+SHOWN = ("data_s", "target_s", "head_s", "optimizer_s")
 
 
-def time_head(head: str, words: list[str], exported: str) -> dict[str, float]:
-    """Tokens per second of its steps, median and range. Raises SystemExit with the run's exit code if it failed."""
+def time_head(head: str, words: list[str], name: str, exported: str) -> dict[str, float]:
+    """Of its steps: tokens per second, median and range; memory; MFU's numerator; seconds by part.
+
+    Raises SystemExit with the run's exit code if it failed.
+    """
     from infer.cli import compose
     from infer.config_checks import resolve_path
     from train.config import TrainConfig
+    from train.step_clock import PARTS
     from train.trackers import read_metrics
 
-    own = [*words, f"head={head}", f"run=train-time-{head}", f"head.path={exported}", "tracker=none", "log_every=1"]
+    own = [*words, f"head={head}", f"run={name}", f"head.path={exported}", "tracker=none", "log_every=1"]
     config = compose("train", TrainConfig, own)
     ran = subprocess.run([sys.executable, str(Path(HERE).parent / "train" / "run.py"), *own], stdout=subprocess.PIPE)
     if ran.returncode:
         raise SystemExit(ran.returncode)
-    rows = read_metrics(resolve_path(config.output_dir) / f"train-time-{head}")
-    speeds = [row["train/tokens_per_s"] for row in rows if "train/tokens_per_s" in row][WARM_UP:]
-    if not speeds:
+    rows = [row for row in read_metrics(resolve_path(config.output_dir) / name) if "train/tokens_per_s" in row]
+    rows = rows[WARM_UP:]
+    if not rows:
         raise SystemExit(f"error: steps={config.steps}: give more than {WARM_UP}, which warm up")
-    return {"tokens_per_s": statistics.median(speeds), "low": min(speeds), "high": max(speeds)}
+    speeds = [row["train/tokens_per_s"] for row in rows]
+    return {
+        "tokens_per_s": statistics.median(speeds),
+        "low": min(speeds),
+        "high": max(speeds),
+        "memory_gb": max(row["train/memory_bytes"] for row in rows) / 1e9,
+        "head_flops_per_s": statistics.median(row["train/head_flops_per_s"] for row in rows),
+        **{f"{part}_s": statistics.median(row[f"time/{part}"] for row in rows) for part in PARTS},
+    }
+
+
+def peak_flops(words: list[str]) -> float:
+    """Of a matrix product, in the dtype that the runs compute in."""
+    import torch
+
+    from infer.cli import compose
+    from train.config import TrainConfig
+    from train.plan import device_of, measure
+
+    config = compose("train", TrainConfig, words)
+    return measure(device_of(config), torch.bfloat16 if config.precision == "bf16" else torch.float32).flops
+
+
+def line(name: str, found: dict[str, float]) -> str:
+    parts = ", ".join(f"{key[:-2]} {1e3 * found[key]:.0f} ms" for key in SHOWN)
+    speed = f"{found['tokens_per_s']:.0f} tokens/s, {found['memory_gb']:.2f} GB, MFU {100 * found['mfu']:.1f} %"
+    return f"{name:<28} {speed}; of a step: {parts}"
 
 
 def main() -> int:
@@ -49,7 +84,7 @@ def main() -> int:
         return 0
     from scripts.bench import describe_machine, result_file
 
-    own = {"heads": HEADS, "save": ""}
+    own = {"heads": HEADS, "against": "[]", "save": ""}
     words = []
     for word in sys.argv[1:]:
         key, _, value = word.partition("=")
@@ -57,13 +92,24 @@ def main() -> int:
             own[key] = value
         else:
             words.append(word)
+    against = own["against"].strip("[]")
+    # the same key twice is an error of Hydra's: the later word takes the earlier one's place
+    instead = {word.partition("=")[0]: word for word in against.split(",") if word}
+    variants = {"": words}
+    if instead:
+        variants["-against"] = [w for w in words if w.partition("=")[0] not in instead] + list(instead.values())
+    peak = peak_flops(words)
     found: dict[str, Any] = {}
     for head in own["heads"].strip("[]").split(","):
-        with tempfile.TemporaryDirectory() as exported:
-            found[head] = time_head(head.strip(), words, str(Path(exported) / "head"))
-        print(f"{head:<8} {found[head]['tokens_per_s']:.0f} tokens/s", flush=True)
+        for variant, chosen in variants.items():
+            name = f"train-time-{head.strip()}{variant}"
+            with tempfile.TemporaryDirectory() as exported:
+                result = time_head(head.strip(), chosen, name, str(Path(exported) / "head"))
+            result["mfu"] = result["head_flops_per_s"] / peak
+            found[f"{head.strip()}{variant}"] = result
+            print(line(head.strip() + (f" {against}" if variant else ""), result), flush=True)
     machine = describe_machine()
-    report = {"machine": machine, "words": words, "heads": found}
+    report = {"machine": machine, "words": words, "against": against, "peak_flops": peak, "heads": found}
     if own["save"]:
         file = result_file(own["save"], "demo", machine)
         file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

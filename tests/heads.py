@@ -67,7 +67,7 @@ def memorise(head: Head, target: LlamaTarget, sequences: Sequences, steps: int, 
     batch = sequences.batch(range(len(sequences)))
     features = compute_features(target, batch, head.config.aux_layers)
     teacher = teach(target, features.hidden, batch, head.target_ids)
-    denominators = objective.denominators(batch.assistant)
+    denominators = objective.denominators(batch)
     for _ in range(rounds):
         loss, _ = objective(batch, features, teacher, denominators, metrics=False)
         loss.backward()

@@ -4,6 +4,9 @@ Slot i holds what the engine holds when the target has just emitted token t[i+1]
 rotary position i. Its draft approximates p[i+1], the target's distribution over t[i+2]. At training-time-test step k
 the slot has drafted k tokens more: it reads t[i+1+k] at position i+k and approximates p[i+1+k].
 
+Several documents may lie end to end in one row. The first token of each is then marked as nobody's, so that no served
+slot, no step and no teacher reaches from one into the next.
+
 Every head is aligned so, its step being what it calls a head or a depth: Medusa's head k reads f[i] alone, the MLP
 speculator's head k the state of head k - 1 and t[i+1+k], P-EAGLE's depth k a mask slot at position i+k; each of them
 drafts t[i+2+k]. Knows nothing about models or losses; every function takes `[..., T]`.
@@ -29,12 +32,18 @@ def draft_tokens(ids: Tensor, step: int) -> Tensor:
     return shift_left(ids, 1 + step)
 
 
-def draft_positions(length: int, step: int, device: torch.device | str | None = None) -> Tensor:
-    """The rotary position of slot i at this step: i + step.
+def positions(ids: Tensor, starts: Tensor | None = None) -> Tensor:
+    """The place of every slot in its document, whose first slot is `starts`; None: a row is one document."""
+    slots = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
+    return slots if starts is None else slots - starts
 
-    Held below `length`, which only slots without a target reach, so that no position leaves the rotary table.
+
+def draft_positions(positions: Tensor, step: int) -> Tensor:
+    """The rotary position of every slot at this step: its own + step.
+
+    Held at the highest, which only slots without a target go beyond, so that no position leaves the rotary table.
     """
-    return (torch.arange(length, device=device) + step).clamp(max=length - 1)
+    return torch.minimum(positions + step, positions.max())
 
 
 def predicted_tokens(ids: Tensor, step: int) -> Tensor:

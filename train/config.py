@@ -74,7 +74,7 @@ class RowsDataConfig(DataConfig):
     held_out_share: float = 0.05  # of the conversations, chosen by their hash, where no held-out side is given
     columns: Any = None  # our names for the data's own columns: {prompt: question}
     chat_template: bool = True  # a prompt is a user's message, if the target has a chat template; false: a plain text
-    prompt_tokens: int = 64  # of a plain text, that the target continues
+    prompt_tokens: int = 64  # of a plain text, that the target continues; by them it is held out
     max_prompt_tokens: int = 2048  # rows with a longer prompt are left out, and counted; a later turn ends there
     deduplicate: bool = True
 
@@ -143,9 +143,15 @@ class OfflineFeaturesConfig(FeaturesConfig):
 
     path: str | None = None  # the store's folder; null: <output_dir>/features/<model>/<hash of all it depends on>
     shard_mb: int = 512  # about; what an interruption can lose
+    dtype: str = "same"  # of the stored hidden states: same: the target's | fp8, a scale per token and layer
+    # the teacher: null: made from the last hidden state, which is stored | k: the target's k likeliest tokens and their
+    # log-probabilities are stored in its place, all others counting nothing
+    top_k: int | None = None
 
     def __post_init__(self) -> None:
         at_least("features.shard_mb", self.shard_mb, 1)
+        one_of("features.dtype", self.dtype, ("same", "fp8"))
+        at_least("features.top_k", self.top_k, 1)
 
 
 @dataclass
@@ -160,6 +166,7 @@ class ObjectiveConfig:
     # true: logits, probabilities and their gradients exist for a chunk of slots alone; null: on a GPU, where the head's
     # parameters are whole
     fused: bool | None = None
+    checkpointing: bool = False  # activations of the head's MLPs are computed again in the backward pass
 
     def __post_init__(self) -> None:
         at_least("objective.steps", self.steps, 1)
@@ -294,8 +301,11 @@ class OptimConfig:
 @dataclass
 class ParallelConfig:
     name: str = MISSING  # single | ddp | fsdp | zero2 | zero3; train/sharding.py says what each divides
+    # for a process that does not answer. They wait for each other while answers are generated and while one evaluates
+    patience_minutes: float = 360.0
 
     def __post_init__(self) -> None:
+        at_least("parallel.patience_minutes", self.patience_minutes, 0.1)
         one_of("parallel.name", self.name, ("single", "ddp", "fsdp", "zero2", "zero3"))
 
 
@@ -340,8 +350,10 @@ class TrainConfig:
     steps: int | None = None
     minutes: float | None = None  # of optimisation, regeneration and evaluation included
     # one step
-    batch_size: int = 16  # sequences per forward
+    batch_size: int = 16  # rows per forward
     sequence_length: int = 256  # longer sequences are cut
+    # a row: false: one sequence, padded to the longest of its batch | true: as many as fit into sequence_length
+    packing: bool = False
     accumulate: int = 1  # forwards per optimiser step
     precision: str = "fp32"  # fp32 | bf16
     # every how many steps
@@ -355,15 +367,18 @@ class TrainConfig:
     eval_prompts: int = 16
     eval_max_tokens: int = 128
     eval_draft_tokens: int = 3
+    # at the end: the speed to plain decoding with so many of them at once; [1,4,16]
+    eval_concurrency: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.head.name == "none":
             raise ValueError("head=none: training needs a head; say head=eagle3")
         if self.head.allow_mismatch:
             raise ValueError("head.allow_mismatch=true: is for serving; a head is trained for the target it is given")
-        if self.engine.tensor_parallel > 1:
+        if self.engine.tensor_parallel > 1 and self.parallel.name != "single":
             raise ValueError(
-                f"engine.tensor_parallel={self.engine.tensor_parallel}: is for serving; training reads a whole target"
+                f"engine.tensor_parallel={self.engine.tensor_parallel}: divides the target among ranks that serve one "
+                f"trainer, and parallel={self.parallel.name} starts several; use parallel=single"
             )
         if self.run is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run):
             raise ValueError(f"run={self.run}: becomes a folder name; use letters, digits, '.', '_' and '-'")
@@ -380,6 +395,8 @@ class TrainConfig:
             raise ValueError(f"minutes={self.minutes}: must be above 0")
         for key in ("batch_size", "accumulate", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints"):
             at_least(key, getattr(self, key), 1)
+        for count in self.eval_concurrency:
+            at_least("eval_concurrency", count, 1)
         for key in ("eval_prompts", "eval_max_tokens", "eval_draft_tokens"):
             at_least(key, getattr(self, key), 1)
         if isinstance(self.data, DemoDataConfig) and self.sequence_length < self.data.prompt_tokens + 2:
@@ -388,6 +405,11 @@ class TrainConfig:
                 f"data.prompt_tokens={self.data.prompt_tokens} come before it"
             )
         self._check_objective()
+
+    @property
+    def room(self) -> int | None:
+        """Tokens of a row that several sequences may share; None where each has its own."""
+        return self.sequence_length if self.packing else None
 
     def _check_objective(self) -> None:
         objective, head, depths = self.objective, self.head, self.head.max_depth
@@ -399,6 +421,21 @@ class TrainConfig:
             raise ValueError(
                 f"objective={objective.name}: is for head={' or '.join(TRAINS[objective.name])}, not for "
                 f"head={head.name}; without objective= it gets {DEFAULT_OBJECTIVE[head.name]}"
+            )
+        if objective.checkpointing and head.name in OWN_WEIGHTS:
+            raise ValueError(
+                f"objective.checkpointing=true: drops activations of decoder layers, of which head={head.name} has none"
+            )
+        top_k = getattr(self.features, "top_k", None)
+        if top_k is not None and head.name not in FUSING:
+            raise ValueError(
+                f"features.top_k={top_k}: saves the last hidden state, which head={head.name} reads itself; it is for "
+                f"head={' or '.join(FUSING)}"
+            )
+        if objective.name == "medusa-2" and (self.engine.tensor_parallel > 1 or self.engine.weights != "same"):
+            raise ValueError(
+                "objective=medusa-2: trains the target too, which must be whole and in its own dtype; use "
+                "engine.tensor_parallel=1 engine.weights=same"
             )
         if objective.name == "medusa-2" and self.parallel.name not in ("single", "ddp"):
             raise ValueError(
@@ -429,6 +466,7 @@ TRAINS = {
     "p-eagle": ("p-eagle",),
 }
 WHOLE = ("single", "ddp")  # parallel= under which every process holds the head's parameters whole
+FUSING = ("eagle3", "p-eagle")  # heads that read layers before the last
 OWN_WEIGHTS = ("medusa", "mlp")  # heads in which a depth shares no weights, or not all, with the others
 DEFAULT_OBJECTIVE = {"eagle3": "ttt", "eagle": "eagle", "medusa": "medusa", "mlp": "mlp", "p-eagle": "p-eagle"}
 

@@ -1,4 +1,4 @@
-"""Token sequences with the mask of what the target itself wrote, and the order in which training takes them.
+"""Token sequences with the mask of what the target itself wrote, how they share a row, and in which order they come.
 
 Ids and masks are stored as they were generated and never rendered again. Knows nothing about prompts' origin or
 models.
@@ -7,7 +7,8 @@ models.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,13 +21,23 @@ from torch import Tensor
 from train import atomic
 
 
+class Place(NamedTuple):
+    """Of a sequence in a batch."""
+
+    row: int
+    first: int  # slot
+
+
 class Batch(NamedTuple):
     ids: Tensor  # int64 [B, T], 0 in the padding
-    assistant: Tensor  # bool [B, T]: the target wrote this token; False in the padding
+    assistant: Tensor  # bool [B, T]: the target wrote this token; False in the padding and where a document begins
     rows: tuple[int, ...]  # which sequences of the data these are
+    places: tuple[Place, ...] = ()  # and where
+    starts: Tensor | None = None  # int64 [B, T]: where the document of a slot begins; None: each row is one document
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(self.ids.to(device), self.assistant.to(device), self.rows)
+        starts = None if self.starts is None else self.starts.to(device)
+        return self._replace(ids=self.ids.to(device), assistant=self.assistant.to(device), starts=starts)
 
 
 @dataclass(frozen=True)
@@ -56,18 +67,38 @@ class Sequences:
         return self.ids[span], self.assistant[span]
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """The rows, padded on the right to the longest of them."""
-        parts = [self.row(index) for index in rows]
-        length = max(ids.numel() for ids, _ in parts)
-        batch = Batch(
-            torch.zeros(len(parts), length, dtype=torch.int64),
-            torch.zeros(len(parts), length, dtype=torch.bool),
-            tuple(rows),
-        )
-        for index, (ids, assistant) in enumerate(parts):
-            batch.ids[index, : ids.numel()] = ids
-            batch.assistant[index, : ids.numel()] = assistant
-        return batch
+        """The sequences, one a row, padded on the right to the longest of them."""
+        return self.packed([[index] for index in rows])
+
+    def packed(self, packs: Sequence[Sequence[int]]) -> Batch:
+        """The sequences of each pack end to end in a row, padded on the right to the longest row."""
+        lengths = self.lengths
+        shape = len(packs), max(int(lengths[list(pack)].sum()) for pack in packs)
+        ids = torch.zeros(shape, dtype=torch.int64)
+        assistant = torch.zeros(shape, dtype=torch.bool)
+        starts = torch.zeros(shape, dtype=torch.int64)
+        rows, places = [], []
+        for row, pack in enumerate(packs):
+            first = 0
+            for index in pack:
+                own_ids, own_assistant = self.row(index)
+                last = first + own_ids.numel()
+                ids[row, first:last], assistant[row, first:last] = own_ids, own_assistant
+                assistant[row, first] = False
+                starts[row, first:] = first  # the padding belongs to the last one
+                rows.append(index)
+                places.append(Place(row, first))
+                first = last
+        alone = all(len(pack) == 1 for pack in packs)
+        return Batch(ids, assistant, tuple(rows), tuple(places), None if alone else starts)
+
+    def batches(self, rows: range, size: int, room: int | None = None) -> Iterator[Batch]:
+        """All of `rows`, `size` packs of them at a time: of one sequence each, or of up to `room` tokens."""
+        packs = [[index] for index in rows]
+        if room is not None:
+            packs = [[rows[item] for item in pack] for pack in best_fit(self.lengths[rows].tolist(), room)]
+        for start in range(0, len(packs), size):
+            yield self.packed(packs[start : start + size])
 
     def cut(self, length: int) -> Sequences:
         """Every row cut to `length` tokens; rows that then serve no slot are left out."""
@@ -109,6 +140,33 @@ class Sequences:
             return cls.from_tensors(load_file(path))
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{path}: cannot be read ({error}); delete it to have it made again") from error
+
+
+def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Packs of items, each of at most `room` in all: the longest item first, into the fullest pack that can take it.
+
+    Depends on the lengths alone. No item may be longer than `room`.
+    """
+    packs: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}  # what is left -> packs
+    rooms: list[int] = []  # its keys, ascending
+    for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        assert lengths[item] <= room, "sequences are cut before they are packed"
+        place = bisect_left(rooms, lengths[item])
+        if place < len(rooms):
+            left = rooms[place]
+            pack = by_room[left].pop()
+            if not by_room[left]:
+                del by_room[left], rooms[place]
+        else:
+            left, pack = room, len(packs)
+            packs.append([])
+        packs[pack].append(item)
+        left -= lengths[item]
+        if left not in by_room:
+            insort(rooms, left)
+        by_room.setdefault(left, []).append(pack)
+    return packs
 
 
 def seed_of(seed: int, number: int) -> int:

@@ -127,7 +127,7 @@ class Dialogue:
 def first_prompt(example: Example, tokenizer: Tokenizer, longest: int) -> list[int]:
     """What the target is asked first: the prompt that acceptance is measured on. Raises ValueError."""
     if example.loss_mask is not None:
-        prompt = list(example.ids[: example.loss_mask.index(True)])
+        prompt = list(example.prompt)
         if not 1 <= len(prompt) <= longest:
             raise TooLong(f"the prompt has {len(prompt)} tokens; 1 to {longest} are possible")
         return prompt

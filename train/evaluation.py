@@ -13,6 +13,7 @@ from itertools import groupby
 
 import torch
 
+from infer.compare import Comparison, compare
 from infer.engine import Engine
 from infer.request import Completion, SamplingParams, SpeculationStats, StepOutput
 from models.heads.base import Head
@@ -133,6 +134,17 @@ class Evaluator:
                 warn("the engine's tokens differ with and without the head (engine.exact=false)")
         return total
 
+    def speeds(self, head: Head, concurrency: Sequence[int]) -> dict[int, float]:
+        """Greedy, by prompts at once: the median ratio of the speed with this head to the speed without."""
+        self._engine.set_proposer("head", head)
+        params, found = SamplingParams(max_tokens=self._config.eval_max_tokens), {}
+        for count in concurrency:
+            groups = [self._prompts[start : start + count] for start in range(0, len(self._prompts), count)]
+            found[count] = Comparison(list(compare(self._engine, groups, params))).ratio.median
+            self._check()
+        self._engine.set_proposer("none")
+        return found
+
     def samples(self, head: Head, count: int) -> list[Sample]:
         """Greedy answers to the first held-out prompts, the accepted drafts in them marked."""
         tokenizer = self._engine.tokenizer
@@ -175,7 +187,7 @@ class Evaluator:
     def losses(self, objective: Objective) -> dict[str, float]:
         """Loss, per-step means and draft-vocabulary coverage over all held-out responses."""
         whole = self._held_out.batch(range(len(self._held_out)))
-        denominators = objective.denominators(whole.assistant).to(self._engine.device)
+        denominators = objective.denominators(whole).to(self._engine.device)
         loss, sums = 0.0, None
         for batch, features in self._batches(self._held_out):
             ids = objective.head.target_ids

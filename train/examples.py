@@ -33,12 +33,21 @@ CALLS = ("function_call", "tool_call")  # ShareGPT's turn in which the assistant
 
 @dataclass(frozen=True)
 class Example:
-    """Before the target has answered. Either messages, or ids: a prompt, or with `loss_mask` a whole sequence."""
+    """Before the target has answered. Either messages, or ids: a prompt, or with `loss_mask` a whole sequence.
+
+    Of a whole sequence the first `asked` ids are its prompt: what it is held out by, and asked when it is.
+    """
 
     messages: tuple[Message, ...] = ()
     tools: tuple[Any, ...] = ()
     ids: tuple[int, ...] = ()
     loss_mask: tuple[bool, ...] | None = None
+    asked: int = 0
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Of an example without messages."""
+        return self.ids if self.loss_mask is None else self.ids[: self.asked]
 
     @property
     def prompt_key(self) -> int:
@@ -46,8 +55,7 @@ class Example:
         if self.messages:
             asked = [message for message in self.messages if message["role"] != "assistant"]
             return content_key([asked, self.tools])
-        prompt = self.ids if self.loss_mask is None else self.ids[: self.loss_mask.index(True)]
-        return content_key(list(prompt))
+        return content_key(list(self.prompt))
 
     @property
     def key(self) -> int:
@@ -73,7 +81,7 @@ def parse_row(row: object, data: RowsDataConfig, tokenizer: Tokenizer) -> tuple[
     if form is None:
         raise ValueError(f"must hold one of {', '.join(FORMS)}; it holds {', '.join(map(str, row)) or 'nothing'}")
     if form == "input_ids":
-        return form, tokenised(row["input_ids"], row.get("loss_mask"), tokenizer.vocab_size)
+        return form, tokenised(row["input_ids"], row.get("loss_mask"), tokenizer.vocab_size, data.prompt_tokens)
     if form == "text" or (form == "prompt" and not (data.chat_template and tokenizer.chat_template)):
         return form, plain(form, row, data, tokenizer)
     if form == "prompt":
@@ -97,24 +105,31 @@ def plain(form: str, row: Mapping[str, Any], data: RowsDataConfig, tokenizer: To
     """No chat template: a text to be continued, from its beginning or from the end of the prompt."""
     ids = tokenizer.encode(text_of(form, row[form]))
     if data.responses == "given":
+        asked = len(ids) if form == "prompt" else min(data.prompt_tokens, len(ids))
         first = 1 if form == "text" else len(ids)
         if form == "prompt":
             if "response" not in row:
                 raise ValueError("data.responses=given: the row has no response")
             ids += [*tokenizer.encode(text_of("response", row["response"]), add_special_tokens=False)]
             ids += tokenizer.eos_ids[:1]
-        return Example(ids=tuple(ids), loss_mask=tuple(place >= first for place in range(len(ids))))
+        return Example(ids=tuple(ids), loss_mask=tuple(place >= first for place in range(len(ids))), asked=asked)
     return Example(ids=tuple(ids[: data.prompt_tokens] if form == "text" else ids))
 
 
-def tokenised(ids: object, mask: object, vocab_size: int) -> Example:
+def tokenised(ids: object, mask: object, vocab_size: int, prompt_tokens: int) -> Example:
+    """What comes before the first learnt token is the prompt.
+
+    If that is no more than the one token that any text begins with, the first `prompt_tokens` stand for a prompt.
+    """
     if not isinstance(ids, list) or not all(type(item) is int and 0 <= item < vocab_size for item in ids):
         raise ValueError(f"input_ids must be a list of token ids below {vocab_size}")
     if not isinstance(mask, list) or not all(item in (0, 1) for item in mask) or len(mask) != len(ids):
         raise ValueError("loss_mask must be a list of 0 and 1, as long as input_ids")
     if not has_served_slot(mask):
         raise ValueError("loss_mask leaves nothing to learn: two neighbouring tokens must be the target's own")
-    return Example(ids=tuple(ids), loss_mask=tuple(bool(item) for item in mask))
+    first = mask.index(1)
+    asked = first if first > 1 else min(prompt_tokens, len(ids))
+    return Example(ids=tuple(ids), loss_mask=tuple(bool(item) for item in mask), asked=asked)
 
 
 def has_served_slot(mask: Sequence[int | bool]) -> bool:

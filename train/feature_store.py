@@ -1,7 +1,7 @@
 """features=offline: the target's hidden states in files, computed once, read row by row through memory maps.
 
     manifest.json            what the features were made of; a store of anything else is refused
-    shard-00000.safetensors  features [tokens, layers, H] of consecutive sequences; the manifest lists the layers
+    shard-00000.safetensors  what feature_layout.py keeps of the tokens of consecutive sequences
 
 A shard is whole or not there, so an interrupted store is completed; processes share the shards.
 """
@@ -21,13 +21,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from models.targets.llama import LAST, LlamaTarget
+from kernels.linear import WeightFormat
+from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from train import atomic
 from train.data import Batch, Sequences
-from train.features import Features, compute_features, feature_bytes, stored_layers
+from train.feature_layout import Layout
+from train.features import Features, compute_features
 
-MANIFEST, FORMAT = "manifest.json", 1
+MANIFEST, FORMAT = "manifest.json", 2
 OPEN_SHARDS = 64  # maps held at once
 
 
@@ -40,15 +42,19 @@ class Shard(NamedTuple):
 
 
 def manifest(
-    target: LlamaTarget, tokenizer: Tokenizer, sequences: Sequences, aux_layers: Sequence[int], shard_mb: int
+    target: LlamaTarget,
+    tokenizer: Tokenizer,
+    sequences: Sequences,
+    layout: Layout,
+    shard_mb: int,
+    weights: WeightFormat = "same",
 ) -> dict[str, Any]:
     """All that the features depend on, and their layout. Two equal ones have equal files."""
     return {
         "format": FORMAT,
         "target": target.fingerprint,
-        "dtype": str(target.norm.weight.dtype).removeprefix("torch."),
-        "layers": stored_layers(aux_layers),
-        "hidden_size": target.config.hidden_size,
+        "weights": weights,
+        **layout.record(),
         "tokenizer": text_hash(tokenizer.backend.to_str()),
         "chat_template": text_hash(tokenizer.chat_template or ""),
         "data": sequences.content_hash(),
@@ -125,14 +131,18 @@ class FeatureStore:
     """Contract of `FeatureSource`, once `fill` has run on every process."""
 
     def __init__(
-        self, folder: Path, target: LlamaTarget, aux_layers: Sequence[int], sequences: Sequences, shard_mb: int
+        self,
+        folder: Path,
+        target: LlamaTarget,
+        aux_layers: Sequence[int],
+        sequences: Sequences,
+        layout: Layout,
+        shard_mb: int,
     ) -> None:
         self.folder, self._target, self._sequences = folder, target, sequences
-        self._layers = stored_layers(aux_layers)
-        self._aux, self._hidden = [self._layers.index(layer) for layer in aux_layers], self._layers.index(LAST)
-        self._device, self._dtype = target.norm.weight.device, target.norm.weight.dtype
-        self._shards = cut_shards(sequences, feature_bytes(target, aux_layers, 1), shard_mb)
-        self._token_bytes = feature_bytes(target, aux_layers, 1)
+        self._aux_layers, self._layout = tuple(aux_layers), layout
+        self._device = target.norm.weight.device
+        self._shards = cut_shards(sequences, layout.token_bytes, shard_mb)
         self._shard_of = [shard for shard in self._shards for _ in range(shard.first, shard.last)]
         self._maps: OrderedDict[str, Any] = OrderedDict()
 
@@ -144,61 +154,75 @@ class FeatureStore:
     def missing_bytes(self) -> int:
         offsets = self._sequences.offsets
         tokens = sum(int(offsets[shard.last] - offsets[shard.first]) for shard in self.missing)
-        return tokens * self._token_bytes
+        return tokens * self._layout.token_bytes
 
-    def fill(self, batch_size: int, share: tuple[int, int], check: Callable[[], None], *, show: bool) -> None:
-        """Computes this process's share of what is missing; what is finished when `check` raises is kept."""
+    def fill(
+        self,
+        batch_size: int,
+        share: tuple[int, int],
+        check: Callable[[], None],
+        *,
+        room: int | None = None,
+        show: bool,
+    ) -> None:
+        """Computes this process's share of what is missing; what is finished when `check` raises is kept.
+
+        With `room` sequences share a row of up to so many tokens.
+        """
         atomic.sweep(self.folder)
         rank, world = share
         missing = set(self.missing)
         todo = [shard for shard in self._shards[rank::world] if shard in missing]  # by number: others are at work too
         with tqdm(total=len(todo), desc="features", unit="shard", disable=not show, dynamic_ncols=True) as bar:
             for shard in todo:
-                atomic.write_tensors(self.folder / shard.file, {"features": self._compute(shard, batch_size, check)})
+                atomic.write_tensors(self.folder / shard.file, self._compute(shard, batch_size, room, check))
                 bar.update()
 
-    def _compute(self, shard: Shard, batch_size: int, check: Callable[[], None]) -> Tensor:
-        offsets, begin = self._sequences.offsets, int(self._sequences.offsets[shard.first])
-        size = int(offsets[shard.last]) - begin
-        out = torch.empty(size, len(self._layers), self._target.config.hidden_size, dtype=self._dtype)
-        for first in range(shard.first, shard.last, batch_size):
+    def _compute(self, shard: Shard, batch_size: int, room: int | None, check: Callable[[], None]) -> dict[str, Tensor]:
+        layout, offsets = self._layout, self._sequences.offsets
+        begin, size = int(offsets[shard.first]), int(offsets[shard.last] - offsets[shard.first])
+        out: dict[str, Tensor] = {}
+        for batch in self._sequences.batches(range(shard.first, shard.last), batch_size, room):
             check()
-            batch = self._sequences.batch(range(first, min(first + batch_size, shard.last))).to(self._device)
-            features = compute_features(self._target, batch, self._layers)
-            for index, row in enumerate(batch.rows):
+            features = compute_features(self._target, batch.to(self._device), layout.layers)
+            states = torch.stack(features.aux, dim=2)  # [B, T, layers, H]
+            for row, place in zip(batch.rows, batch.places, strict=True):
                 low, high = int(offsets[row]) - begin, int(offsets[row + 1]) - begin
-                for part, feature in enumerate(features.aux):
-                    out[low:high, part] = feature[index, : high - low].to("cpu")
+                span = place.row, slice(place.first, place.first + high - low)
+                for name, value in layout.encode(states[span], self._target, features.hidden[span]).items():
+                    out.setdefault(name, value.new_empty(size, *value.shape[1:]))[low:high] = value
         return out
 
     def __call__(self, batch: Batch) -> Features:
         """Raises ValueError when a shard has vanished or is damaged."""
-        shape = (len(self._layers), *batch.ids.shape, self._target.config.hidden_size)
-        out = torch.zeros(shape, dtype=self._dtype)  # [parts, B, T, H]
-        for index, row in enumerate(batch.rows):
-            features = self._read(row)
-            out[:, index, : len(features)] = features.transpose(0, 1)
-        out = out.to(self._device)
-        return Features(tuple(out[part] for part in self._aux), out[self._hidden])
+        out: dict[str, Tensor] = {}
+        for row, place in zip(batch.rows, batch.places, strict=True):
+            for name, value in self._read(row).items():
+                whole = out.setdefault(name, value.new_zeros(*batch.ids.shape, *value.shape[1:]))
+                whole[place.row, place.first : place.first + len(value)] = value
+        states, rest = out.pop("features"), {name: value.to(self._device) for name, value in out.items()}
+        return self._layout.features(self._aux_layers, states.to(self._device), rest)
 
-    def _read(self, row: int) -> Tensor:
-        """`[tokens of the row, layers, H]`"""
+    def _read(self, row: int) -> dict[str, Tensor]:
+        """What is kept of the row's tokens, hidden states decoded."""
         shard, offsets = self._shard_of[row], self._sequences.offsets
         begin = int(offsets[shard.first])
         low, high = int(offsets[row]) - begin, int(offsets[row + 1]) - begin
         path = self.folder / shard.file
         try:
             if shard.file not in self._maps:
-                self._maps[shard.file] = safe_open(path, framework="pt").get_slice("features")
+                file = safe_open(path, framework="pt")
+                self._maps[shard.file] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
                 if len(self._maps) > OPEN_SHARDS:
                     self._maps.popitem(last=False)
             self._maps.move_to_end(shard.file)
-            features = self._maps[shard.file][low:high]
+            found = {name: part[low:high] for name, part in self._maps[shard.file].items()}
         except (OSError, SafetensorError) as error:
             raise ValueError(
                 f"{path}: cannot be read ({error}); delete it if it is there, and run the same command again to have "
                 "it made anew"
             ) from error
-        if len(features) != high - low:
+        if any(len(part) != high - low for part in found.values()):
             raise ValueError(f"{path}: holds fewer tokens than its manifest says; delete it to have it made again")
-        return features
+        states = self._layout.decode(found)
+        return {"features": states} | {name: part for name, part in found.items() if name.startswith("top_")}

@@ -15,13 +15,22 @@ from tqdm import tqdm
 
 from models.attention import CausalAttention
 from models.targets.llama import LAST, LlamaTarget
+from train import alignment
 from train.config import OnlineFeaturesConfig
 from train.data import Batch, Sequences
+
+
+class TopTokens(NamedTuple):
+    """The target's likeliest tokens, descending."""
+
+    log_probs: Tensor  # [B, T, k]
+    ids: Tensor  # [B, T, k]
 
 
 class Features(NamedTuple):
     aux: tuple[Tensor, ...]  # [B, T, H] per aux layer
     hidden: Tensor  # [B, T, H] after the final norm: the teacher's logits are the LM head's of this
+    top: TopTokens | None = None  # what the teacher says in place of `hidden`, which is then [B, T, 0]
 
 
 class FeatureSource(Protocol):
@@ -32,8 +41,8 @@ class FeatureSource(Protocol):
 
 def target_features(target: LlamaTarget, batch: Batch, aux_layers: Sequence[int]) -> Features:
     """With gradients where the target has any."""
-    positions = torch.arange(batch.ids.shape[1], device=batch.ids.device).expand_as(batch.ids)
-    output = target(batch.ids, positions, CausalAttention(), aux_layers=aux_layers)
+    positions = alignment.positions(batch.ids, batch.starts)
+    output = target(batch.ids, positions, CausalAttention(batch.starts), aux_layers=aux_layers)
     return Features(output.aux, output.hidden)
 
 
@@ -65,29 +74,36 @@ class CachedFeatures:
     """
 
     def __init__(
-        self, target: LlamaTarget, aux_layers: Sequence[int], sequences: Sequences, batch_size: int, *, show: bool
+        self,
+        target: LlamaTarget,
+        aux_layers: Sequence[int],
+        sequences: Sequences,
+        batch_size: int,
+        room: int | None = None,
+        *,
+        show: bool,
     ) -> None:
+        """With `room` sequences share a row of up to so many tokens."""
         self._offsets = sequences.offsets
         self._device = target.norm.weight.device
         layers, total = stored_layers(aux_layers), int(sequences.offsets[-1])
         self._aux, self._hidden = [layers.index(layer) for layer in aux_layers], layers.index(LAST)
         dtype = target.norm.weight.dtype
         self._store = torch.empty(len(layers), total, target.config.hidden_size, dtype=dtype, device=self._device)
-        rows = range(0, len(sequences), batch_size)
-        for start in tqdm(rows, desc="features", unit="batch", disable=not show, dynamic_ncols=True):
-            batch = sequences.batch(range(start, min(start + batch_size, len(sequences)))).to(self._device)
-            features = compute_features(target, batch, layers)
-            for index, row in enumerate(batch.rows):
+        batches = sequences.batches(range(len(sequences)), batch_size, room)
+        for batch in tqdm(batches, desc="features", unit="batch", disable=not show, dynamic_ncols=True):
+            features = compute_features(target, batch.to(self._device), layers)
+            for row, place in zip(batch.rows, batch.places, strict=True):
                 low, high = int(self._offsets[row]), int(self._offsets[row + 1])
                 for part, feature in enumerate(features.aux):
-                    self._store[part, low:high] = feature[index, : high - low]
+                    self._store[part, low:high] = feature[place.row, place.first : place.first + high - low]
 
     def __call__(self, batch: Batch) -> Features:
         shape = (self._store.shape[0], *batch.ids.shape, self._store.shape[2])
         out = self._store.new_zeros(shape)  # [parts, B, T, H]
-        for index, row in enumerate(batch.rows):
+        for row, place in zip(batch.rows, batch.places, strict=True):
             low, high = int(self._offsets[row]), int(self._offsets[row + 1])
-            out[:, index, : high - low] = self._store[:, low:high]
+            out[:, place.row, place.first : place.first + high - low] = self._store[:, low:high]
         return Features(tuple(out[part] for part in self._aux), out[self._hidden])
 
 
@@ -102,9 +118,10 @@ def make_features(
     sequences: Sequences,
     *,
     batch_size: int,
+    room: int | None = None,
     show: bool = False,
 ) -> FeatureSource:
     """The cached form while it fits `features.cache_gb`, else the target runs for every batch."""
     if feature_bytes(target, aux_layers, int(sequences.offsets[-1])) <= config.cache_gb * 1e9:
-        return CachedFeatures(target, aux_layers, sequences, batch_size, show=show)
+        return CachedFeatures(target, aux_layers, sequences, batch_size, room, show=show)
     return OnlineFeatures(target, aux_layers)

@@ -20,20 +20,23 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from infer.config_checks import resolve_path
+from infer.engine import Engine
 from train import checkpoint, run_folder, schedule
 from train.config import TrainConfig
 from train.data import Batch, rows_at, seed_of
 from train.evaluation import acceptance_metrics, step_metrics
 from train.export import Measured, check_room, export_head
-from train.objectives import StepSums, teach
-from train.parallel import any_process, broadcast_text, make_accelerator, release, say, total
-from train.plan import check_plan, outlook
+from train.flops import head_flops
+from train.objectives import StepSums, recall, teach
+from train.parallel import any_process, broadcast_text, lost_process, make_accelerator, release, say, total
+from train.plan import check_plan, measure, outlook
 from train.plots import draw_plots
 from train.preparation import prepare, prepare_data
 from train.provenance import provenance
 from train.report import write_report
 from train.served import Publication
 from train.sharding import State, agree, load_module
+from train.step_clock import StepClock, memory_bytes
 from train.stopping import Interrupted, StopRequest
 from train.trackers import Results, Trackers, make_trackers
 
@@ -65,8 +68,19 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
         except Interrupted:
             say(accelerator, f"stopped; resume with: {resume_command(config, overrides, accelerator.num_processes)}")
             return None
+        except RuntimeError as error:
+            if not lost_process(error):
+                raise
+            kept = checkpoint.latest_checkpoint(run.folder / "checkpoints")
+            raise ValueError(
+                f"parallel={config.parallel.name}: another process has ended or does not answer, so this one ends too; "
+                f"its own output says why ({str(error).splitlines()[0]}). Last good checkpoint: {kept or 'none yet'}; "
+                f"resume with: {resume_command(config, overrides, accelerator.num_processes)}"
+            ) from error
         finally:
             run.trackers.finish()
+            if run.engine is not None:
+                run.engine.close()
             release(accelerator)
 
 
@@ -82,6 +96,8 @@ class Run:
     def __init__(self, config: TrainConfig, accelerator: Accelerator, stop: StopRequest, started: float) -> None:
         self.config, self.accelerator, self.stop, self.started = config, accelerator, stop, started
         self.trackers = Trackers([])
+        self.clock = StepClock(accelerator.device)
+        self.engine: Engine | None = None  # with a target that may be divided among further processes
         self.step = self.tokens = 0
         self.skipped = self.skipped_in_a_row = 0  # updates left out because something was not finite
         self.best = 0.0  # acceptance length in the engine
@@ -99,6 +115,7 @@ class Run:
         for line in outlook(config):
             say(accelerator, line)
         self.prepared = prepare(config, accelerator, self.folder, self.stop)
+        self.engine = self.prepared.engine
         check_room(config, self.prepared.head, self.prepared.target, self.prepared.served.bytes_needed())
         self._restore()
         if accelerator.is_main_process:
@@ -109,7 +126,7 @@ class Run:
         return self._finish()
 
     def _regenerate(self) -> dict[str, Any]:
-        _, data = prepare_data(self.config, self.accelerator, self.folder, self.stop)
+        self.engine, data = prepare_data(self.config, self.accelerator, self.folder, self.stop)
         say(self.accelerator, "any run with these data settings beside this one takes these sequences")
         return {"run": self.config.run, "data": str(self.folder / "data"), "counts": data.counts}
 
@@ -120,20 +137,26 @@ class Run:
         peak = schedule.peak_rate(config.optim, self.prepared.head.config.hidden_size)
         with tqdm(total=self.steps, initial=self.step, unit="step", dynamic_ncols=True, disable=not show) as bar:
             self._catch_up()
+            flops = head_flops(self.prepared.head, self.prepared.placement.plain.steps)
             while self.step < self.steps:
-                begun = time.perf_counter()
+                self.clock.start()
                 rate = schedule.learning_rate(self.step, self.steps, config.optim, peak)
                 logged = (self.step + 1) % config.log_every == 0 or self.step + 1 == self.steps
                 result = self._forward_backward(metrics=logged, progress=(self.step + 1) / self.steps)
-                norm = self._update(result.loss, rate)
+                with self.clock.part("optimizer"):
+                    norm = self._update(result.loss, rate)
                 self.step += 1
                 self.tokens += result.tokens
-                speed = result.tokens / (time.perf_counter() - begun)
+                seconds = self.clock.elapsed
+                speed = result.tokens / seconds
                 if self.skipped_in_a_row:
                     self.trackers.log(self.step, {"train/skipped_steps": self.skipped, "train/lr": rate})
                 elif logged:
                     metrics = {"train/loss": result.loss, **step_metrics("train", result.sums), "train/lr": rate}
                     metrics |= {"train/grad_norm": norm, "train/tokens": self.tokens, "train/tokens_per_s": speed}
+                    useful = flops.step(result.tokens, float(result.sums.count.sum()))
+                    metrics |= {"train/head_flops_per_s": useful / seconds, **self.clock.metrics()}
+                    metrics["train/memory_bytes"] = memory_bytes(self.accelerator.device)
                     self.trackers.log(self.step, metrics)
                 bar.set_postfix_str(f"loss {result.loss:.3f}, {speed:.0f} tokens/s", refresh=False)
                 bar.update()
@@ -172,19 +195,24 @@ class Run:
         `progress`: the share of the run that is done when it is.
         """
         prepared, config, accelerator = self.prepared, self.config, self.accelerator
-        batches = [self._batch(micro) for micro in range(config.accumulate)]
+        with self.clock.part("data"):
+            batches = [self._batch(micro) for micro in range(config.accumulate)]
         placement = prepared.placement
-        counts = torch.stack([placement.plain.denominators(batch.assistant) for batch in batches]).sum(0)
+        counts = torch.stack([placement.plain.denominators(batch) for batch in batches]).sum(0)
         denominators = total(accelerator, counts)
         losses, sums = [], []
         for micro, batch in enumerate(batches):
-            features = prepared.features(batch)
-            ids = prepared.head.target_ids
-            teacher = teach(prepared.target, features.hidden, batch, ids, keep=not placement.plain.fused)
+            with self.clock.part("target"):
+                features = prepared.features(batch)
+                ids = prepared.head.target_ids
+                if features.top is None:
+                    teacher = teach(prepared.target, features.hidden, batch, ids, keep=not placement.plain.fused)
+                else:
+                    teacher = recall(features.top, batch, ids, prepared.target.config.vocab_size)
             generator = torch.Generator(accelerator.device).manual_seed(seed_of(config.seed, self._number(micro)))
             given = (batch, features, teacher, denominators, metrics, generator, progress)
             last = micro + 1 == len(batches)
-            with placement.accumulating(last):
+            with self.clock.part("head"), placement.accumulating(last):
                 loss, part = placement.objective(*given)
                 # Gradients are averaged over processes; the losses, parts of one, are to be summed.
                 placement.backward(loss * accelerator.num_processes, last=last)
@@ -212,7 +240,7 @@ class Run:
         touched = wrong != "loss" and not self.prepared.placement.drops_gradients
         if touched or self.skipped_in_a_row >= self.config.max_skipped:
             kept = checkpoint.latest_checkpoint(self.folder / "checkpoints")
-            rows = ", ".join(map(str, self._rows_of_step()[:SHOWN_ROWS]))
+            rows = ", ".join(map(str, self._sequences_of_step()[:SHOWN_ROWS]))
             raise ValueError(
                 f"step {self.step + 1}: the {wrong} is {loss if wrong == 'loss' else norm}, the "
                 f"{self.skipped_in_a_row}. time in a row, here in sequences {rows}, ...; the run stops. Last good "
@@ -222,16 +250,18 @@ class Run:
         say(self.accelerator, f"step {self.step + 1} left out: the {wrong} is not finite")
         return norm
 
-    def _rows_of_step(self) -> list[int]:
+    def _sequences_of_step(self) -> list[int]:
         """Of all processes and batches of the coming step."""
-        per_step = self.config.batch_size * self.config.accumulate * self.accelerator.num_processes
-        return rows_at(len(self.prepared.sequences), self.step * per_step, per_step, self.config.seed)
+        packs, per_step = self.prepared.packs, self.config.batch_size * self.config.accumulate
+        per_step *= self.accelerator.num_processes
+        chosen = rows_at(len(packs), self.step * per_step, per_step, self.config.seed)
+        return [index for number in chosen for index in packs[number]]
 
     def _batch(self, micro: int) -> Batch:
         """Of this process: number `micro` of the coming step. Depends on seed and step alone."""
-        config, sequences = self.config, self.prepared.sequences
-        rows = rows_at(len(sequences), self._number(micro) * config.batch_size, config.batch_size, config.seed)
-        return sequences.batch(rows).to(self.accelerator.device)
+        config, packs = self.config, self.prepared.packs
+        chosen = rows_at(len(packs), self._number(micro) * config.batch_size, config.batch_size, config.seed)
+        return self.prepared.sequences.packed([packs[number] for number in chosen]).to(self.accelerator.device)
 
     def _number(self, micro: int) -> int:
         """Of a batch among all of the run's, over all processes."""
@@ -321,8 +351,9 @@ class Run:
             if self.accelerator.is_main_process:
                 run_folder.write_steps(self.folder, decided)
             per_step = self.config.batch_size * self.config.accumulate * self.accelerator.num_processes
-            epochs = decided * per_step / len(self.prepared.sequences)
-            say(self.accelerator, f"{decided} steps of {per_step} sequences, {epochs:.1f} epochs")
+            epochs = decided * per_step / len(self.prepared.packs)
+            rows = "packs" if self.config.packing else "sequences"
+            say(self.accelerator, f"{decided} steps of {per_step} {rows}, {epochs:.1f} epochs")
         return decided
 
     def _trial_seconds(self) -> float:
@@ -351,6 +382,8 @@ class Run:
         facts |= {"trained_parameters": trained, "seconds": round(time.perf_counter() - self.started, 1)}
         facts |= {"data_source": prepared.data_source, "data_hash": prepared.data_hash}
         facts |= {"data_counts": dict(prepared.data_counts)}
+        arithmetic = torch.bfloat16 if config.precision == "bf16" else torch.float32
+        facts["peak_flops"] = measure(self.accelerator.device, arithmetic).flops
         record = provenance(dataclasses.asdict(config), **facts)
         published, export, measured = self._publish(record)
         metrics = published.evaluator.losses(prepared.placement.measured) | acceptance_metrics(measured.greedy)
@@ -360,7 +393,12 @@ class Run:
             published, export, measured = self._publish(record)
         greedy = measured.greedy
         samples = published.evaluator.samples(prepared.head, max(SHOWN_TEXTS, getattr(config.tracker, "samples", 0)))
-        results = Results(draw_plots(self.folder, measured), samples, export, ("latest", f"step_{record['steps']}"))
+        speeds = dict[int, float]()
+        if config.eval_concurrency:
+            speeds = published.evaluator.speeds(prepared.head, config.eval_concurrency)
+            self.trackers.log(self.step, {f"eval/speed_ratio_{count}": ratio for count, ratio in speeds.items()})
+        plots = draw_plots(self.folder, measured, speeds)
+        results = Results(plots, samples, export, ("latest", f"step_{record['steps']}"))
         report = write_report(self.folder, config, record, measured, results)
         self.trackers.publish(results)
         lengths = greedy.summary()

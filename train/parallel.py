@@ -45,7 +45,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
             os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate forgets DeepSpeed
         else:
             os.environ["ACCELERATE_USE_CPU"] = "true"  # without it two processes never synchronise, and nothing says so
-    patience = timedelta(hours=6)  # the others wait while the main process evaluates
+    patience = timedelta(minutes=config.parallel.patience_minutes)
     # without a backend of its own accelerate counts one process under DeepSpeed on a CPU
     group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=patience)
     # While Medusa-2 trains the heads alone, its adapters have no gradient.
@@ -97,6 +97,14 @@ def zero_settings(config: TrainConfig) -> dict[str, Any]:
         "torch_autocast": {"enabled": config.precision == "bf16", "dtype": "bfloat16"},
         "steps_per_print": 10**9,
     }
+
+
+def lost_process(error: RuntimeError) -> bool:
+    """Whether an exchange between processes failed because one of them is gone or did not come in time."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    text = str(error)
+    return any(sign in text for sign in ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Timed out"))
 
 
 def release(accelerator: Accelerator) -> None:

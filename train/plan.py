@@ -18,11 +18,14 @@ import torch
 
 from infer.config_checks import resolve_path
 from infer.memory import free_bytes
+from kernels.triton import in_use
 from models.heads.base import Head
+from models.layers import Linear
 from models.targets import empty_target, resolve_checkpoint
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from train.config import OfflineFeaturesConfig, OnlineFeaturesConfig, RowsDataConfig, TrainConfig
+from train.feature_layout import Layout
 from train.features import feature_bytes
 from train.objectives import teacher
 from train.preparation import make_head, pool_for
@@ -140,8 +143,8 @@ def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: H
     steps = config.objective.steps or head.config.max_depth or 1
     logits = 4 * vocabulary * (batch + min(steps * batch, 3 * teacher.CHUNK_ELEMENTS // vocabulary))
     parts = {
-        "target": sum(p.numel() for p in {id(p): p for p in target.parameters()}.values()) * item,
-        "KV": (engine.max_tokens_in_cache or 0) * per_token,
+        "target": target_bytes(target, config),
+        "KV": (engine.max_tokens_in_cache or 0) * per_token // config.engine.tensor_parallel,
         "head and optimiser": trained * TRAINED_BYTES + frozen * 4,
         "features": cached or feature_bytes(target, head.config.aux_layers, batch),
         "logits": logits,
@@ -154,7 +157,7 @@ def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: H
     if free is not None and needed > free:
         largest = max(parts, key=lambda name: parts[name])
         cure = {
-            "target": "model.dtype=bfloat16, or a smaller target",
+            "target": "model.dtype=bfloat16, engine.tensor_parallel=, a smaller target; on a GPU engine.weights=int8",
             "KV": "a smaller engine.max_tokens_in_cache, engine.max_batch or data.max_prompt_tokens",
             "head and optimiser": "a smaller head.draft_vocab_size or head",
             "features": "features.cache_gb=0 or features=offline" if cached else "a smaller batch_size",
@@ -163,6 +166,16 @@ def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: H
         plan.refusals.append(
             f"memory: about {needed / GB:.2f} GB needed, {free / GB:.2f} GB are free; most is for the {largest}: {cure}"
         )
+
+
+def target_bytes(target: LlamaTarget, config: TrainConfig) -> int:
+    """Of this process's part: linear layers divided among ranks, and in 8 bits where a kernel reads these."""
+    item, ranks = target.norm.weight.element_size(), config.engine.tensor_parallel
+    narrow = 1 if config.engine.weights != "same" and in_use(device_of(config)) else item
+    linear = {id(m.weight): m.weight.numel() for m in target.modules() if isinstance(m, Linear)}
+    whole = sum(p.numel() for p in {id(p): p for p in target.parameters()}.values()) - sum(linear.values())
+    tied = target.embed_tokens.weight.numel() if target.config.tie_word_embeddings else 0
+    return sum(linear.values()) * narrow // ranks + (whole + tied) * item
 
 
 def features_in_memory(config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> int:
@@ -183,7 +196,7 @@ def plan_disk(
         parts["checkpoints"] = (config.keep_checkpoints + 2) * trained * SAVED_BYTES  # one being written, and the best
         parts["exported head"] = 2 * (trained + frozen) * target.norm.weight.element_size()
         if isinstance(config.features, OfflineFeaturesConfig):
-            parts["features"] = feature_bytes(target, head.config.aux_layers, tokens)
+            parts["features"] = tokens * Layout.of(target, head.config.aux_layers, config.features).token_bytes
             given = config.features.path
             store = resolve_path(given) if given else resolve_path(config.output_dir) / "features" / config.model.name
     place = folder
@@ -244,21 +257,25 @@ def parameters(head: Head) -> tuple[int, int]:
 
 
 def measure(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> Speed:
-    """A matrix product of 512 rows, and a copy."""
-    x, w = (torch.ones(512, 1024, dtype=dtype, device=device), torch.ones(1024, 1024, dtype=dtype, device=device))
-    block = torch.zeros(2**24, dtype=torch.uint8, device=device)
+    """A matrix product of 512 rows, and a copy; on a GPU of sizes that fill it."""
+    rows, side, size = (4096, 8192, 2**28) if device.type == "cuda" else (512, 1024, 2**24)
+    x, w = (torch.ones(rows, side, dtype=dtype, device=device), torch.ones(side, side, dtype=dtype, device=device))
+    block = torch.zeros(size, dtype=torch.uint8, device=device)
+
+    def finish(work: Any) -> None:
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def rate(work: Any, unit: float) -> float:
-        work()
+        finish(work)
         begin, count = time.perf_counter(), 0
         while time.perf_counter() - begin < seconds:
-            work()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            finish(work)
             count += 1
         return unit * count / (time.perf_counter() - begin)
 
-    return Speed(rate(lambda: x @ w, 2.0 * 512 * 1024 * 1024), rate(block.clone, 2.0 * 2**24))
+    return Speed(rate(lambda: x @ w, 2.0 * rows * side * side), rate(block.clone, 2.0 * size))
 
 
 def device_of(config: TrainConfig) -> torch.device:

@@ -19,6 +19,7 @@ from infer.config import EngineConfig, ProposerConfig
 from infer.config_checks import resolve_path
 from infer.engine import Engine
 from infer.head_config import HeadConfig, NewHeadConfig
+from infer.launch import ranks_of
 from models.config import TargetConfig
 from models.heads import HEADS, load_head
 from models.heads.base import Head
@@ -34,9 +35,10 @@ from train.config import (
     RowsDataConfig,
     TrainConfig,
 )
-from train.data import Sequences
+from train.data import Sequences, best_fit
 from train.data_folder import Data, open_data
 from train.evaluation import Evaluator
+from train.feature_layout import Layout
 from train.feature_store import FeatureStore, manifest, open_store, refuse_small_disk, store_name
 from train.features import FeatureSource, OnlineFeatures, make_features
 from train.objectives import OBJECTIVES, Objective
@@ -50,8 +52,10 @@ from train.stopping import Interrupted, StopRequest
 
 @dataclass
 class Prepared:
+    engine: Engine
     target: LlamaTarget
     sequences: Sequences  # cut to sequence_length
+    packs: list[list[int]]  # which of them share a row
     features: FeatureSource
     placement: Whole  # head, objective and optimiser
     served: ServedTarget
@@ -67,17 +71,47 @@ class Prepared:
 def prepare_data(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: StopRequest) -> tuple[Engine, Data]:
     """The target in its engine, and the sequences of both splits: made, or found made."""
     torch.manual_seed(config.seed)
+    engine = open_engine(config, accelerator.device)
+    try:
+        return engine, open_data(config, engine, accelerator, folder / "data", stop)
+    except BaseException:
+        engine.close()
+        raise
+
+
+def open_engine(config: TrainConfig, device: torch.device) -> Engine:
+    """Around the target: whole in this process, or divided among ranks that are started and that `close` ends."""
     dtype = getattr(torch, config.model.dtype)
     path, revision = config.model.path_or_hub_id, config.model.revision
-    target = load_target(path, revision=revision, dtype=dtype, device=accelerator.device)
-    tokenizer = Tokenizer.load(target.folder)
     drafts = ProposerConfig(name="head", max_draft_tokens=config.eval_draft_tokens)
-    engine = Engine(target, tokenizer=tokenizer, proposer="none", config=pool_for(config), proposer_config=drafts)
-    return engine, open_data(config, engine, accelerator, folder / "data", stop)
+    with ranks_of(config.model, config.engine) as ranks:
+        if ranks is not None:
+            device = ranks.device
+        part = ranks.part if ranks else None
+        target = load_target(path, revision=revision, dtype=dtype, device=device, part=part)
+        return Engine(
+            target,
+            tokenizer=Tokenizer.load(target.folder),
+            proposer="none",
+            config=pool_for(config),
+            proposer_config=drafts,
+            ranks=ranks,
+        )
 
 
 def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: StopRequest) -> Prepared:
+    """Raises Interrupted on every process when a stop is requested meanwhile. `Prepared.engine` is to be closed."""
     engine, data = prepare_data(config, accelerator, folder, stop)
+    try:
+        return prepare_training(config, accelerator, engine, data, stop)
+    except BaseException:
+        engine.close()
+        raise
+
+
+def prepare_training(
+    config: TrainConfig, accelerator: Accelerator, engine: Engine, data: Data, stop: StopRequest
+) -> Prepared:
     target, tokenizer = engine.target, engine.tokenizer
     assert tokenizer is not None
     head = make_head(config.head, target.config)
@@ -108,9 +142,16 @@ def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: S
         f"the draft vocabulary of {head.config.draft_vocab_size} covers "
         f"{100 * coverage(sequences.ids[sequences.assistant], head.target_ids):.2f} % of these",
     )
+    packs = [[index] for index in range(len(sequences))]
+    if config.packing:
+        packs = best_fit(sequences.lengths.tolist(), config.sequence_length)
+        filled = int(sequences.offsets[-1]) / (len(packs) * config.sequence_length)
+        say(accelerator, f"packed into {len(packs)} rows of {config.sequence_length} tokens, {100 * filled:.1f} % full")
     return Prepared(
+        engine=engine,
         target=target,
         sequences=sequences,
+        packs=packs,
         features=features,
         placement=placement,
         served=served,
@@ -131,13 +172,16 @@ def open_features(
     """Raises Interrupted on every process when a stop is requested meanwhile."""
     settings, target, show = config.features, engine.target, accelerator.is_main_process
     if isinstance(settings, OnlineFeaturesConfig):
-        return make_features(settings, target, aux_layers, sequences, batch_size=config.batch_size, show=show)
+        size = config.batch_size
+        return make_features(settings, target, aux_layers, sequences, batch_size=size, room=config.room, show=show)
     assert isinstance(settings, OfflineFeaturesConfig)
     assert engine.tokenizer is not None
-    record = manifest(target, engine.tokenizer, sequences, aux_layers, settings.shard_mb)
+    layout = Layout.of(target, aux_layers, settings)
+    weights = config.engine.weight_format
+    record = manifest(target, engine.tokenizer, sequences, layout, settings.shard_mb, weights)
     default = resolve_path(config.output_dir) / "features" / config.model.name / store_name(record)
     folder = resolve_path(settings.path) if settings.path else default
-    store = FeatureStore(folder, target, aux_layers, sequences, settings.shard_mb)
+    store = FeatureStore(folder, target, aux_layers, sequences, layout, settings.shard_mb)
     refuse_small_disk(folder, store.missing_bytes)
     say(accelerator, f"features in {folder}: {store.missing_bytes / 1e9:.2f} GB to be computed")
     if accelerator.is_main_process:
@@ -146,7 +190,7 @@ def open_features(
     cut = False
     try:
         share = (accelerator.process_index, accelerator.num_processes)
-        store.fill(config.batch_size, share, stop.check, show=show)
+        store.fill(config.batch_size, share, stop.check, room=config.room, show=show)
     except Interrupted:
         cut = True
     if any_process(accelerator, cut):

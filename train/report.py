@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from train import atomic
 from train.config import TrainConfig
 from train.export import Acceptance, Measured
 from train.run_folder import flatten
+from train.step_clock import PARTS
 from train.trackers import Results, read_metrics
 
 REPORT = "report.md"
@@ -46,6 +48,8 @@ def report(folder: Path, config: TrainConfig, record: Mapping[str, Any], measure
             [name.removeprefix("eval/") for name in SHOWN], [[number(row.get(name)) for name in SHOWN] for row in rows]
         ),
         *(f"![{plot.stem}]({plot.name})" for plot in results.plots),
+        "## Where time went",
+        time_lines(read_metrics(folder), record.get("peak_flops")),
         "## Texts",
         "Greedy answers to held-out prompts; what was drafted and accepted stands between ⟦ and ⟧.",
         *(
@@ -56,6 +60,26 @@ def report(folder: Path, config: TrainConfig, record: Mapping[str, Any], measure
         fenced("\n".join(f"{key}={value}" for key, value in flatten(record["config"]).items())),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def time_lines(rows: Sequence[Mapping[str, float]], peak: float | None) -> str:
+    """Of the logged steps, the first of which warms up. `peak`: what a matrix product reached here, per second."""
+    steps = [row for row in rows if "time/head" in row][1:]
+    if not steps:
+        return "Too few steps were logged to say."
+    parts = {part: statistics.median(row[f"time/{part}"] for row in steps) for part in PARTS}
+    whole = sum(parts.values())
+    used = statistics.median(row["train/head_flops_per_s"] for row in steps)
+    speed, memory = (
+        statistics.median(row[f"train/{name}"] for row in steps) for name in ("tokens_per_s", "memory_bytes")
+    )
+    lines = [
+        table(["part of a step", "ms", "share"], [[p, f"{1e3 * s:.1f}", f"{s / whole:.1%}"] for p, s in parts.items()]),
+        f"Medians of {len(steps)} steps: {speed:,.0f} tokens/s, {memory / 1e9:.2f} GB. The head's own products ran at "
+        f"{used / 1e9:.2f} GFLOP/s"
+        + (f", {used / peak:.1%} of what a matrix product reaches here (model FLOPs utilisation)." if peak else "."),
+    ]
+    return "\n\n".join(lines)
 
 
 def data_lines(counts: Mapping[str, Any]) -> str:

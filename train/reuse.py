@@ -31,6 +31,7 @@ def recipe(config: TrainConfig, target: LlamaTarget, source: str) -> str:
         "seed": config.seed,
         "held out": [config.eval_prompts, config.eval_max_tokens],
         "exact": config.engine.exact,
+        **({} if config.engine.weights == "same" else {"weights": config.engine.weights}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -18,10 +18,12 @@ from train.loop import train
 
 
 @entry_point("train", TrainConfig)
-def main(config: TrainConfig) -> None:
+def main(config: TrainConfig) -> float | None:
+    """The acceptance length in the engine, for sweeps (`-m`)."""
     result = train(config, sys.argv[1:])
     if result is not None and int(os.environ.get("RANK", "0")) == 0:
         print(json.dumps(result), flush=True)
+    return (result or {}).get("acceptance_length", {}).get("engine")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ FREE = (
     "engine.",
     "log_every",
     "eval_every",
+    "eval_concurrency",
     "checkpoint_every",
     "keep_checkpoints",
     "export",
@@ -34,6 +35,7 @@ FREE = (
     "data.concurrency",
     "data.retries",
     "data.timeout_s",
+    "parallel.patience_minutes",
 )
 ABSENT = object()
 

@@ -134,7 +134,7 @@ class AdaptedTarget:
             with unadapted(objective.target):
                 teacher = teach(objective.target, before(batch).hidden, batch, objective.head.target_ids)
             total += objective.drift(batch, features(batch).hidden, teacher).item()
-            count += objective.denominators(batch.assistant)[0].item()
+            count += objective.denominators(batch)[0].item()
         return total / max(1.0, count)
 
 

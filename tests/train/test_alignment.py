@@ -32,7 +32,7 @@ def test_what_a_slot_reads_and_predicts(
     step: int, tokens: list[int], positions: list[int], predicted: list[int]
 ) -> None:
     assert alignment.draft_tokens(IDS, step).tolist() == tokens
-    assert alignment.draft_positions(8, step).tolist() == positions
+    assert alignment.draft_positions(torch.arange(8), step).tolist() == positions
     assert alignment.predicted_tokens(IDS, step).tolist() == predicted
 
 
@@ -50,7 +50,7 @@ def test_mlp_head_k_reads_the_token_before_the_one_it_is_taught() -> None:
 
 
 def test_p_eagle_depth_k_stands_k_positions_after_its_slot() -> None:
-    assert [alignment.draft_positions(8, depth)[2].item() for depth in range(4)] == [2, 3, 4, 5]
+    assert [alignment.draft_positions(torch.arange(8), depth)[2].item() for depth in range(4)] == [2, 3, 4, 5]
     assert [alignment.predicted_tokens(IDS, depth)[2].item() for depth in range(4)] == [14, 15, 16, 17]
 
 

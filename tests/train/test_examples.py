@@ -68,13 +68,14 @@ def test_plain_texts(tiny_tokenizer: Tokenizer) -> None:
     ids = tiny_tokenizer.encode("def f(x): return x")
     assert parse({"text": "def f(x): return x"}, tiny_tokenizer, prompt_tokens=4).ids == tuple(ids[:4])
     given = parse({"text": "def f(x): return x"}, tiny_tokenizer, responses="given")
-    assert given == Example(ids=tuple(ids), loss_mask=(False, *[True] * (len(ids) - 1)))
+    assert given == Example(ids=tuple(ids), loss_mask=(False, *[True] * (len(ids) - 1)), asked=len(ids))
     pair = {"prompt": "def f", "response": "(x)"}
     assert parse(pair, tiny_tokenizer, chat_template=False).ids == tuple(tiny_tokenizer.encode("def f"))
     given = parse(pair, tiny_tokenizer, chat_template=False, responses="given")
     prompt, response = tiny_tokenizer.encode("def f"), tiny_tokenizer.encode("(x)")
     assert given.ids == (*prompt, *response, 0)
     assert given.loss_mask == (*[False] * len(prompt), *[True] * (len(response) + 1))
+    assert given.prompt == tuple(prompt)
 
 
 def test_rows_with_the_same_questions_have_one_prompt_key(tiny_tokenizer: Tokenizer) -> None:
@@ -84,6 +85,20 @@ def test_rows_with_the_same_questions_have_one_prompt_key(tiny_tokenizer: Tokeni
     assert examples[0].key != examples[1].key
     masked = [parse({"input_ids": [5, 6, *end], "loss_mask": [0, 0, 1, 1]}, tiny_tokenizer) for end in ([7, 8], [9, 9])]
     assert masked[0].prompt_key == masked[1].prompt_key != parse({"text": "a"}, tiny_tokenizer).prompt_key
+
+
+def test_a_text_that_is_learnt_whole_is_known_by_its_beginning(tiny_tokenizer: Tokenizer) -> None:
+    """Not by its first token alone, which nearly every text shares."""
+    texts = ["def f(x): return x", "def g(y): return y", "def f(x): pass"]
+    for form in ("text", "input_ids"):
+        keys = []
+        for text in texts:
+            ids = tiny_tokenizer.encode(text)
+            row = {"text": text} if form == "text" else {"input_ids": ids, "loss_mask": [0] + [1] * (len(ids) - 1)}
+            example = parse(row, tiny_tokenizer, responses="given", prompt_tokens=5)
+            assert example.prompt == tuple(ids[:5])
+            keys.append(example.prompt_key)
+        assert keys[0] == keys[2] != keys[1]
 
 
 @pytest.mark.parametrize(

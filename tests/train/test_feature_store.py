@@ -15,11 +15,13 @@ from models.targets.llama import LAST, LlamaTarget
 from models.tokenizer import Tokenizer
 from tests.conftest import MakeTarget
 from train import feature_store as module
-from train.config import TrainConfig
-from train.data import Sequences
+from train.config import OfflineFeaturesConfig, TrainConfig
+from train.data import Batch, Sequences
+from train.feature_layout import Layout
 from train.feature_store import FeatureStore, cut_shards, manifest, open_store, refuse_small_disk
-from train.features import compute_features
+from train.features import TopTokens, compute_features
 from train.loop import train
+from train.objectives import recall, teach
 from train.stopping import Interrupted
 
 AUX = (2, 4, 5)
@@ -33,7 +35,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_store(folder: Path, target: LlamaTarget, sequences: Sequences) -> FeatureStore:
-    return FeatureStore(folder, target, AUX, sequences, 1)
+    return FeatureStore(folder, target, AUX, sequences, Layout.of(target, AUX), 1)
 
 
 def fill(store: FeatureStore, rank: int = 0, world: int = 1, check=lambda: None) -> None:
@@ -101,20 +103,24 @@ def test_shards_hold_every_sequence_once(responses: Sequences) -> None:
 def test_a_store_of_anything_else_is_refused_and_the_difference_named(
     engine: Engine, responses: Sequences, tiny_tokenizer: Tokenizer, make_target_folder: MakeTarget, tmp_path: Path
 ) -> None:
-    mine = manifest(engine.target, tiny_tokenizer, responses, AUX, 1)
+    layout = Layout.of(engine.target, AUX)
+    mine = manifest(engine.target, tiny_tokenizer, responses, layout, 1)
     open_store(tmp_path / "store", mine)
     open_store(tmp_path / "store", mine)
     other = load_target(str(make_target_folder(seed=1)), dtype=torch.bfloat16)
     with pytest.raises(
         ValueError, match=r"dtype is float32, this run has bfloat16; target is \w+, this run has \w+\. Give"
     ):
-        open_store(tmp_path / "store", manifest(other, tiny_tokenizer, responses, AUX, 1))
+        open_store(tmp_path / "store", manifest(other, tiny_tokenizer, responses, Layout.of(other, AUX), 1))
+    fewer = Layout.of(engine.target, (1,))
     with pytest.raises(ValueError, match=r"layers is \[-1, 2, 4, 5\], this run has \[-1, 1\]"):
-        open_store(tmp_path / "store", manifest(engine.target, tiny_tokenizer, responses, (1,), 1))
+        open_store(tmp_path / "store", manifest(engine.target, tiny_tokenizer, responses, fewer, 1))
+    with pytest.raises(ValueError, match=r"else: weights is same, this run has int8\. Give"):
+        open_store(tmp_path / "store", manifest(engine.target, tiny_tokenizer, responses, layout, 1, "int8"))
     plain = Tokenizer(tiny_tokenizer.backend, eos_ids=tiny_tokenizer.eos_ids)
     with pytest.raises(ValueError, match=r"else: chat_template is \w+, this run has \w+\. Give"):
-        open_store(tmp_path / "store", manifest(engine.target, plain, responses, AUX, 1))
-    shorter = manifest(engine.target, tiny_tokenizer, responses.cut(20), AUX, 1)
+        open_store(tmp_path / "store", manifest(engine.target, plain, responses, layout, 1))
+    shorter = manifest(engine.target, tiny_tokenizer, responses.cut(20), layout, 1)
     with pytest.raises(ValueError, match=r"else: data is \w+, .* tokens is \d+, this run has \d+"):
         open_store(tmp_path / "store", shorter)
     (tmp_path / "mine").mkdir()
@@ -159,5 +165,71 @@ def test_a_run_learns_the_same_from_a_store(tiny_target_folder: Path, tmp_path: 
     online = run("run=online")
     assert run("run=offline", "features=offline") == pytest.approx(online, rel=1e-4)
     (store,) = (tmp_path / "features" / "demo").iterdir()
+    small = run("run=small", "features=offline", "features.dtype=fp8", "features.top_k=384", "objective.fused=true")
+    assert small == pytest.approx(online, rel=0.1)
+    assert small != pytest.approx(online, rel=1e-4)
     with pytest.raises(ValueError, match=r"layers is \[-1, 2, 4, 5\], this run has \[-1, 1, 2\]"):
         run("run=other", "features=offline", f"features.path={store}", "head.aux_layers=[1,2]")
+
+
+@pytest.mark.parametrize("top_k", [None, 384, 8])
+@pytest.mark.parametrize("dtype", ["same", "fp8"])
+def test_smaller_stores_say_nearly_the_same(
+    dtype: str, top_k: int | None, engine: Engine, responses: Sequences, tmp_path: Path, small_shards: None
+) -> None:
+    settings = OfflineFeaturesConfig(name="offline", dtype=dtype, top_k=top_k)
+    layout = Layout.of(engine.target, AUX, settings)
+    store = FeatureStore(tmp_path, engine.target, AUX, responses, layout, 1)
+    store.fill(2, (0, 1), lambda: None, room=60, show=False)
+    kept = sum(len(value) for value in content(tmp_path).values())
+    tokens = int(responses.offsets[-1])
+    assert layout.token_bytes * tokens <= kept <= layout.token_bytes * tokens + 3000
+    layers = 3 if top_k else 4
+    assert layout.token_bytes == layers * (64 + 4 if dtype == "fp8" else 4 * 64) + 6 * (top_k or 0)
+    batch = responses.packed([[4, 0], [2]])
+    read, fresh = store(batch), compute_features(engine.target, batch, AUX)
+    for index, place in zip(batch.rows, batch.places, strict=True):
+        span = place.row, slice(place.first, place.first + int(responses.lengths[index]))
+        for mine, theirs in zip(read.aux, fresh.aux, strict=True):
+            # e4m3 has three bits after the leading one: half a step is 1/16 of a value, and 1/448 / 2^10 of the largest
+            error, largest = (mine[span] - theirs[span]).abs(), theirs[span].abs().amax(-1, keepdim=True)
+            allowed = theirs[span].abs() / 16 + largest / 4e5 if dtype == "fp8" else largest * 1e-5
+            assert (error <= allowed + 1e-6).all()
+            assert (error.max() > 1e-4) == (dtype == "fp8")
+    if top_k is None:
+        return
+    assert read.top is not None
+    ids = torch.arange(0, 384, 3)  # some draft vocabulary
+    mine, theirs = recall(read.top, batch, ids, 384).whole(), teach(engine.target, fresh.hidden, batch, ids)
+    assert torch.equal(mine.choice, theirs.choice)
+    assert torch.equal(mine.label, theirs.label)
+    assert (mine.mass <= theirs.mass + 1e-2).all()
+    torch.testing.assert_close(mine.probs.sum(-1), torch.ones(len(mine.mass)))
+    if top_k == 384:
+        torch.testing.assert_close(mine.probs, theirs.probs, rtol=2e-2, atol=1e-4)
+        torch.testing.assert_close(mine.negentropy, theirs.negentropy, rtol=1e-2, atol=1e-2)
+        assert torch.equal(mine.in_vocab, theirs.in_vocab)
+    else:
+        assert (mine.in_vocab <= theirs.in_vocab).all()
+        assert 0 < mine.in_vocab.sum() < len(mine.in_vocab)
+
+
+def test_where_no_likely_token_can_be_drafted_the_texts_own_stands_in() -> None:
+    log_probs = torch.tensor([[[0.7, 0.2]] * 4]).log()
+    top = TopTokens(log_probs, torch.tensor([[[8, 9], [8, 3], [5, 9], [5, 9]]]))
+    batch = Batch(torch.tensor([[1, 3, 5, 3]]), torch.tensor([[False, True, True, True]]), (0,))
+    teacher = recall(top, batch, torch.tensor([3, 5]), 10).whole()
+    # rows 1 and 2 teach; 8 cannot be drafted
+    assert teacher.probs.tolist() == [[1.0, 0.0], [0.0, 1.0]]
+    assert teacher.mass.tolist() == pytest.approx([0.2, 0.7])
+    assert teacher.in_vocab.tolist() == [False, True]
+    none = recall(top._replace(ids=torch.full_like(top.ids, 8)), batch, torch.tensor([3, 5]), 10).whole()
+    assert none.probs.tolist() == [[0.0, 1.0], [1.0, 0.0]]
+    assert none.label.tolist() == [1, 0]
+    assert none.mass.tolist() == [0, 0]
+    assert not none.in_vocab.any()
+
+
+def test_the_teachers_tokens_are_no_use_to_a_head_that_reads_the_last_layer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"features\.top_k=4: saves the last hidden state, which head=medusa reads"):
+        compose("train", TrainConfig, ["head=medusa", "features=offline", "features.top_k=4"])

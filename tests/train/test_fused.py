@@ -53,7 +53,7 @@ def test_equals_the_dense_form(
             monkeypatch.setattr(head, "logits", watched)
         taught = teach(engine.target, features.hidden, batch, head.target_ids, keep=not fused)
         assert (taught.probs.shape[1] == 0) == fused
-        loss, sums = made(batch, features, taught, made.denominators(batch.assistant))
+        loss, sums = made(batch, features, taught, made.denominators(batch))
         (3 * loss).backward()  # a factor, as accumulation over processes has one
         gradients = {key: p.grad for key, p in head.named_parameters() if p.grad is not None}
         answers[fused] = loss.detach(), torch.stack(list(sums)), gradients
@@ -79,7 +79,7 @@ def test_under_autocast(engine: Engine, tiny_target: LlamaTarget, batch: Batch, 
         made = make_objective(head, "ttt", fused=fused)
         taught = teach(engine.target, features.hidden, batch, head.target_ids, keep=not fused)
         with torch.autocast("cpu", torch.bfloat16):
-            loss, _ = made(batch, features, taught, made.denominators(batch.assistant), metrics=False)
+            loss, _ = made(batch, features, taught, made.denominators(batch), metrics=False)
         loss.backward()
         gradients.append({key: p.grad for key, p in head.named_parameters() if p.grad is not None})
         head.zero_grad()

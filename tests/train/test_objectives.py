@@ -42,7 +42,7 @@ def features_of(head: Head, engine: Engine, batch: Batch) -> Features:
 def run(made: Objective, engine: Engine, batch: Batch, generator: torch.Generator | None = None) -> tuple:
     features = features_of(made.head, engine, batch)
     teacher = teach(engine.target, features.hidden, batch, made.head.target_ids)
-    return made(batch, features, teacher, made.denominators(batch.assistant), True, generator)
+    return made(batch, features, teacher, made.denominators(batch), True, generator)
 
 
 def served_slots(batch: Batch, depth: int) -> list[tuple[int, int]]:
@@ -135,7 +135,7 @@ def test_medusa_2(engine: Engine, tiny_target_folder: Path, tiny_target: LlamaTa
     made = MedusaTogether(head, config, load_target(str(tiny_target_folder)), seed=3)
     features = features_of(head, engine, batch)
     teacher = teach(engine.target, features.hidden, batch, head.target_ids)
-    given = (batch, features, teacher, made.denominators(batch.assistant), True, None)
+    given = (batch, features, teacher, made.denominators(batch), True, None)
     assert torch.equal(made(*given, 0.25)[0], alone(*given)[0])
     # A new adapter changes nothing: no drift yet, the heads' loss as before.
     assert made(*given, 0.3)[0].item() == pytest.approx(0.3 * alone(*given)[0].item(), rel=1e-4)
@@ -351,3 +351,32 @@ def test_everything_but_what_is_frozen_learns(
     assert learning == {name for name, _ in head.named_parameters()} - frozen
     assert tiny_target.lm_head.weight.grad is None
     assert torch.equal(tiny_target.lm_head.weight, before)
+
+
+@pytest.mark.parametrize("variant", ["eagle", "eagle3, two layers", "p-eagle, one layer"])
+def test_checkpointing_keeps_less_and_changes_nothing(
+    variant: str, engine: Engine, tiny_target: LlamaTarget, batch: Batch
+) -> None:
+    found = []
+    for checkpointing in (False, True):
+        head = make_head(tiny_target, variant)
+        name = "ttt" if head.name != "p-eagle" else "p-eagle"
+        made = make_objective(head, name, steps=K, checkpointing=checkpointing)
+        kept = 0
+
+        def keep(value: Tensor) -> Tensor:
+            nonlocal kept
+            kept += value.numel()
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+            loss = run(made, engine, batch)[0]
+        before = kept
+        loss.backward()
+        found.append((loss.detach(), {n: p.grad for n, p in head.named_parameters() if p.grad is not None}, before))
+    (loss, gradients, whole), (again, same, less) = found
+    assert torch.equal(loss, again)
+    assert gradients.keys() == same.keys()
+    for name, value in gradients.items():
+        torch.testing.assert_close(same[name], value, rtol=1e-5, atol=1e-7)
+    assert less < 0.85 * whole

@@ -73,6 +73,15 @@ def test_answers_that_are_learnt_are_rows_of_their_own(tmp_path: Path, tiny_toke
     assert len(found.train) + found.reading.dropped.total() == 12
 
 
+def test_texts_that_begin_alike_are_on_both_sides(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
+    texts = [json.dumps({"text": f"def f{n}(x): return x + {n}"}) for n in range(60)]
+    found = read(tmp_path, texts, tiny_tokenizer, responses="given", held_out_share=0.3, prompt_tokens=8)
+    assert len(found.train) > 20
+    assert len(found.held_out) > 5
+    assert {len(example.ids) for example in found.held_out.values()} == {8}
+    assert not {example.prompt_key for example in found.train.values()} & found.held_out.keys()
+
+
 def test_reading_stops_when_both_sides_are_full(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
     found = read(tmp_path, prompts_of(400), tiny_tokenizer, num_sequences=5, eval_prompts=2, held_out_share=0.2)
     assert (len(found.train), len(found.held_out)) == (5, 2)

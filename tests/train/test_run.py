@@ -84,14 +84,14 @@ def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
 def test_what_a_run_leaves_behind(
     settings: list[str], tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = run(settings, "run=one", "eval_every=20", "log_every=10", "tracker=tensorboard")
+    result = run(settings, "run=one", "eval_every=20", "log_every=10", "tracker=tensorboard", "eval_concurrency=[1,3]")
     assert set(result) == {"run", "export", "acceptance_length", "gap", "seconds"}
     assert (result["run"], result["export"]) == ("one", str(tmp_path / "heads" / "demo" / "eagle3"))
     assert result["acceptance_length"]["simulated"] == result["acceptance_length"]["engine"] >= 1.0
     assert result["gap"] == 0.0
     files = {path.name for path in (tmp_path / "one").iterdir()}
     assert files == {"config.yaml", "schedule.json", "metrics.jsonl", "data", "checkpoints", "tensorboard"} | {
-        "loss.png", "acceptance.png", "acceptance_by_depth.png", "report.md",
+        "loss.png", "acceptance.png", "acceptance_by_depth.png", "speed.png", "report.md",
     }  # fmt: skip
     assert {path.name for path in (tmp_path / "one" / "checkpoints").iterdir()} == {
         "latest", "best", "step-000020", "step-000025", "step-000030",
@@ -105,6 +105,9 @@ def test_what_a_run_leaves_behind(
     assert [row["step"] for row in evaluated] == [0, 20, 30]
     assert {f"train/{name}_{step}" for name in ("loss", "accuracy", "overlap") for step in range(5)} < set(trained[0])
     assert {"train/lr", "train/grad_norm", "train/tokens", "train/tokens_per_s"} < set(trained[0])
+    assert {"time/data", "time/target", "time/head", "time/optimizer", "train/memory_bytes"} < set(trained[0])
+    assert all(0 < row["train/head_flops_per_s"] < 1e13 for row in trained)
+    assert {"eval/speed_ratio_1", "eval/speed_ratio_3"} == set(rows[-1]) - {"step"}
     assert {"eval/loss", "eval/accuracy_0", "eval/overlap_4", "eval/coverage", "eval/gap"} < set(evaluated[0])
     assert all(row["eval/tau_simulated"] == row["eval/tau_engine"] for row in evaluated)
     assert evaluated[-1]["eval/loss"] < evaluated[0]["eval/loss"]
@@ -114,6 +117,8 @@ def test_what_a_run_leaves_behind(
     report = (tmp_path / "one" / "report.md").read_text()
     assert f"| greedy | {result['acceptance_length']['engine']:.3f} |" in report
     assert "28 rows were read: 24 to train on, 4 held out" in report
+    assert re.search(r"\| head \| [\d.]+ \| [\d.]+% \|", report)
+    assert "(model FLOPs utilisation)" in report
     assert report.count("\nτ ") == 2
     assert "⟦" in report.split("## Settings")[0].split("## Texts")[1].partition("\n\n")[2]
     assert all(f"]({name})" in report for name in files if name.endswith(".png"))

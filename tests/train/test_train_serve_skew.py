@@ -221,7 +221,7 @@ def test_item_05_positions_are_the_features(
         read += positions[:own]
     assert read == list(range(slot + 1))
     assert slot >= len(prompts[0]) + 4
-    assert alignment.draft_positions(9, 2)[3].item() == 3 + 2
+    assert alignment.draft_positions(torch.arange(9), 2)[3].item() == 3 + 2
 
 
 @pytest.mark.parametrize("variant", ONE_OF_EACH)
@@ -273,7 +273,7 @@ def test_item_07_accuracy_is_over_the_whole_vocabulary_and_maps_are_checked(
     # a head that always says what the teacher says within its vocabulary is still wrong where the choice is outside
     perfect = torch.nn.functional.one_hot(teacher.draft_choice, 40) * 50.0
     object.__setattr__(head, "logits", lambda state, depth: perfect)
-    sums: StepSums = objective(batch, features, teacher, objective.denominators(batch.assistant))[1]
+    sums: StepSums = objective(batch, features, teacher, objective.denominators(batch))[1]
     assert int(sums.correct) == int((~outside).sum())
     assert int(sums.count) == len(outside)
     object.__delattr__(head, "logits")

@@ -40,7 +40,7 @@ def objective(head: Eagle3Head, **settings: object) -> TrainingTimeTest:
 
 def run(made: TrainingTimeTest, target: LlamaTarget, batch: Batch, features: Features) -> tuple[torch.Tensor, StepSums]:
     own = teach(target, features.hidden, batch, made.head.target_ids)
-    return made(batch, features, own, made.denominators(batch.assistant))
+    return made(batch, features, own, made.denominators(batch))
 
 
 def slow(
@@ -174,7 +174,7 @@ def test_accumulated_batches_add_up_to_the_large_one(
     loss, sums = run(made, engine.target, batch, features)
     loss.backward()
     whole = gradients(random_head)
-    denominators = made.denominators(batch.assistant)
+    denominators = made.denominators(batch)
     total, parts = 0.0, []
     for rows in ([0, 1], [2, 3, 4], [5]):
         part = responses.batch(rows)

@@ -7,10 +7,10 @@ from train.objectives.eagle import FeatureRegression
 from train.objectives.medusa import MedusaHeads, MedusaTogether
 from train.objectives.mlp import NextTokens
 from train.objectives.p_eagle import ParallelDrafting
-from train.objectives.teacher import Teacher, teach
+from train.objectives.teacher import Teacher, recall, teach
 from train.objectives.ttt import TrainingTimeTest
 
-__all__ = ["OBJECTIVES", "Objective", "StepSums", "Teacher", "teach"]
+__all__ = ["OBJECTIVES", "Objective", "StepSums", "Teacher", "recall", "teach"]
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "ttt": TrainingTimeTest,

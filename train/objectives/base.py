@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.heads.base import Head
+from models.layers import GatedMLP
 from train import alignment
 from train.config import ObjectiveConfig
 from train.data import Batch
@@ -46,6 +47,10 @@ class Objective(nn.Module):
         steps = config.steps or head.config.max_depth
         assert steps is not None, "a head without a number of depths needs objective.steps"
         self.steps: int = steps
+        if config.checkpointing:
+            for module in head.modules():
+                if isinstance(module, GatedMLP):  # attention keeps the keys of earlier steps, and must not run twice
+                    module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
     @property
     def trained(self) -> nn.Module:
@@ -71,9 +76,10 @@ class Objective(nn.Module):
         """The slots that each depth is trained on, nested; None for all of them."""
         return None
 
-    def denominators(self, assistant: Tensor) -> Tensor:
-        """`[K]`: what the sum of each step is divided by, known before any forward. assistant `[B, T]`."""
-        return slot_weights(alignment.step_masks(assistant, self.steps), self.config.reduction)[1]
+    def denominators(self, batch: Batch) -> Tensor:
+        """`[K]`: what the sum of each step is divided by, known before any forward."""
+        masks = alignment.step_masks(batch.assistant, self.steps)
+        return slot_weights(masks, self.config.reduction, batch.starts)[1]
 
     def forward(
         self,
@@ -92,7 +98,7 @@ class Objective(nn.Module):
         train in stages; 0 asks for the head alone.
         """
         masks = alignment.step_masks(batch.assistant, self.steps)  # [K, B, T]
-        weights, _ = slot_weights(masks, self.config.reduction)
+        weights, _ = slot_weights(masks, self.config.reduction, batch.starts)
         length = masks.shape[2]
         first = int(masks[0].any(0).int().argmax())
         # Slot i at step k is taught by the row of served slot i + k: rows are numbered in slot order.
@@ -101,7 +107,8 @@ class Objective(nn.Module):
         columns = None if generator is None else self.columns(first, length, generator)
         every = torch.arange(first, length, device=masks.device)
         sums, total = [], batch.ids.new_zeros((), dtype=torch.float32)
-        for step, state in enumerate(draft_states(self.head, batch.ids, aux, self.steps, first, columns)):
+        states = draft_states(self.head, batch.ids, aux, self.steps, first, columns, batch.starts)
+        for step, state in enumerate(states):
             kept = every if columns is None else columns[step]
             mask = masks[step][:, kept]
             rows = alignment.shift_left(number, step)[:, kept][mask]
@@ -154,12 +161,14 @@ class Objective(nn.Module):
         return (costs * weights).sum(), costs.sum(), correct, accepted
 
 
-def slot_weights(masks: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
+def slot_weights(masks: Tensor, reduction: str, starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """masks `[K, B, T]` -> what each slot counts `[K, B, T]`, and by what the sum is divided `[K]`.
 
-    token: every slot the same. sequence: every sequence the same, however many slots it has.
+    token: every slot the same. sequence: every sequence the same, however many slots it has; `starts` `[B, T]` tells
+    those of a row apart.
     """
-    counts = masks.sum(-1)  # [K, B]
     if reduction == "token":
-        return masks.float(), counts.sum(-1).float()
-    return masks / counts.clamp(min=1)[..., None], (counts > 0).sum(-1).float()
+        return masks.float(), masks.flatten(1).sum(1).float()
+    owner = torch.zeros_like(masks, dtype=torch.int64) if starts is None else starts.expand_as(masks)
+    counts = torch.zeros_like(owner).scatter_add(-1, owner, masks.long())  # of a sequence, at its first slot
+    return masks / counts.gather(-1, owner).clamp(min=1), (counts > 0).flatten(1).sum(1).float()

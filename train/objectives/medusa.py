@@ -77,7 +77,7 @@ class MedusaTogether(MedusaHeads):
     def drift(self, batch: Batch, hidden: Tensor, teacher: Teacher) -> Tensor:
         """Σ over served slots of weight * KL(target as it was || as it is), from hidden `[B, T, H]` as it is."""
         served = alignment.step_masks(batch.assistant, 1)
-        weights = slot_weights(served, self.config.reduction)[0][0][served[0]]  # [R], in slot order
+        weights = slot_weights(served, self.config.reduction, batch.starts)[0][0][served[0]]  # [R], in slot order
         rows = hidden[alignment.teacher_rows(batch.assistant)]  # [R, H]
         size = max(1, teaching.CHUNK_ELEMENTS // self.target.config.vocab_size)
         parts = zip(rows.split(size), teacher.hidden.split(size), weights.split(size), strict=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from models.targets.llama import LlamaTarget
 from train import alignment
 from train.data import Batch
+from train.features import TopTokens
 
 CHUNK_ELEMENTS = 2**26  # logits held at once: 256 MB in fp32
 
@@ -26,7 +27,7 @@ class Teacher(NamedTuple):
     draft_choice: Tensor  # [R], the draft id of the argmax over the draft vocabulary
     in_vocab: Tensor  # bool [R], whether the two are the same token
     label: Tensor  # [R], the draft id of the token that the sequence holds there, -1 where it has none
-    hidden: Tensor  # [R, H], the target's hidden state after the final norm
+    hidden: Tensor  # [R, H], the target's hidden state after the final norm; [R, 2k] of `recall`
     make_probs: Callable[[Tensor], Tensor] | None = None  # from `hidden`, where they are not kept
 
     def rows(self, index: Tensor) -> Teacher:
@@ -37,6 +38,13 @@ class Teacher(NamedTuple):
     def whole(self) -> Teacher:
         """With its probabilities."""
         return self if self.make_probs is None else self._replace(probs=self.make_probs(self.hidden), make_probs=None)
+
+
+def draft_ids_of(ids: Tensor, vocab_size: int) -> Tensor:
+    """The draft id of every target id `[V]`, -1 for those that `ids` `[Vd]` does not hold."""
+    found = torch.full((vocab_size,), -1, device=ids.device)
+    found[ids] = torch.arange(ids.numel(), device=ids.device)
+    return found
 
 
 @torch.no_grad()
@@ -50,9 +58,7 @@ def teach(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor, *, kee
     rows = hidden[where]  # [R, H]
     vocab_size = target.config.vocab_size
     whole = ids.numel() == vocab_size
-    draft_ids = torch.full((vocab_size,), -1, device=ids.device)
-    draft_ids[ids] = torch.arange(ids.numel(), device=ids.device)
-    label = draft_ids[alignment.shift_left(batch.ids, 1)[where]]
+    label = draft_ids_of(ids, vocab_size)[alignment.shift_left(batch.ids, 1)[where]]
     size = max(1, CHUNK_ELEMENTS // vocab_size)
     parts = []
     for chunk, labels in zip(rows.split(size), label.split(size), strict=True):
@@ -75,3 +81,41 @@ def draft_probs(target: LlamaTarget, ids: Tensor | None, hidden: Tensor) -> Tens
     """`[R, H]` -> `[R, Vd]`, renormalised to the draft vocabulary `ids`, None for all."""
     logits = target.logits(hidden).float()
     return (logits if ids is None else logits[:, ids]).softmax(-1)
+
+
+@torch.no_grad()
+def recall(top: TopTokens, batch: Batch, ids: Tensor, vocab_size: int) -> Teacher:
+    """The teacher from its likeliest tokens alone `[B, T, k]`; what they leave over counts nothing.
+
+    Where the draft vocabulary `ids` holds none of them, the sequence's own token stands in, as if it were certain.
+    """
+    where = alignment.teacher_rows(batch.assistant)
+    log_probs, tokens = top.log_probs[where], top.ids[where]  # [R, k]
+    draft_ids = draft_ids_of(ids, vocab_size)
+    label = draft_ids[alignment.shift_left(batch.ids, 1)[where]]
+    drafted = draft_ids[tokens]
+    inside = torch.where(drafted >= 0, log_probs.exp(), 0.0)
+    mass = inside.sum(-1)
+    none = mass == 0
+    probs = torch.where(none[:, None], 0.0, inside / mass.clamp(min=torch.finfo(inside.dtype).tiny)[:, None])
+    drafted = drafted.clamp(min=0)
+    probs[none, 0], drafted[none, 0] = 1.0, label[none].clamp(min=0)
+    choice, draft_choice = tokens[:, 0], drafted.gather(1, probs.argmax(-1, keepdim=True)).squeeze(-1)
+    size = ids.numel()
+    return Teacher(
+        probs=probs.new_zeros(len(probs), 0),
+        negentropy=torch.xlogy(probs, probs).sum(-1),
+        mass=mass,
+        choice=choice,
+        draft_choice=draft_choice,
+        in_vocab=~none & (ids[draft_choice] == choice),
+        label=label,
+        hidden=torch.cat([probs, drafted.to(probs.dtype)], dim=-1),
+        make_probs=partial(spread, size),
+    )
+
+
+def spread(size: int, packed: Tensor) -> Tensor:
+    """Probabilities and draft ids side by side `[R, 2k]` -> `[R, size]`, zero elsewhere."""
+    probs, ids = packed.chunk(2, dim=-1)
+    return probs.new_zeros(len(packed), size).scatter_add(1, ids.long(), probs)

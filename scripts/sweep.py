@@ -1,0 +1,150 @@
+"""A search for the settings of the highest acceptance length, by Optuna: one training per trial.
+
+    python scripts/sweep.py study=lr trials=12 model=demo head=eagle3 steps=200 \
+        'optim.lr=tag(log,interval(1e-4,1e-2))' 'objective.steps=range(3,7)' 'objective.loss=choice(kl,lk)'
+
+Words are those of train/run.py. One whose value is Hydra's choice, range or interval is searched over, on a logarithmic
+scale with the tag `log`; the others hold for all trials. A trial's value is the τ that the engine measured of its head,
+which lies in <output_dir>/sweeps/<study>/<number>. The same command again goes on with the study. `pip install
+'headway[sweep]'` brings Optuna. The last line of standard output is one JSON document.
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from hydra.errors import HydraException
+
+Suggest = Callable[[Any], Any]  # of an optuna.Trial
+
+
+def searched(override: Override) -> Suggest:
+    """How a trial chooses the value. Raises ValueError for a sweep that has no meaning here."""
+    key, value = override.key_or_group, override.value()
+    if isinstance(value, ChoiceSweep):
+        choices = [str(choice) for choice in override.sweep_string_iterator()]
+        return lambda trial: trial.suggest_categorical(key, choices)
+    if isinstance(value, RangeSweep):
+        start, stop, step = value.start, value.stop, value.step
+        if isinstance(start, int) and isinstance(stop, int) and isinstance(step, int):
+            last = start + (stop - 1 - start) // step * step  # as Python's range, without its end
+            return lambda trial: trial.suggest_int(key, start, last, step=step)
+    if isinstance(value, IntervalSweep) and value.start is not None and value.end is not None:
+        low, high, log = float(value.start), float(value.end), "log" in value.tags
+        return lambda trial: trial.suggest_float(key, low, high, log=log)
+    raise ValueError(f"{override.input_line}: give choice(a,b), range(1,5) or interval(0.1,1.0)")
+
+
+def read_words(words: list[str]) -> tuple[list[str], dict[str, Suggest]]:
+    """The words of every trial, and what differs. Raises ValueError when there is nothing to search over."""
+    fixed, free = [], {}
+    for word in words:
+        try:
+            override = OverridesParser.create().parse_override(word)
+        except HydraException as error:
+            raise ValueError(f"{word}: {error}") from None
+        if override.is_sweep_override():
+            free[override.key_or_group] = searched(override)
+        else:
+            fixed.append(word)
+    if not free:
+        raise ValueError("nothing to search over: give a key choice(a,b), range(1,5) or interval(0.1,1.0)")
+    return fixed, free
+
+
+def train(words: list[str]) -> float | None:
+    """τ in the engine of one run's head; None if the run failed, and it says why."""
+    command = [sys.executable, str(Path(HERE).parent / "train" / "run.py"), *words]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if ran.returncode or not ran.stdout.strip():
+        return None
+    return float(json.loads(ran.stdout.splitlines()[-1])["acceptance_length"]["engine"])
+
+
+def search(study_name: str, trials: int, fixed: list[str], free: dict[str, Suggest]) -> dict[str, Any]:
+    """Raises ValueError where Optuna is missing, where the settings are wrong, and when no trial succeeded."""
+    from infer.cli import compose
+    from infer.config_checks import resolve_path
+    from train.config import TrainConfig
+
+    try:
+        import optuna
+    except ImportError as error:
+        raise ValueError(f"{error}; pip install 'headway[sweep]'") from None
+    config = compose("train", TrainConfig, fixed)
+    folder = resolve_path(config.output_dir) / "sweeps" / study_name
+    folder.mkdir(parents=True, exist_ok=True)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    journal = optuna.storages.journal.JournalFileBackend(str(folder / "journal.log"))
+    study = optuna.create_study(
+        study_name=study_name,
+        storage=optuna.storages.JournalStorage(journal),
+        sampler=optuna.samplers.TPESampler(seed=config.seed),
+        direction="maximize",
+        load_if_exists=True,
+    )
+
+    def objective(trial: optuna.Trial) -> float:
+        chosen = [f"{key}={suggest(trial)}" for key, suggest in free.items()]
+        own = [f"output_dir={folder}", f"run=trial-{trial.number}", f"head.path={folder / str(trial.number)}"]
+        tau = train([*(word for word in fixed if not word.startswith("output_dir=")), *chosen, *own])
+        print(f"trial {trial.number}: {' '.join(chosen)}: {'failed' if tau is None else f'τ {tau:.3f}'}", flush=True)
+        if tau is None:
+            raise optuna.TrialPruned
+        return tau
+
+    study.optimize(objective, n_trials=trials)
+    done = [trial for trial in study.trials if trial.value is not None]
+    if not done:
+        raise ValueError(
+            f"study={study_name}: none of {len(study.trials)} trials succeeded; what each run said is above"
+        )
+    best = study.best_trial
+    return {
+        "study": study_name,
+        "trials": [{"number": trial.number, "tau": trial.value, "settings": trial.params} for trial in done],
+        "failed": len(study.trials) - len(done),
+        "best": {"tau": best.value, "settings": best.params, "head": str(folder / str(best.number))},
+    }
+
+
+def main() -> int:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return 0
+    own = {"study": "sweep", "trials": "20"}
+    words = []
+    for word in sys.argv[1:]:
+        key, _, value = word.partition("=")
+        if key in own:
+            own[key] = value
+        else:
+            words.append(word)
+    try:
+        if not own["trials"].isdigit() or own["trials"] == "0":
+            raise ValueError(f"trials={own['trials']}: must be a number of at least 1")
+        if not own["study"].replace("-", "").replace("_", "").isalnum():
+            raise ValueError(f"study={own['study']}: becomes a folder name; use letters, digits, '_' and '-'")
+        found = search(own["study"], int(own["trials"]), *read_words(words))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    settings = " ".join(f"{key}={value}" for key, value in found["best"]["settings"].items())
+    print(f"best: {settings}, τ {found['best']['tau']:.3f}, head in {found['best']['head']}")
+    print(json.dumps(found), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""A target that is divided among ranks, or held in 8 bits: its features, and a head trained on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from infer.cli import compose
+from kernels.linear import quantise
+from models.layers import Linear
+from models.targets import load_target
+from models.targets.llama import LAST
+from train.checkpoint import latest_checkpoint, load_file
+from train.config import TrainConfig
+from train.data import Sequences
+from train.features import compute_features
+from train.loop import train
+from train.preparation import open_engine
+
+AUX = (2, 4, 5, LAST)
+
+
+@pytest.fixture
+def settings(tiny_target_folder: Path, tmp_path: Path) -> list[str]:
+    return [
+        f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "head.draft_vocab_size=200", "packing=true",
+        "data.num_sequences=8", "data.max_new_tokens=12", "data.prompt_tokens=12", "sequence_length=48",
+        "batch_size=2", "minutes=null", "steps=2", "eval_prompts=2", "eval_max_tokens=8", "tracker=none",
+        "precision=fp32", "engine.max_tokens_in_cache=1024", "objective.steps=2", "eval_draft_tokens=2",
+    ]  # fmt: skip
+
+
+def features_of(settings: list[str], responses: Sequences) -> torch.Tensor:
+    engine = open_engine(compose("train", TrainConfig, settings), torch.device("cpu"))
+    try:
+        batches = [responses.packed([[0, 3], [5]]), responses.batch([1])]
+        found = [torch.stack(compute_features(engine.target, batch, AUX).aux).flatten(0, 2) for batch in batches]
+        logits = [engine.target.logits(part[-20:]) for part in found]
+        return torch.cat([part.flatten() for part in (*found, *logits)])
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_bits_of_one(
+    settings: list[str], responses: Sequences, tmp_path: Path, started_here: Callable[[], list[int]]
+) -> None:
+    divided = "engine.tensor_parallel=2"
+    assert torch.equal(features_of([*settings, divided], responses), features_of(settings, responses))
+    heads = []
+    for name, more in (("whole", []), ("divided", [divided, "data.top_k=1000", "features=offline"])):
+        own = [*settings, f"run={name}", *more]  # data.top_k: or it would take the other's answers
+        assert train(compose("train", TrainConfig, own)) is not None
+        path = latest_checkpoint(tmp_path / name / "checkpoints")
+        assert path is not None
+        heads.append(load_file(path / "module.safetensors"))
+    for name, value in heads[0].items():
+        torch.testing.assert_close(heads[1][name].float(), value.float(), rtol=1e-3, atol=1e-4)
+    assert started_here() == []
+
+
+def test_in_8_bits_features_are_those_of_the_rounded_weights(
+    settings: list[str], responses: Sequences, tiny_target_folder: Path
+) -> None:
+    rounded = load_target(str(tiny_target_folder))
+    with torch.no_grad():
+        for module in rounded.modules():
+            if isinstance(module, Linear):
+                stored, scale = quantise(module.weight, "int8")
+                module.weight.copy_(stored.float() * scale[:, None])
+    found = features_of([*settings, "engine.weights=int8"], responses)
+    batches = [responses.packed([[0, 3], [5]]), responses.batch([1])]
+    parts = [torch.stack(compute_features(rounded, batch, AUX).aux).flatten(0, 2) for batch in batches]
+    logits = [rounded.logits(part[-20:]) for part in parts]
+    wanted = torch.cat([part.flatten() for part in (*parts, *logits)])
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found, features_of(settings, responses), atol=1e-2)
+
+
+def test_what_does_not_go_with_a_divided_or_rounded_target_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"engine\.tensor_parallel=2: divides the target .*; use parallel=single"):
+        compose("train", TrainConfig, ["engine.tensor_parallel=2", "parallel=ddp"])
+    with pytest.raises(ValueError, match=r"objective=medusa-2: trains the target too"):
+        compose("train", TrainConfig, ["head=medusa", "objective=medusa-2", "engine.weights=int8"])

@@ -1,0 +1,28 @@
+"""Operations of a head, counted against its sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from models.targets.llama import LlamaTarget
+from tests.heads import make_head
+from train.flops import head_flops
+
+H, F, V, VD = 64, 128, 384, 200  # of the tiny target and its draft vocabulary
+ATTENTION = 2 * 64 * 2 * 2  # scores and values of one key: counted too, and next to nothing here
+
+
+@pytest.mark.parametrize(
+    ("variant", "body", "speech"),
+    [
+        # fc once; then at each of three depths qkv (4 heads and 2 + 2 of 16), o, gate, up and down
+        ("eagle3", 3 * H * H + 3 * (2 * H * 128 + H * H + 3 * H * F), H * VD),
+        ("eagle", 3 * (2 * H * H + H * 128 + H * H + 3 * H * F), H * V),
+        ("medusa", 0, H * H + H * V),
+    ],
+)
+def test_a_token_and_a_slot(variant: str, body: int, speech: int, tiny_target: LlamaTarget) -> None:
+    found = head_flops(make_head(tiny_target, variant), 3)
+    assert found.per_slot == pytest.approx(3 * 2 * speech)
+    assert found.per_token == pytest.approx(3 * 2 * body, abs=3 * 3 * 4 * ATTENTION)
+    assert found.step(10, 4) == 10 * found.per_token + 4 * found.per_slot

@@ -1,0 +1,53 @@
+"""Where the time of a step goes, and how much memory it takes.
+
+data        the batch, from memory or disk            time/data, time/target, time/head, time/optimizer:
+target      features and the teacher                  seconds of the step, in this process
+head        forward and backward
+optimizer   exchange between processes, and the update
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+PARTS = ("data", "target", "head", "optimizer")
+
+
+class StepClock:
+    """Of one step after another: `start`, then `part` around each part, any number of times."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.start()
+
+    def start(self) -> None:
+        self._begun, self._seconds = time.perf_counter(), dict.fromkeys(PARTS, 0.0)
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._begun
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._seconds[name] += time.perf_counter() - begin
+
+    def metrics(self) -> dict[str, float]:
+        return {f"time/{name}": seconds for name, seconds in self._seconds.items()}
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most that was taken so far: of the device's memory, on a CPU by the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
