@@ -156,8 +156,9 @@ def transformers_systems(config: BenchConfig, path: str) -> dict[str, System]:
 
 def server_systems(config: BenchConfig, stack: ExitStack) -> dict[str, System]:
     """Started here, one after another, and ended with `stack`; those that do not run wait without work."""
-    from scripts.peer_servers import context_of, make_server
+    from scripts.peer_servers import context_of, end_as_interrupted, make_server
 
+    end_as_interrupted()
     context = context_of(config.prompt_tokens, config.max_tokens)
 
     def system(name: str) -> System:

@@ -11,13 +11,13 @@ from models.weights import fingerprint
 OUT_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 # The converter knows pre-tokenizers by a list of published models; who asks by token ids needs none, so one is named.
 CONVERT = """
-import runpy, sys
-tree = sys.argv[1]
+import sys
+tree, *sys.argv = sys.argv[1:]
 sys.path[:0] = [tree, tree + "/gguf-py"]
 from conversion.base import TextModel
+import convert_hf_to_gguf
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
-sys.argv[:] = sys.argv[2:]
-runpy.run_path(tree + "/convert_hf_to_gguf.py", run_name="__main__")
+convert_hf_to_gguf.main()
 """
 
 

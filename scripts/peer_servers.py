@@ -41,7 +41,10 @@ Settings = BenchConfig | ServedConfig
 
 
 class Server:
-    """A process that answers on the loopback, from `with` to the end of it. It speaks OpenAI's completions."""
+    """A process that answers on the loopback, from `with` to the end of it. It speaks OpenAI's completions.
+
+    So that it ends with whoever started it, SIGTERM is to be one's Ctrl-C (`end_as_interrupted`).
+    """
 
     endpoint = "/v1/completions"
 
@@ -262,6 +265,11 @@ def built(peers: str, peer: str, file: str) -> Path:
     if not path.is_file():
         raise ValueError(f"peers={peers}: {path} is not there; build it with scripts/peers.sh {peer}")
     return path
+
+
+def end_as_interrupted() -> None:
+    """SIGTERM to this process unwinds it, as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def context_of(prompt_tokens: int, max_tokens: int) -> int:

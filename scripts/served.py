@@ -31,7 +31,7 @@ from infer.cli import entry_point
 from infer.config import ServedConfig
 from scripts.bench import describe_machine, result_file
 from scripts.bench_prompts import read_prompts
-from scripts.peer_servers import Server, context_of, make_server
+from scripts.peer_servers import Server, context_of, end_as_interrupted, make_server
 
 WARM_UP_S, REST_S = 4.0, 0.5
 
@@ -210,6 +210,7 @@ def main(config: ServedConfig) -> None:
 
     folder = resolve_checkpoint(config.model.path_or_hub_id, config.model.revision)
     prompts = read_prompts(config, Tokenizer.load(folder))
+    end_as_interrupted()
     capacity, results = config.capacity, dict[str, Any]()
     for name in config.systems:
         context = context_of(config.prompt_tokens, config.max_tokens)
