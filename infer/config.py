@@ -24,6 +24,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 WEIGHTS = ("same", "int8", "fp8")
 PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synthetic", "none")
 SOURCES = ("head", "ngram", "suffix", "draft_model")
+OWN_SYSTEMS = ("off", *SOURCES, "combined", *HEAD_NAMES)  # of a bench; scripts/bench_systems.py says what they are
+TRANSFORMERS = ("hf", "hf_lookup", "hf_assisted")
+SERVERS = ("server", "vllm", "llama.cpp")
 MAX_TREE_NODES = 64  # the bits of DraftTree.ancestors; the root is one of them
 MEASURED_TREE = "measured"
 TOOL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
@@ -268,6 +271,9 @@ class BenchConfig:
     rounds: int = 3  # A, B, C, A, B, C, ...
     save: str | None = None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json
     never_slower: float | None = None  # fail where an `auto` system is slower than `off` by more, beside noise
+    file: str | None = None  # prompts: a file as data.path of training; null: held-out lines of the demo corpus
+    columns: Any = None  # our names for that file's own columns: {prompt: question}
+    peers: str = ".peers"  # where scripts/peers.sh built vLLM and llama.cpp
 
     def __post_init__(self) -> None:
         check_head_and_proposer(self.head, self.proposer)
@@ -275,16 +281,55 @@ class BenchConfig:
         for temperature in self.temperatures:
             check_sampling(temperature, 0, 1.0)
         for system in self.systems:
-            one_of("systems", system.partition(":")[0], ("off", *SOURCES, "combined", *HEAD_NAMES, "hf", "hf_lookup"))
+            one_of("systems", system.partition(":")[0], (*OWN_SYSTEMS, *TRANSFORMERS, *SERVERS))
         for key in ("systems", "concurrency", "temperatures"):
             if not getattr(self, key):
                 raise ValueError(f"{key}=[]: name at least one")
-        if self.save is not None and not re.fullmatch(r"[a-z0-9-]+", self.save):
-            raise ValueError(f"save={self.save}: becomes part of a file name; use small letters, digits and '-'")
+        check_save(self.save)
         for value in self.concurrency:
             at_least("concurrency", value, 1)
         for key in ("num_prompts", "prompt_tokens", "max_tokens", "rounds"):
             at_least(key, getattr(self, key), 1)
+
+
+@dataclass
+class ServedConfig:
+    """Servers under an open load: requests come when they come, whether or not earlier ones are answered."""
+
+    model: ModelConfig = MISSING
+    head: HeadConfig = MISSING
+    proposer: ProposerConfig = MISSING
+    engine: EngineConfig = MISSING
+    output_dir: str = "outputs"
+    systems: list[str] = field(default_factory=lambda: ["server", "server:head:chain3", "server:head:auto3"])
+    capacity: float | None = None  # requests/s that count as a load of 1; null: what the first system can do, measured
+    loads: list[float] = field(default_factory=lambda: [0.1, 0.5, 0.9, 1.5, 3.0])
+    seconds: float = 20.0  # of each load
+    slots: int = 16  # requests that a server runs at once
+    num_prompts: int = 64
+    prompt_tokens: int = 64
+    max_tokens: int = 64
+    seed: int = 0
+    save: str | None = (
+        None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json; one of today is added to
+    )
+    file: str | None = None  # as of BenchConfig
+    columns: Any = None
+    peers: str = ".peers"
+
+    def __post_init__(self) -> None:
+        check_head_and_proposer(self.head, self.proposer)
+        for system in self.systems:
+            one_of("systems", system.partition(":")[0], SERVERS)
+        for key in ("systems", "loads"):
+            if not getattr(self, key):
+                raise ValueError(f"{key}=[]: name at least one")
+        for key in ("num_prompts", "prompt_tokens", "max_tokens", "slots"):
+            at_least(key, getattr(self, key), 1)
+        for key, value in (("capacity", self.capacity), ("seconds", self.seconds), *(("loads", x) for x in self.loads)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{key}={value}: must be above 0")
+        check_save(self.save)
 
 
 @dataclass
@@ -339,6 +384,11 @@ class StepTimeConfig:
             at_least(key, getattr(self, key), 1)
 
 
+def check_save(save: str | None) -> None:
+    if save is not None and not re.fullmatch(r"[a-z0-9-]+", save):
+        raise ValueError(f"save={save}: becomes part of a file name; use small letters, digits and '-'")
+
+
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
     at_least("temperature", temperature, 0)
     at_least("top_k", top_k, 0)
@@ -358,6 +408,7 @@ COMMANDS: dict[str, type] = {
     "serve": ServeConfig,
     "generate": GenerateConfig,
     "bench": BenchConfig,
+    "served": ServedConfig,
     "eval": EvalConfig,
     "step_time": StepTimeConfig,
 }

@@ -102,7 +102,9 @@ class TargetConfig:
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(f"config.json: hidden_act={config['hidden_act']!r}: only 'silu' is supported")
         if "quantization_config" in config:
-            raise ValueError("config.json: quantization_config: quantised checkpoints are not supported yet")
+            raise ValueError(
+                "config.json: quantization_config: a quantised target can be served and trained for, not this"
+            )
         hidden_size, num_heads = need("hidden_size"), need("num_attention_heads")
         num_kv_heads = config.get("num_key_value_heads") or num_heads
         if num_heads % num_kv_heads:

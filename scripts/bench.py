@@ -1,13 +1,15 @@
-"""Measures this engine and transformers' generate on the same target, prompts and machine, in one alternating run.
+"""Measures this engine and other programs on the same target, prompts and machine, in one alternating run.
 
     python scripts/bench.py model=demo head=eagle3
     python scripts/bench.py model=demo head=eagle3 systems=[off,head] concurrency=[1] rounds=5 save=generate
     python scripts/bench.py model=demo head=eagle3 systems=[off,head:chain5,head:tree16] temperatures=[0,0.6,1]
     python scripts/bench.py systems=[off,off:again,head:auto5] concurrency=[1,2,4,8,16,32,64] never_slower=0.02
+    python scripts/bench.py systems=[off,head,vllm,vllm:head,llama.cpp,llama.cpp:head] model.dtype=bfloat16
 
 scripts/bench_systems.py says what a system's name means. Every round runs every system once on the same prompts; a
-ratio is taken against `off` of the same round. The last line of standard output is one JSON document. With
-`never_slower` the exit code is 1 if drafting as far as pays was slower than plain decoding anywhere.
+ratio is taken against `off` of the same round. Of another program's answers those are counted that are the same as
+`off`'s; in bf16 few are, since each program rounds in its own order. The last line of standard output is one JSON
+document. With `never_slower` the exit code is 1 if drafting as far as pays was slower than plain decoding anywhere.
 """
 
 import os
@@ -23,6 +25,7 @@ import json
 import platform
 import subprocess
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,8 @@ from infer.cli import entry_point
 from infer.config import BenchConfig
 from infer.head_config import HEAD_NAMES
 from infer.launched import launched_rank
-from scripts.bench_systems import TRANSFORMERS, System, folder_of, is_adaptive, make_systems
+from scripts.bench_prompts import read_prompts
+from scripts.bench_systems import System, folder_of, is_adaptive, is_ours, make_systems
 
 
 @dataclass
@@ -42,12 +46,25 @@ class Cell:
     ratios: list[float] = field(default_factory=list)  # against `off` of the same round
     acceptance_length: float | None = None
     identical: bool | None = None  # token ids equal to those of `off`; None for another program's
+    agreement: tuple[int, int] | None = None  # of another program's greedy answers how many are `off`'s, of how many
 
 
 Results = dict[float, dict[int, dict[str, Cell]]]  # by temperature, concurrency and system
 
 
-def measure(config: BenchConfig, systems: dict[str, System], prompts: list[list[int]]) -> Results:
+def agreeing(ours: list[list[int]], theirs: list[list[int]], ends: tuple[int, ...]) -> int:
+    """How many answers are the same up to an end-of-text id: what follows one, programs that ignore it do not share."""
+
+    def text(ids: list[int]) -> list[int]:
+        return ids[: next((index for index, token in enumerate(ids) if token in ends), len(ids))]
+
+    return sum(text(own) == other[: len(text(own))] for own, other in zip(ours, theirs, strict=True))
+
+
+def measure(
+    config: BenchConfig, systems: dict[str, System], prompts: list[list[int]], ends: tuple[int, ...]
+) -> Results:
+    """`ends`: the target's end-of-text ids."""
     from tqdm import tqdm
 
     results: Results = {}
@@ -80,8 +97,11 @@ def measure(config: BenchConfig, systems: dict[str, System], prompts: list[list[
                         reference, base = ids, speed
                     if base is not None:
                         cell.ratios.append(speed / base)
-                    if reference is not None and name not in TRANSFORMERS:
+                    if reference is not None and is_ours(name):
                         cell.identical = cell.identical is not False and ids == reference
+                    elif reference is not None and not temperature:
+                        same, of = cell.agreement or (0, 0)
+                        cell.agreement = same + agreeing(reference, ids, ends), of + len(ids)
                     bar.update()
             results.setdefault(temperature, {})[concurrency] = cells
     return results
@@ -128,7 +148,8 @@ def print_table(results: Results) -> None:
                     f"{speed:.1f}",
                     f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})" if ratio else "",
                     "" if cell.acceptance_length is None else f"{cell.acceptance_length:.2f}",
-                    {None: "", True: "yes", False: "NO"}[cell.identical],
+                    {None: "", True: "yes", False: "NO"}[cell.identical]
+                    + (f"{cell.agreement[0]} of {cell.agreement[1]}" if cell.agreement else ""),
                 )
     Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
 
@@ -175,6 +196,7 @@ def document(config: BenchConfig, results: Results, target: Any) -> dict:
             "ratio": asdict(Spread.of(c.ratios)) if c.ratios else None,
             "acceptance_length": c.acceptance_length,
             "identical": c.identical,
+            "agreement": c.agreement,
         }
 
     return {
@@ -206,14 +228,15 @@ def head_summaries(config: BenchConfig) -> dict[str, dict[str, Any]]:
 
 @entry_point("bench", BenchConfig)
 def main(config: BenchConfig) -> None:
-    if config.model.name != "demo":
-        raise ValueError(f"model={config.model.name}: prompts are cut from the demo target's corpus; use model=demo")
+    if config.model.name != "demo" and config.file is None:
+        raise ValueError(
+            f"model={config.model.name}: prompts are cut from the demo target's corpus; use model=demo, or name a file"
+        )
     if launched_rank(config.engine):
         from infer.launch import follow_launched
 
         return follow_launched(config.model, config.engine)
     from infer.engine import Engine
-    from models.demo.corpus import held_out_prompts
 
     if "off" not in config.systems:
         raise ValueError("systems: must hold off, which every ratio is taken against")
@@ -221,9 +244,10 @@ def main(config: BenchConfig) -> None:
     cold = replace(config.engine, prefix_cache=False)
     engine = Engine.load(config.model, config.head, cold, config.proposer, output_dir=config.output_dir)
     assert engine.tokenizer is not None
-    prompts = held_out_prompts(engine.tokenizer, config.num_prompts, config.prompt_tokens)
-    systems = make_systems(config, engine)
-    results = measure(config, systems, prompts)
+    prompts = read_prompts(config, engine.tokenizer)
+    with ExitStack() as stack:
+        systems = make_systems(config, engine, stack)
+        results = measure(config, systems, prompts, engine.target.config.eos_token_ids)
     print_table(results)
     report = document(config, results, engine.target)
     if config.save is not None:

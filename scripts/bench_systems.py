@@ -5,7 +5,9 @@
     eagle3  medusa  ...                    our engine with the exported head of that name
     head:chain5  medusa:tree16  ...        the same with a draft shape of its own
     head:auto5  ngram:auto3  ...           chains of up to that many tokens, as far as pays (infer/controller.py)
-    hf  hf_lookup                          transformers' generate, plain and with prompt lookup (one prompt at a time)
+    hf  hf_lookup  hf_assisted             transformers' generate: plain, with prompt lookup and with
+                                           proposer.draft_model (these two one prompt at a time)
+    server  vllm  llama.cpp  ...           servers, ours among them (scripts/peer_servers.py)
 
 The engine is one for all of ours: what differs is set before the clock starts.
 """
@@ -14,15 +16,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infer.config import MEASURED_TREE, BenchConfig, ProposerConfig
+from infer.config import MEASURED_TREE, OWN_SYSTEMS, SERVERS, TRANSFORMERS, BenchConfig, ProposerConfig
 from infer.head_config import HEAD_NAMES, HeadConfig
 
 Answer = tuple[list[list[int]], float | None]  # token ids and acceptance length
-TRANSFORMERS = ("hf", "hf_lookup")
 
 
 class System(NamedTuple):
@@ -48,8 +50,13 @@ def shaped(config: ProposerConfig, shape: str) -> ProposerConfig:
     return replace(config, max_draft_tokens=depth, tree_width=width, tree_nodes=size, tree=None)
 
 
+def is_ours(name: str) -> bool:
+    """The engine in this process: its ids must be those of `off`, and `auto` must not be slower."""
+    return name.partition(":")[0] in OWN_SYSTEMS
+
+
 def is_adaptive(name: str) -> bool:
-    return ":auto" in name
+    return is_ours(name) and ":auto" in name
 
 
 def engine_system(name: str, config: BenchConfig, engine: Any, heads: Mapping[str, Any]) -> System:
@@ -105,23 +112,28 @@ def transformers_systems(config: BenchConfig, path: str) -> dict[str, System]:
     wanted = [name for name in TRANSFORMERS if name in config.systems]
     if not wanted:
         return {}
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.model.dtype)).eval()
+    if "hf_assisted" in wanted and config.proposer.draft_model is None:
+        raise ValueError("systems: hf_assisted: needs proposer.draft_model=<folder or hub id of a smaller target>")
+    dtype = getattr(torch, config.model.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
     def generate(prompts: list[list[int]], temperature: float, **options: Any) -> list[list[int]]:
-        ids = torch.tensor(prompts)  # all prompts have one length, so nothing is padded
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         sampling: dict[str, Any] = {"do_sample": False}
         if temperature:
             sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
         out = model.generate(
             ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=mask,
             min_new_tokens=config.max_tokens,
             max_new_tokens=config.max_tokens,
             pad_token_id=0,
             **sampling,
             **options,
         )
-        return out[:, ids.shape[1] :].tolist()
+        return out[:, width:].tolist()
 
     def plain(prompts: list[list[int]], temperature: float) -> Answer:
         return generate(prompts, temperature), None
@@ -131,21 +143,49 @@ def transformers_systems(config: BenchConfig, path: str) -> dict[str, System]:
         answers = [generate([prompt], temperature, prompt_lookup_num_tokens=drafts)[0] for prompt in prompts]
         return answers, None
 
-    runs = {"hf": plain, "hf_lookup": lookup}
+    drafter: Any = None
+    if "hf_assisted" in wanted:
+        drafter = AutoModelForCausalLM.from_pretrained(config.proposer.draft_model, dtype=dtype).eval()
+
+    def assisted(prompts: list[list[int]], temperature: float) -> Answer:
+        return [generate([prompt], temperature, assistant_model=drafter)[0] for prompt in prompts], None
+
+    runs = {"hf": plain, "hf_lookup": lookup, "hf_assisted": assisted}
     return {name: System(lambda: None, runs[name]) for name in wanted}
 
 
-def make_systems(config: BenchConfig, engine: Any) -> dict[str, System]:
-    """By name, `off` first. Raises ValueError for a proposer or a head that is not there."""
+def server_systems(config: BenchConfig, stack: ExitStack) -> dict[str, System]:
+    """Started here, one after another, and ended with `stack`; those that do not run wait without work."""
+    from scripts.peer_servers import context_of, end_as_interrupted, make_server
+
+    end_as_interrupted()
+    context = context_of(config.prompt_tokens, config.max_tokens)
+
+    def system(name: str) -> System:
+        server = stack.enter_context(make_server(name, config, slots=max(config.concurrency), context=context))
+        return System(
+            lambda: None,
+            lambda prompts, temperature: server.complete(prompts, config.max_tokens, temperature, config.seed),
+        )
+
+    return {name: system(name) for name in config.systems if name.partition(":")[0] in SERVERS}
+
+
+def make_systems(config: BenchConfig, engine: Any, stack: ExitStack) -> dict[str, System]:
+    """By name, `off` first. Servers end with `stack`.
+
+    Raises ValueError for a proposer, a head or a server that is not there.
+    """
     known = {"off", *HEAD_NAMES, *engine.proposer_names}
     for name in config.systems:
         proposer = name.partition(":")[0]
-        if proposer not in (*known, *TRANSFORMERS):
+        if proposer not in (*known, *TRANSFORMERS, *SERVERS):
             raise ValueError(
                 f"systems: {name}: this engine has {', '.join(engine.proposer_names)}"
                 + ("; train a head (python train/run.py), or drop it from systems" if proposer == "head" else "")
             )
     heads = load_heads(config, engine)
-    ours = {name: engine_system(name, config, engine, heads) for name in config.systems if name not in TRANSFORMERS}
-    systems = ours | transformers_systems(config, str(engine.target.folder))
+    systems = {name: engine_system(name, config, engine, heads) for name in config.systems if is_ours(name)}
+    systems |= transformers_systems(config, str(engine.target.folder))
+    systems |= server_systems(config, stack)
     return {name: systems[name] for name in sorted(systems, key=lambda name: name != "off")}

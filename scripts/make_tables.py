@@ -28,7 +28,11 @@ NAMES = {
     "draft_model": "draft model",
     "hf": "transformers",
     "hf_lookup": "transformers, prompt lookup",
+    "hf_assisted": "transformers, assisted",
+    "server": "Headway's server",
+    "vllm": "vLLM",
 }
+SOURCES = {"ngram": "n-gram lookup", "head": "head"}
 Cell = dict[str, Any]
 
 
@@ -41,10 +45,10 @@ def newest(name: str) -> Path:
 
 
 def label(system: str) -> str:
-    """`head:tree16` of an eagle3 head -> "head, tree 16"."""
-    name, _, shape = system.partition(":")
-    words = re.sub(r"(\D+)(\d+)", r"\1 \2", shape)
-    return ", ".join(filter(None, (NAMES.get(name, name), words)))
+    """`head:tree16` -> "head, tree 16"; `vllm:ngram` -> "vLLM, n-gram lookup"."""
+    name, *rest = system.split(":")
+    words = (SOURCES.get(word) or re.sub(r"(\D+)(\d+)", r"\1 \2", word) for word in rest)
+    return ", ".join((NAMES.get(name, name), *words))
 
 
 def speed(cell: Cell) -> str:
@@ -115,6 +119,69 @@ def by_head(result: Cell) -> str:
     )
 
 
+def by_program(result: Cell) -> str:
+    """One row per system: its speed and the ratio to plain decoding for every number of requests, τ, and how many of
+    its answers are plain decoding's.
+    """
+    (cells,) = result["results"].values()
+    counts = list(cells)
+    rows = []
+    for system in cells[counts[0]]:
+        own = [cells[count][system] for count in counts]
+        same, of = (sum(cell["agreement"][i] for cell in own if cell["agreement"]) for i in (0, 1))
+        lengths = [length(cell) for cell in own if cell["acceptance_length"] is not None]
+        rows.append(
+            [
+                label(system),
+                *(f"{speed(cell)} ({ratio(cell)})" for cell in own),
+                " / ".join(lengths),
+                f"{same} of {of}" if of else "all" if all(cell["identical"] for cell in own) else "NOT ALL",
+            ]
+        )
+    return rows_of(["", *(f"tokens/s at {count}" for count in counts), "τ", "same answers"], rows)
+
+
+def by_load(result: Cell) -> str:
+    """One row per server and load: what came, what was answered, and how long it took."""
+    rows = []
+    for system, levels in result["results"].items():
+        for own in levels:
+            middle = (own[key].get("p50", 0.0) for key in ("first_token_s", "token_s", "latency_s"))
+            first, token, whole = middle
+            rows.append(
+                [
+                    label(system),
+                    f"{own['load']:g}",
+                    f"{own['tokens_per_s']:.0f}",
+                    f"{first:.2f} s",
+                    f"{1000 * token:.0f} ms",
+                    f"{whole:.2f} s",
+                    f"{100 * own['unfinished'] / max(1, own['finished'] + own['unfinished']):.0f} %",
+                ]
+            )
+    header = ["", "load", "tokens/s", "first token", "per token", "whole answer", "unfinished"]
+    return rows_of(header, rows)
+
+
+def plot_load(result: Cell, path: Path) -> None:
+    """Tokens/s, and the median time of an answer, over the load: a line for every server."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    speeds, times = figure.subplots(1, 2)
+    for system, levels in result["results"].items():
+        style = {"marker": "o", "markersize": 3, "linestyle": "-" if system.startswith("server") else "--"}
+        loads = [own["load"] for own in levels]
+        speeds.plot(loads, [own["tokens_per_s"] for own in levels], label=label(system), **style)
+        times.plot(loads, [own["latency_s"]["p50"] for own in levels], **style)
+    speeds.set(xlabel="load (1: what plain decoding can answer)", ylabel="tokens/s")
+    times.set(xlabel="load", ylabel="median seconds to the whole answer", yscale="log")
+    speeds.legend(fontsize=7)
+    for axes in (speeds, times):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
 def plot_heads(result: Cell, path: Path) -> None:
     """τ and the ratio of speed at one request, greedy: a bar for every head and shape."""
     from matplotlib.figure import Figure
@@ -138,7 +205,18 @@ def plot_heads(result: Cell, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-TABLES: dict[str, Callable[[Cell], str]] = {"generate": by_concurrency, "shapes": by_temperature, "heads": by_head}
+TABLES: dict[str, Callable[[Cell], str]] = {
+    "generate": by_concurrency,
+    "shapes": by_temperature,
+    "heads": by_head,
+    "wide-vllm": by_program,
+    "wide-llama": by_program,
+    "wide-chat": by_program,
+    "wide-long": by_program,
+    "demo-programs": by_program,
+    "served": by_load,
+}
+PLOTS: dict[str, Callable[[Cell, Path], None]] = {"heads": plot_heads, "served": plot_load}
 
 
 def rewrite(text: str) -> str:
@@ -171,8 +249,9 @@ def main() -> int:
     if check:
         return int(before != after)
     README.write_text(after, encoding="utf-8")
-    if "<!-- table heads -->" in after:
-        plot_heads(json.loads(newest("heads").read_text(encoding="utf-8")), RESULTS / "heads.png")
+    for name, plot in PLOTS.items():
+        if f"<!-- table {name} -->" in after:
+            plot(json.loads(newest(name).read_text(encoding="utf-8")), RESULTS / f"{name}.png")
     return 0
 
 

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from models.config import read_json
+from models.fields import Fields
 from models.formats import headway, ibm_mlp, medusa, safeailab_eagle, safeailab_eagle3, speculators, vllm_medusa
 from models.formats.checkpoint import Checkpoint, Format, Given, Verifier
-from models.formats.fields import Fields
 from models.formats.files import find_weights, read_weights
 from models.formats.matching import expected_tensors, head_kind, match, without_prefix
 from models.heads import EMBEDDING, PROVENANCE

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from models.formats.fields import Fields
+from models.fields import Fields
 from models.heads.base import HeadShape
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from models.fields import Fields
 from models.formats import llama
 from models.formats.checkpoint import Given
-from models.formats.fields import Fields
 from models.heads.base import HeadShape
 
 OPTIONAL = frozenset({"embed_tokens.weight"})  # shared with the target where it is absent

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from models.fields import Fields
 from models.formats import ibm_mlp, safeailab_eagle, speculators, vllm_medusa
 from models.formats.checkpoint import DRAFT_TOKENS, Checkpoint, Format, Given, Shapes, Stated
-from models.formats.fields import Fields
 from models.heads import HEADS, PROVENANCE
 from models.heads.base import HeadShape
 from models.heads.eagle_config import ARCHITECTURE, EagleConfig

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from models.fields import MOST_LAYERS, Fields
 from models.formats.checkpoint import Checkpoint, Format, Given, Shapes, Stated, Verifier
-from models.formats.fields import MOST_LAYERS, Fields
 from models.heads.base import HeadShape
 from models.heads.mlp_config import MlpConfig
 

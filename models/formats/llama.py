@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from models.config import TargetConfig
-from models.formats.fields import MOST_LAYERS, Fields
+from models.fields import MOST_LAYERS, Fields
 
 # (pattern of the tensor, the keys that its presence and shape follow from), for every format built on such a layer
 BLAME = (

@@ -10,8 +10,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
+from models.fields import MOST_LAYERS, Fields
 from models.formats.checkpoint import Checkpoint, Format, Given, Shapes, Stated, Verifier
-from models.formats.fields import MOST_LAYERS, Fields
 from models.heads.base import HeadShape
 from models.heads.medusa_config import MedusaConfig
 

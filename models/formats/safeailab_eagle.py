@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
+from models.fields import Fields
 from models.formats import llama
 from models.formats.checkpoint import Checkpoint, Format, Given, Shapes, Stated
-from models.formats.fields import Fields
 from models.heads.eagle_config import EagleConfig
 from models.heads.layer_config import layer_json
 

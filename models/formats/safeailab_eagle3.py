@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
+from models.fields import Fields
 from models.formats import eagle3
 from models.formats.checkpoint import Checkpoint, Format, Given, Shapes, Stated
-from models.formats.fields import Fields
 from models.formats.llama import read_layer
 from models.heads.base import HeadShape
 from models.heads.eagle3_config import FLAGS, Eagle3Config

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from models.fields import Fields
 from models.formats import eagle3
 from models.formats.checkpoint import Checkpoint, Format, Given, Shapes, Stated, Verifier
-from models.formats.fields import Fields
 from models.formats.llama import read_layer
 from models.heads.eagle3_config import Eagle3Config
 from models.heads.p_eagle_config import PEagleConfig

@@ -8,8 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from models.config import read_json
+from models.fields import Fields
 from models.formats.checkpoint import Verifier
-from models.formats.fields import Fields
 from models.weights import read_file, shard_files
 
 EMBEDDING = "model.embed_tokens.weight"

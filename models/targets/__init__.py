@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from models.config import read_json
 from models.parallel import Part
+from models.quantised import SECTION, read_scheme, widen_layers
 from models.targets.divided import divide
 from models.targets.llama import LlamaTarget, TargetOutput
 from models.targets.mistral import MistralTarget
@@ -26,6 +28,7 @@ ARCHITECTURES: dict[str, type[LlamaTarget]] = {
     "Qwen3ForCausalLM": Qwen3Target,
     "Qwen3MoeForCausalLM": Qwen3MoeTarget,
 }
+log = logging.getLogger("headway.targets")
 
 
 def resolve_checkpoint(path_or_hub_id: str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -61,12 +64,36 @@ def empty_target(folder: Path, part: Part | None = None) -> LlamaTarget:
     if architecture not in ARCHITECTURES:
         raise ValueError(f"{folder}: architecture {architecture!r} is not supported; one of {', '.join(ARCHITECTURES)}")
     family = ARCHITECTURES[architecture]
-    config = family.read_config(written)
+    try:
+        read_scheme(written)  # refused before a weight is read
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    config = family.read_config({key: value for key, value in written.items() if key != SECTION})
     with torch.device("meta"):
         target = family(config)
         if part is not None:
             divide(target, part)
     return target
+
+
+def read_weights(folder: Path, dtype: torch.dtype, part: Part | None = None) -> dict[str, Tensor]:
+    """The tensors of a target, or this rank's rows of them; quantised layers as weights in `dtype`.
+
+    Raises ValueError for a broken checkpoint and a quantisation that is not supported.
+    """
+    try:
+        scheme = read_scheme(read_json(folder / "config.json"))
+        if scheme is None:
+            return dict(read_tensors(folder, part and part.rows))
+        tensors = dict(read_tensors(folder))  # whole: what is packed has other rows than the weight
+        count = widen_layers(scheme, tensors, dtype)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    log.info("%s: %d linear layers are %s; widened to %s", folder, count, scheme.name, dtype)
+    for name, tensor in tensors.items() if part else ():
+        own = part.rows(name, len(tensor)) if part and tensor.dim() else None
+        tensors[name] = tensor if own is None else tensor[own[0] : own[1]].clone()
+    return tensors
 
 
 def load_target(
@@ -79,14 +106,15 @@ def load_target(
 ) -> LlamaTarget:
     """Loads a target for inference: eval mode, no gradients. Raises ValueError for anything that does not fit.
 
-    With `part` this rank's share of it: no more of a divided tensor is read.
+    With `part` this rank's share of it: no more of a divided tensor is read. A quantised checkpoint is widened
+    (models/quantised/).
     """
     folder = resolve_checkpoint(path_or_hub_id, revision)
     target = empty_target(folder, part)
     config = target.config
     target = target.to(dtype).to_empty(device=device)
     layout = target.checkpoint_layout()
-    tensors = dict(read_tensors(folder, part and part.rows))
+    tensors = read_weights(folder, dtype, part)
     if config.tie_word_embeddings:
         own = part and part.rows("lm_head.weight", config.vocab_size)
         embedding = target.embed_tokens.weight

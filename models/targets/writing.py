@@ -9,6 +9,7 @@ from pathlib import Path
 from huggingface_hub import save_torch_state_dict
 
 from models.config import read_json
+from models.quantised.scheme import SECTION
 from models.targets.llama import LlamaTarget
 from models.weights import split_merged
 
@@ -29,6 +30,7 @@ def save_target(target: LlamaTarget, folder: Path) -> None:
                 shutil.copyfile(path, folder / path.name)
     config = read_json(folder / "config.json")
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
+    config.pop(SECTION, None)  # what is written is what was widened
     config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = split_merged(target, layout, target.merged_sizes())

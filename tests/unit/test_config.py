@@ -38,6 +38,7 @@ ENTRY_POINTS = {
     "serve": "infer/serve.py",
     "generate": "infer/generate.py",
     "bench": "scripts/bench.py",
+    "served": "scripts/served.py",
     "eval": "scripts/eval.py",
     "step_time": "scripts/step_time.py",
 }
@@ -141,7 +142,9 @@ def test_no_key_comes_or_goes_unseen() -> None:
         ("generate", ["color=red"], "color=red: must be one of auto, always, never"),
         ("generate", ["prompt=a", "prompts_file=b"], "prompts_file: excludes prompt"),
         ("generate", ["compare=true", "proposer=none"], "compare=true: compares speculation off and on"),
-        ("bench", ["systems=[off,vllm]"], "systems=vllm: must be one of off, head, ngram"),
+        ("bench", ["systems=[off,sglang]"], "systems=sglang: must be one of off, head, ngram"),
+        ("served", ["systems=[off]"], "systems=off: must be one of server, vllm, llama.cpp"),
+        ("served", ["loads=[0.5,0]"], "loads=0.0: must be above 0"),
         ("bench", ["save=../x"], "save=../x: becomes part of a file name"),
         ("bench", ["concurrency=[]"], "concurrency=[]: name at least one"),
         ("train", ["steps=null", "minutes=null"], "steps=null and minutes=null: the run would not end"),

@@ -27,6 +27,7 @@ ENTRY_POINTS = (
     "infer/generate.py",
     "infer/follower.py",
     "scripts/bench.py",
+    "scripts/served.py",
     "scripts/step_time.py",
     "scripts/doctor.py",
 )

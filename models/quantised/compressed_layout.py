@@ -1,0 +1,136 @@
+"""compressed-tensors, weights alone: what llm-compressor writes as W4A16, W8A16 or fp8 without activations.
+
+`pack-quantized`: `weight_packed` int32 `[N, ceil(K * bits / 32)]` holds value + 2^(bits-1), packed along K, with the
+shape in `weight_shape`; zeros, if there are any, are packed along N likewise. The other formats keep `weight` as it is,
+int8 or fp8. `weight_scale` `[N, G]`, `[N, 1]` or `[1]`; `weight_g_idx` `[K]` where columns are not grouped in order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from models.fields import Fields
+from models.quantised.packing import WORD, unpack, widen
+from models.quantised.scheme import Scheme, need
+
+PACKED = "pack-quantized"
+STORED = {  # format -> (type, bits) that it may hold
+    PACKED: (("int", 4), ("int", 8)),
+    "int-quantized": (("int", 8),),
+    "float-quantized": (("float", 8),),
+    "naive-quantized": (("int", 8), ("float", 8)),
+}
+DTYPES = {"int": torch.int8, "float": torch.float8_e4m3fn}
+HISTORY = ("quantization_status", "global_compression_ratio", "version", "run_compressed")
+PARTS = ("weight_scale", "weight", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx")
+
+
+@dataclass(frozen=True)
+class Group:
+    """How the layers that `targets` names are stored. `size`: columns of a group; 0: a row, -1: the whole weight."""
+
+    targets: tuple[str, ...]
+    kind: str
+    bits: int
+    size: int
+    symmetric: bool
+
+    @property
+    def zero(self) -> int:
+        return 1 << (self.bits - 1)
+
+
+def read(fields: Fields) -> Scheme:
+    form = fields.need("format", str)
+    if form not in STORED:
+        raise ValueError(f"{fields.name}: format={form!r}: only {', '.join(STORED)} are supported")
+    fields.only("kv_cache_scheme")
+    fields.only("sparsity_config", {})
+    fields.ignore(*HISTORY)
+    ignored = tuple(_texts(fields, "ignore"))
+    sections = fields.need_section("config_groups")
+    groups = [_read_group(sections.need_section(name), form) for name in sections.values]
+    if not groups:
+        raise ValueError(f"{sections.name}: names no group")
+    kinds = ", ".join(dict.fromkeys(f"{group.kind}{group.bits}" for group in groups))
+    return Scheme(
+        f"compressed-tensors {form}, {kinds}", PARTS, partial(_weight, groups=groups, ignored=ignored, form=form)
+    )
+
+
+def _texts(fields: Fields, key: str) -> Sequence[str]:
+    found = fields.take(key, list, [])
+    if not all(isinstance(text, str) for text in found):
+        raise ValueError(f"{fields.name}: {key}={found!r}: expected names")
+    return found
+
+
+def _read_group(fields: Fields, form: str) -> Group:
+    targets = tuple(_texts(fields, "targets"))
+    fields.only("format", form)
+    for activations in ("input_activations", "output_activations"):
+        if fields.maybe(activations, dict) is not None:
+            raise ValueError(f"{fields.name}: {activations}: quantised activations are not supported, only weights")
+    weights = fields.need_section("weights")
+    fields.done()
+    kind, bits = weights.take("type", str, "int"), weights.take("num_bits", int, 8)
+    if (kind, bits) not in STORED[form]:
+        raise ValueError(f"{weights.name}: type={kind!r}, num_bits={bits}: not supported in {form}")
+    strategy, size = weights.need("strategy", str), weights.maybe("group_size", int)
+    if strategy not in ("tensor", "channel", "group"):
+        raise ValueError(f"{weights.name}: strategy={strategy!r}: only 'tensor', 'channel' and 'group' are supported")
+    if strategy == "group" and (size is None or size < 1):
+        raise ValueError(f"{weights.name}: group_size={size}: must be at least 1 with strategy 'group'")
+    weights.only("dynamic", False)
+    weights.only("block_structure")
+    weights.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "actorder")  # weight_g_idx says the order
+    symmetric = weights.take("symmetric", bool, True)
+    if not symmetric and form != PACKED:
+        raise ValueError(f"{weights.name}: symmetric=false: only supported in {PACKED}")
+    weights.done()
+    return Group(targets, kind, bits, {"tensor": -1, "channel": 0}.get(strategy, size or 0), symmetric)
+
+
+def _names(pattern: str, layer: str) -> bool:
+    return bool(re.match(pattern[3:], layer)) if pattern.startswith("re:") else pattern in (layer, "Linear")
+
+
+def _weight(
+    layer: str, parts: Mapping[str, Tensor], *, groups: Sequence[Group], ignored: Sequence[str], form: str
+) -> Tensor:
+    if any(_names(pattern, layer) for pattern in ignored):
+        raise ValueError("is quantised, and named under `ignore`")
+    group = next((own for own in groups if any(_names(pattern, layer) for pattern in own.targets)), None)
+    if group is None:
+        raise ValueError("is quantised, and no group of `config_groups` names it")
+    if form == PACKED:
+        rows, columns = map(int, need(parts, "weight_shape", 2))
+        words = need(parts, "weight_packed", rows, -(-columns * group.bits // WORD))
+        values = unpack(words, group.bits)[:, :columns] - group.zero
+    else:
+        values = need(parts, "weight")
+        if values.dtype != DTYPES[group.kind]:
+            raise ValueError(f"weight: {values.dtype}, expected {DTYPES[group.kind]}")
+        rows, columns = values.shape
+        values = values.float()
+    size = columns if group.size < 1 else group.size
+    count = -(-columns // size)
+    scales = (
+        need(parts, "weight_scale").reshape(-1, 1).expand(rows, 1) if group.size < 0 else need(parts, "weight_scale")
+    )
+    if tuple(scales.shape) != (rows, count):
+        raise ValueError(f"weight_scale {list(scales.shape)}: expected {[rows, count]}")
+    order = parts.get("weight_g_idx", torch.arange(columns) // size).long()
+    if order.shape != (columns,) or not 0 <= int(order.min()) <= int(order.max()) < count:
+        raise ValueError(f"weight_g_idx: must name one of {count} groups for each of {columns} columns")
+    if group.symmetric:
+        return widen(values, 0, scales, order)
+    words = need(parts, "weight_zero_point", -(-rows * group.bits // WORD), count)
+    zeros = unpack(words.t(), group.bits).t()[:rows] - group.zero
+    return widen(values, zeros, scales, order)

@@ -1,0 +1,61 @@
+"""GPTQ (arXiv 2210.17323) as AutoGPTQ, GPTQModel and transformers store it.
+
+`qweight` int32 `[K * bits / 32, N]`, packed along K; `qzeros` int32 `[G, N * bits / 32]`, packed along N; `scales`
+`[G, N]`; `g_idx` `[K]`, each column's group, which need not be in order (`desc_act`). The first format stores a zero
+less one; `checkpoint_format: gptq_v2` stores it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from models.fields import Fields
+from models.quantised.packing import WORD, unpack, widen
+from models.quantised.scheme import Scheme, group_count, need
+
+# How it was made, and what only matters to a kernel
+HISTORY = (
+    "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
+    "damp_percent", "dataset", "disable_exllama", "exllama_config", "is_marlin_format", "max_input_length", "meta",
+    "model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block",
+    "modules_in_block_to_quantize", "mse", "quantizer", "static_groups", "tokenizer", "true_sequential",
+    "use_cuda_fp16", "use_exllama",
+)  # fmt: skip
+
+
+def read(fields: Fields) -> Scheme:
+    bits = fields.need("bits", int)
+    if bits not in (4, 8):
+        raise ValueError(f"{fields.name}: bits={bits}: only 4 and 8 are supported")
+    size = fields.need("group_size", int)
+    fields.take("desc_act", bool, False)  # g_idx says it
+    fields.take("sym", bool, True)  # the zeros say it
+    version = fields.take("checkpoint_format", str, "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        raise ValueError(f"{fields.name}: checkpoint_format={version!r}: only 'gptq' and 'gptq_v2' are supported")
+    fields.only("format", version)
+    fields.only("pack_dtype", "int32")
+    fields.only("lm_head", False)
+    fields.only("dynamic", {})
+    fields.ignore(*HISTORY)
+    parts = ("qweight", "qzeros", "scales", "g_idx")
+    weight = partial(_weight, bits=bits, group_size=size, less=version == "gptq")
+    return Scheme(f"{version}, {bits} bits in groups of {size}", parts, weight)
+
+
+def _weight(layer: str, parts: Mapping[str, Tensor], *, bits: int, group_size: int, less: bool) -> Tensor:
+    words = need(parts, "qweight")
+    columns, rows = words.shape[0] * WORD // bits, words.shape[1]
+    count = group_count(columns, group_size)
+    values = unpack(words.t(), bits)  # [N, K]
+    zeros = unpack(need(parts, "qzeros", count, rows * bits // WORD), bits).t()  # [N, G]
+    groups = parts.get("g_idx", torch.arange(columns) // (columns // count)).long()
+    if groups.shape != (columns,) or not 0 <= int(groups.min()) <= int(groups.max()) < count:
+        raise ValueError(f"g_idx: must name one of {count} groups for each of {columns} columns")
+    if less:
+        zeros = (zeros + 1) & ((1 << bits) - 1)
+    return widen(values, zeros, need(parts, "scales", count, rows).t(), groups)

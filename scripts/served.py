@@ -1,0 +1,240 @@
+"""Measures servers under an open load: requests come when they come, as from many users, and latency is what they wait.
+
+    python scripts/served.py model=demo head=eagle3
+    python scripts/served.py systems=[server,server:head:auto3,vllm,vllm:head] loads=[0.1,1,3] save=served
+
+One server runs at a time (scripts/peer_servers.py says which there are). Arrivals are a Poisson process, the same for
+every server. A load of 1 is `capacity` requests per second: unless given, what the first server answers when `slots` of
+them are always under way. After `seconds` a load ends; requests then unfinished are dropped, and count with the time
+that they had waited, so that percentiles are lower bounds where many are. The last line of standard output is one JSON
+document.
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
+import asyncio
+import json
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from infer.cli import entry_point
+from infer.config import ServedConfig
+from scripts.bench import describe_machine, result_file
+from scripts.bench_prompts import read_prompts
+from scripts.peer_servers import Server, context_of, end_as_interrupted, make_server
+
+WARM_UP_S, REST_S = 4.0, 0.5
+
+
+@dataclass
+class Heard:
+    """What came of one request: seconds after it was due, and the ids."""
+
+    due: float
+    first: float | None = None  # its first token
+    last: float | None = None  # its last
+    tokens: int = 0
+    refused: bool = False
+
+
+@dataclass
+class Level:
+    """One server under one load."""
+
+    load: float
+    requests_per_s: float  # that came
+    tokens_per_s: float  # that were received
+    finished: int
+    unfinished: int
+    refused: int
+    first_token_s: dict[str, float]  # p50 and p90, of those that came
+    latency_s: dict[str, float]
+    token_s: dict[str, float]  # between two tokens of a request
+
+
+def arrivals(rate: float, seconds: float, seed: int) -> list[float]:
+    """Times of a Poisson process of `rate` per second."""
+    source, at, times = random.Random(f"arrivals-{seed}-{rate}"), 0.0, []
+    while (at := at + source.expovariate(rate)) < seconds:
+        times.append(at)
+    return times
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {f"p{q}": ordered[min(len(ordered) - 1, len(ordered) * q // 100)] for q in (50, 90)} if ordered else {}
+
+
+class Load:
+    """Requests to one server. `clock` starts with it."""
+
+    def __init__(self, server: Server, config: ServedConfig, prompts: list[list[int]]) -> None:
+        self.server, self.config, self.prompts = server, config, prompts
+        self.start = time.perf_counter()
+        self.client = httpx.AsyncClient(
+            base_url=server.url, timeout=600, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        )
+
+    @property
+    def clock(self) -> float:
+        return time.perf_counter() - self.start
+
+    async def ask(self, number: int, heard: Heard) -> None:
+        prompt = self.prompts[number % len(self.prompts)]
+        body = self.server.body(prompt, self.config.max_tokens, 0.0, self.config.seed) | {"stream": True}
+        async with self.client.stream("POST", self.server.endpoint, json=body) as answer:
+            heard.refused = answer.status_code != 200
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                if count := len(self.server.ids(json.loads(line[6:]))):
+                    now = self.clock
+                    heard.first = now if heard.first is None else heard.first
+                    heard.tokens, heard.last = heard.tokens + count, now
+
+    async def open(self, rate: float) -> tuple[list[Heard], float]:
+        """What came of every request, and when it was over."""
+        self.start = time.perf_counter()
+        all_heard, running = list[Heard](), list[asyncio.Task[None]]()
+        for number, due in enumerate(arrivals(rate, self.config.seconds, self.config.seed)):
+            await asyncio.sleep(max(0.0, due - self.clock))
+            all_heard.append(Heard(due))
+            running.append(asyncio.create_task(self.ask(number, all_heard[-1])))
+        await asyncio.sleep(max(0.0, self.config.seconds - self.clock))
+        return all_heard, await self._end(running)
+
+    async def closed(self, seconds: float) -> float:
+        """Requests per second that are answered when `slots` of them are always under way."""
+        self.start = time.perf_counter()
+        answered = list[Heard]()
+
+        async def user(number: int) -> None:
+            while True:
+                heard = Heard(self.clock)
+                await self.ask(number, heard)
+                if heard.refused:
+                    raise ValueError(f"systems: {self.server.name}: refuses a request; see {self.server.log}")
+                answered.append(heard)
+                number += self.config.slots
+
+        users = [asyncio.create_task(user(number)) for number in range(self.config.slots)]
+        await asyncio.wait(users, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        end = await self._end(users)
+        for task in users:
+            if not task.cancelled() and (error := task.exception()):
+                raise error
+        return sum(heard.tokens for heard in answered) / self.config.max_tokens / end
+
+    async def _end(self, running: list[asyncio.Task[None]]) -> float:
+        """Hangs up; answers the time until then."""
+        end = self.clock
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self.ask(0, Heard(0.0))  # answered only once there is room again
+        await asyncio.sleep(REST_S)
+        return end
+
+
+def summary(load: float, all_heard: list[Heard], end: float, max_tokens: int) -> Level:
+    done = [heard for heard in all_heard if heard.tokens >= max_tokens]
+    several = [heard for heard in all_heard if heard.tokens > 1]
+    return Level(
+        load=load,
+        requests_per_s=len(all_heard) / end,
+        tokens_per_s=sum(heard.tokens for heard in all_heard) / end,
+        finished=len(done),
+        unfinished=len(all_heard) - len(done),
+        refused=sum(heard.refused for heard in all_heard),
+        first_token_s=percentiles([(end if heard.first is None else heard.first) - heard.due for heard in all_heard]),
+        latency_s=percentiles(
+            [((heard.last or end) if heard.tokens >= max_tokens else end) - heard.due for heard in all_heard]
+        ),
+        token_s=percentiles([((h.last or 0.0) - (h.first or 0.0)) / (h.tokens - 1) for h in several]),
+    )
+
+
+async def measure(server: Server, config: ServedConfig, prompts: list[list[int]], capacity: float | None) -> Any:
+    """The levels of one server, and the capacity that they are multiples of."""
+    load = Load(server, config, prompts)
+    async with load.client:
+        await load.closed(min(WARM_UP_S, config.seconds))
+        capacity = capacity or await load.closed(config.seconds)
+        levels = []
+        for share in config.loads:
+            all_heard, end = await load.open(share * capacity)
+            levels.append(summary(share, all_heard, end, config.max_tokens))
+            show(server.name, levels[-1])
+        return levels, capacity
+
+
+def show(name: str, level: Level) -> None:
+    values = (level.first_token_s, level.latency_s, level.token_s)
+    first, latency, token = (found.get("p50", 0.0) for found in values)
+    print(
+        f"{name:24} load {level.load:<4g} {level.requests_per_s:6.2f} requests/s {level.tokens_per_s:7.1f} tokens/s; "
+        f"medians: first token {first:.3f} s, token {1000 * token:.1f} ms, whole {latency:.2f} s; "
+        f"{level.unfinished} of {level.finished + level.unfinished} unfinished, {level.refused} refused",
+        flush=True,
+    )
+
+
+def earlier(file: Path, document: dict[str, Any]) -> dict[str, Any]:
+    """The systems of a result of today, taken with the same settings. Raises ValueError if they differ."""
+    if not file.is_file():
+        return {}
+    before = json.loads(file.read_text(encoding="utf-8"))
+    for key in ("target", "settings", "capacity"):
+        if before[key] != document[key]:
+            raise ValueError(f"save={document['name']}: {file.name} was measured with another {key}: {before[key]}")
+    return before["results"]
+
+
+@entry_point("served", ServedConfig)
+def main(config: ServedConfig) -> None:
+    if config.model.name != "demo" and config.file is None:
+        raise ValueError(f"model={config.model.name}: prompts are cut from the demo target's corpus; name a file")
+    from models.targets import resolve_checkpoint
+    from models.tokenizer import Tokenizer
+    from models.weights import fingerprint
+
+    folder = resolve_checkpoint(config.model.path_or_hub_id, config.model.revision)
+    prompts = read_prompts(config, Tokenizer.load(folder))
+    end_as_interrupted()
+    capacity, results = config.capacity, dict[str, Any]()
+    for name in config.systems:
+        context = context_of(config.prompt_tokens, config.max_tokens)
+        with make_server(name, config, slots=config.slots, context=context) as server:
+            levels, capacity = asyncio.run(measure(server, config, prompts, capacity))
+        results[name] = [asdict(level) for level in levels]
+    settings = {
+        key: getattr(config, key) for key in ("loads", "seconds", "slots", "prompt_tokens", "max_tokens", "file")
+    }
+    document: dict[str, Any] = {
+        "name": config.save,
+        "machine": describe_machine(),
+        "target": {"fingerprint": fingerprint(folder), "dtype": config.model.dtype},
+        "settings": settings,
+        "capacity": capacity,
+        "results": results,
+    }
+    if config.save is not None:
+        file = result_file(config.save, config.model.name, document["machine"])
+        document["results"] = earlier(file, document) | results
+        file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        print(f"written: {file.relative_to(Path(HERE).parent)}")
+    print(json.dumps(document), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""served.py as a user runs it, on the tiny target and our own server, and the arithmetic of a load."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infer.cli import compose
+from infer.config import BenchConfig, ServedConfig
+from scripts.bench import agreeing
+from scripts.bench_prompts import read_prompts
+from scripts.peer_servers import make_server
+from scripts.served import Heard, arrivals, earlier, percentiles, summary
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_arrivals_are_a_poisson_process_and_the_same_for_every_server() -> None:
+    times = arrivals(50.0, 40.0, seed=1)
+    assert times == arrivals(50.0, 40.0, seed=1) != arrivals(50.0, 40.0, seed=2)
+    assert times == sorted(times)
+    assert times[0] > 0
+    assert times[-1] < 40
+    assert abs(len(times) - 2000) < 5 * 2000**0.5
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    longer = sum(gap > 1 / 50 for gap in gaps) / len(gaps)
+    assert abs(longer - 0.368) < 0.05  # 1/e of an exponential's gaps are longer than their mean
+
+
+def test_a_request_that_is_unfinished_counts_with_the_time_that_it_waited() -> None:
+    heard = [
+        Heard(due=0.0, first=0.5, last=1.4, tokens=10),
+        Heard(due=1.0, first=3.0, last=3.9, tokens=4),
+        Heard(due=2.0),
+        Heard(due=3.0, refused=True),
+    ]
+    level = summary(1.5, heard, end=4.0, max_tokens=10)
+    assert (level.finished, level.unfinished, level.refused) == (1, 3, 1)
+    assert (level.requests_per_s, level.tokens_per_s) == (1.0, 3.5)
+    assert level.latency_s == {"p50": 2.0, "p90": 3.0}  # of 1, 1.4, 2 and 3 seconds
+    assert level.first_token_s == {"p50": 2.0, "p90": 2.0}  # of 0.5, 1, 2 and 2
+    assert level.token_s["p50"] == pytest.approx(0.3)  # of 0.1 and 0.3
+    assert percentiles([]) == {}
+
+
+def test_answers_agree_up_to_the_end_of_the_text() -> None:
+    ours = [[1, 2, 3], [1, 0, 9], [4, 5, 6]]
+    assert agreeing(ours, [[1, 2, 3], [1, 0, 7], [4, 5, 7]], ends=(0,)) == 2
+    assert agreeing(ours, [[1, 2, 3], [1, 0, 7], [4, 5, 7]], ends=()) == 1
+
+
+def test_results_of_other_settings_are_not_added_to(tmp_path: Path) -> None:
+    before = {"name": "x", "target": {"dtype": "float32"}, "settings": {}, "capacity": 2.0, "results": {"server": []}}
+    (tmp_path / "x.json").write_text(json.dumps(before))
+    assert earlier(tmp_path / "x.json", before) == {"server": []}
+    assert earlier(tmp_path / "y.json", before) == {}
+    with pytest.raises(ValueError, match=r"save=x: x\.json was measured with another capacity: 2\.0"):
+        earlier(tmp_path / "x.json", before | {"capacity": 3.0})
+
+
+def test_prompts_of_a_file_are_cut(tiny_tokenizer: object, tmp_path: Path) -> None:
+    rows = [{"question": "x" * 40 + str(number)} for number in range(3)] + [{"question": "y"}]
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = [f"file={tmp_path / 'asked.jsonl'}", "columns={prompt: question}", "prompt_tokens=16"]
+    prompts = read_prompts(compose("bench", BenchConfig, [*options, "num_prompts=4"]), tiny_tokenizer)
+    assert sorted(map(len, prompts))[1:] == [16, 16, 16]
+    with pytest.raises(ValueError, match=r"holds 4 prompts; num_prompts=5 are asked for"):
+        read_prompts(compose("bench", BenchConfig, [*options, "num_prompts=5"]), tiny_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("system", "message"),
+    [
+        ("vllm", r"peers=nowhere: .*nowhere/vllm/bin/python is not there; build it with scripts/peers.sh vllm"),
+        ("llama.cpp:head", r"build it with scripts/peers.sh llama.cpp"),
+        ("vllm:suffix", "vllm drafts with ngram or head"),
+        ("vllm:head:tree16", "vllm drafts chains"),
+    ],
+)
+def test_a_server_that_cannot_run_is_named(system: str, message: str) -> None:
+    config = compose("served", ServedConfig, ["peers=nowhere"])
+    with pytest.raises(ValueError, match=message):
+        make_server(system, config, slots=1, context=128)
+
+
+@pytest.mark.slow
+def test_our_server_under_a_load(tiny_target_folder: Path, tiny_head_folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/served.py", f"model.path={tiny_target_folder}", f"head.path={tiny_head_folder}"]
+    command += [f"output_dir={tmp_path}", "systems=[server:head:chain2]", "loads=[0.5,3]", "seconds=1", "slots=4"]
+    command += ["num_prompts=4", "prompt_tokens=16", "max_tokens=8", "engine.max_tokens_in_cache=1024"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    document = json.loads(ran.stdout.splitlines()[-1])
+    low, high = document["results"]["server:head:chain2"]
+    assert document["capacity"] > 1
+    assert (low["load"], high["load"]) == (0.5, 3.0)
+    assert low["finished"] > 0
+    assert low["refused"] == high["refused"] == 0
+    assert high["tokens_per_s"] > low["tokens_per_s"] > 0
+    assert 0 < low["first_token_s"]["p50"] <= low["latency_s"]["p50"] < high["latency_s"]["p50"]

@@ -1,0 +1,160 @@
+"""Writes quantised checkpoints of the tiny target, word by word from what the formats' documentation says.
+
+Shares nothing with models/quantised/: numbers are packed one at a time, and widened with numpy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+LAYER = "_proj"  # what is quantised: every projection of every layer
+Array = np.ndarray
+Stored = dict[str, torch.Tensor]
+Quantiser = Callable[[Array, np.random.Generator], tuple[Stored, Array]]  # W [N, K] -> parts, and what they stand for
+
+
+def word(values: list[int], bits: int) -> int:
+    """The first value in the lowest bits, as a signed 32-bit number."""
+    unsigned = sum(value << (bits * place) for place, value in enumerate(values))
+    return unsigned - (1 << 32 if unsigned >= 1 << 31 else 0)
+
+
+def pack_rows(values: Array, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Along the last dimension, padded with zeros; `order` says which column lies where in a word."""
+    per = 32 // bits
+    places = order or tuple(range(per))
+    padded = np.pad(values, ((0, 0), (0, -values.shape[1] % per)))
+    words = [[word([int(row[i + p]) for p in places], bits) for i in range(0, len(row), per)] for row in padded]
+    return torch.tensor(words, dtype=torch.int32)
+
+
+def affine(weight: Array, bits: int, size: int, symmetric: bool) -> tuple[Array, Array, Array]:
+    """Values from 0 `[N, K]`, zeros `[N, G]` and fp16 scales `[N, G]`, of groups of `size` columns in order."""
+    rows, columns = weight.shape
+    grouped = weight.reshape(rows, columns // size, size)
+    most = (1 << bits) - 1
+    if symmetric:
+        scale = np.abs(grouped).max(2) / (most // 2)
+        zero = np.full(scale.shape, (most + 1) // 2)
+    else:
+        low, high = np.minimum(grouped.min(2), 0), np.maximum(grouped.max(2), 0)
+        scale = (high - low) / most
+        zero = np.rint(-low / scale).astype(int)
+    scale = scale.astype(np.float16)
+    values = np.clip(np.rint(grouped / scale[..., None].astype(np.float64)) + zero[..., None], 0, most).astype(int)
+    return values.reshape(rows, columns), zero, scale
+
+
+def widened(values: Array, zero: Array, scale: Array, group: Array) -> Array:
+    return (scale.astype(np.float32)[:, group] * (values - zero[:, group]).astype(np.float32)).astype(np.float32)
+
+
+def gptq(bits: int, size: int, *, symmetric: bool = True, shuffled: bool = False, less: int = 1) -> Quantiser:
+    def quantise(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
+        columns = weight.shape[1]
+        order = rng.permutation(columns) if shuffled else np.arange(columns)  # order[i]: the column in the i-th place
+        values, zero, scale = affine(weight[:, order], bits, size, symmetric)
+        group = np.empty(columns, int)
+        group[order] = np.arange(columns) // size
+        own = np.empty_like(values)
+        own[:, order] = values
+        parts = {
+            "qweight": pack_rows(own, bits).t().contiguous(),
+            "qzeros": pack_rows(((zero - less) % (1 << bits)).T, bits),
+            "scales": torch.from_numpy(scale.T.copy()),
+            "g_idx": torch.from_numpy(group.astype(np.int32)),
+        }
+        return parts, widened(own, zero, scale, group)
+
+    return quantise
+
+
+def awq(size: int) -> Quantiser:
+    def quantise(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
+        values, zero, scale = affine(weight, 4, size, symmetric=False)
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        parts = {
+            "qweight": pack_rows(values.T, 4, order),
+            "qzeros": pack_rows(zero.T, 4, order),
+            "scales": torch.from_numpy(scale.T.copy()),
+        }
+        return parts, widened(values, zero, scale, np.arange(weight.shape[1]) // size)
+
+    return quantise
+
+
+def packed(bits: int, size: int | None, *, symmetric: bool = True) -> Quantiser:
+    """compressed-tensors' pack-quantized. Its numbers are signed, and stored with half the range added."""
+
+    def quantise(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
+        own = size or weight.shape[1]
+        values, zero, scale = affine(weight, bits, own, symmetric)
+        parts = {
+            "weight_packed": pack_rows(values, bits),
+            "weight_scale": torch.from_numpy(scale),
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not symmetric:
+            parts["weight_zero_point"] = pack_rows(zero.T, bits).t().contiguous()
+        return parts, widened(values, zero, scale, np.arange(weight.shape[1]) // own)
+
+    return quantise
+
+
+def plain8(kind: str, *, whole: bool = False) -> Quantiser:
+    """compressed-tensors' int-quantized and float-quantized: the numbers as they are, a scale per row or for all."""
+
+    def quantise(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
+        most = np.abs(weight).max(keepdims=True) if whole else np.abs(weight).max(1, keepdims=True)
+        scale = torch.from_numpy(most / (127 if kind == "int" else 448)).to(torch.bfloat16)
+        scaled = torch.from_numpy(weight) / scale.float()
+        stored = scaled.round().to(torch.int8) if kind == "int" else scaled.to(torch.float8_e4m3fn)
+        own = stored.float().numpy() * scale.float().numpy()
+        return {"weight": stored, "weight_scale": scale.reshape(-1) if whole else scale}, own
+
+    return quantise
+
+
+def compressed(form: str, *, ignore: tuple[str, ...] = ("lm_head",), **weights: Any) -> dict[str, Any]:
+    """The section as llm-compressor writes it, null keys too."""
+    own = {
+        "num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "strategy": "channel", "dynamic": False,
+        "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {},
+    }  # fmt: skip
+    group = {"targets": ["Linear"], "weights": own | weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+    }
+
+
+def write(source: Path, section: dict[str, Any], quantise: Quantiser, out: Path, plain: Path) -> None:
+    """The target in `source`, quantised, into `out`; the same weights as an ordinary fp32 checkpoint into `plain`."""
+    rng = np.random.default_rng(0)
+    stored, ordinary = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if LAYER in name:
+            parts, weight = quantise(tensor.numpy(), rng)
+            stored |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
+            ordinary[name] = torch.from_numpy(np.ascontiguousarray(weight))
+        else:
+            stored[name] = ordinary[name] = tensor
+    config = json.loads((source / "config.json").read_text())
+    for folder, tensors, more in ((out, stored, {"quantization_config": section}), (plain, ordinary, {})):
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config | more))
+        for file in source.glob("token*"):
+            (folder / file.name).write_bytes(file.read_bytes())

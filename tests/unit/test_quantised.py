@@ -1,0 +1,227 @@
+"""Published quantised checkpoints: what they are widened to, and that what is not understood is refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infer.cli import compose
+from infer.config import ModelConfig, ProposerConfig
+from infer.engine import Engine
+from infer.head_config import HeadConfig
+from infer.request import SamplingParams
+from models.attention import CausalAttention
+from models.parallel import Part
+from models.quantised import read_scheme
+from models.targets import load_target
+from models.targets.writing import save_target
+from models.weights import fingerprint
+from tests.unit.quantised_writers import Quantiser, awq, compressed, gptq, packed, plain8, write
+from train.config import TrainConfig
+from train.loop import train
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True, "lm_head": False}
+GPTQ |= {"damp_percent": 0.01, "true_sequential": True, "checkpoint_format": "gptq", "pack_dtype": "int32"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+AWQ |= {"modules_to_not_convert": None}
+GROUP = {"strategy": "group", "group_size": 32}
+KINDS: dict[str, tuple[dict[str, Any], Quantiser]] = {
+    "gptq": (GPTQ, gptq(4, 32)),
+    "gptq with columns in an order of activations": (GPTQ | {"desc_act": True}, gptq(4, 32, shuffled=True)),
+    "gptq with zeros, in 8 bits": (GPTQ | {"bits": 8, "sym": False}, gptq(8, 32, symmetric=False)),
+    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, gptq(4, 32, symmetric=False, less=0)),
+    "awq": (AWQ, awq(32)),
+    "awq with the older names": (
+        {"quant_method": "awq", "w_bit": 4, "q_group_size": 16, "zero_point": True, "version": "GEMM"},
+        awq(16),
+    ),
+    "int4 in groups": (compressed("pack-quantized", num_bits=4, **GROUP), packed(4, 32)),
+    "int4 with zeros": (
+        compressed("pack-quantized", num_bits=4, symmetric=False, **GROUP),
+        packed(4, 32, symmetric=False),
+    ),
+    "int8 by rows, packed": (compressed("pack-quantized"), packed(8, None)),
+    "int8 by rows": (compressed("int-quantized"), plain8("int")),
+    "fp8 by rows": (compressed("float-quantized", type="float"), plain8("float")),
+    "fp8, one scale": (
+        compressed("naive-quantized", type="float", strategy="tensor"),
+        plain8("float", whole=True),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def small(make_target_folder: Any) -> Path:
+    return make_target_folder(num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> tuple[Path, Path]:
+    """The tiny target in GPTQ's format, and the same weights as an ordinary checkpoint."""
+    folder = tmp_path_factory.mktemp("published")
+    write(tiny_target_folder, *KINDS["gptq"], folder / "quantised", folder / "plain")
+    return folder / "quantised", folder / "plain"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_and_logits_are_those_of_an_independent_dequantisation(kind: str, small: Path, tmp_path: Path) -> None:
+    write(small, *KINDS[kind], tmp_path / "quantised", tmp_path / "plain")
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, wanted = (load_target(str(tmp_path / name), dtype=dtype) for name in ("quantised", "plain"))
+        for (name, own), other in zip(ours.named_parameters(), wanted.parameters(), strict=True):
+            assert torch.equal(own, other), name
+    original = load_target(str(small), dtype=torch.bfloat16)
+    ids = torch.randint(0, 384, (1, 24), generator=torch.Generator().manual_seed(1))
+    logits = [
+        target.logits(target(ids, torch.arange(24)[None], CausalAttention()).hidden)
+        for target in (ours, wanted, original)
+    ]
+    assert torch.equal(logits[0], logits[1])
+    assert 0.5 < torch.nn.functional.cosine_similarity(logits[0].float(), logits[2].float(), dim=-1).min() < 1
+
+
+def test_the_log_says_what_was_widened(published: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "headway.targets"):
+        load_target(str(published[0]), dtype=torch.bfloat16)
+    assert "56 linear layers are gptq, 4 bits in groups of 32; widened to torch.bfloat16" in caplog.text
+
+
+def test_a_rank_holds_its_rows_of_what_was_widened(published: tuple[Path, Path]) -> None:
+    part = Part(1, 2, gather=lambda x, sizes, everywhere=True: x)
+    ours, wanted = (load_target(str(folder), part=part) for folder in published)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), wanted.parameters(), strict=True))
+
+
+def test_a_written_target_is_no_longer_quantised(published: tuple[Path, Path], tmp_path: Path) -> None:
+    save_target(load_target(str(published[0])), tmp_path)
+    again, wanted = load_target(str(tmp_path)), load_target(str(published[1]))
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), wanted.parameters(), strict=True))
+
+
+def changed(section: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """`section` with keys of `changes`; those of a compressed-tensors group are `group_...` and `weights_...`."""
+    section = json.loads(json.dumps(section))
+    for key, value in changes.items():
+        where, _, rest = key.partition("_")
+        group = section.get("config_groups", {}).get("group_0", {})
+        place = {"group": group, "weights": group.get("weights")}.get(where) if group else None
+        if place is None:
+            section[key] = value
+        else:
+            place[rest] = value
+    return section
+
+
+PACKED = compressed("pack-quantized")
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"bits": 4}, "quant_method is missing"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            "quant_method='bitsandbytes': only compressed-tensors",
+        ),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "quant_method='fp8'"),
+        (changed(GPTQ, bits=3), "bits=3: only 4 and 8"),
+        (changed(GPTQ, checkpoint_format="marlin"), "checkpoint_format='marlin'"),
+        (changed(GPTQ, dynamic={"-:.*down.*": {}}), "dynamic="),
+        (changed(GPTQ, lm_head=True), "lm_head=True"),
+        (changed(GPTQ, rotation="hadamard"), "unknown: rotation='hadamard'"),
+        (changed(AWQ, version="gemv"), "version='gemv': only 'gemm'"),
+        (changed(AWQ, bits=8), "bits=8: only 4"),
+        (changed(AWQ, zero_point=False), "zero_point=False"),
+        (changed(PACKED, format="nvfp4-pack-quantized"), "format='nvfp4-pack-quantized'"),
+        (changed(PACKED, format="marlin-24"), "format='marlin-24'"),
+        (changed(PACKED, kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme="),
+        (changed(PACKED, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config="),
+        (changed(PACKED, config_groups={}), "names no group"),
+        (changed(PACKED, group_input_activations={"num_bits": 8, "dynamic": True}), "input_activations: quantised act"),
+        (changed(PACKED, weights_num_bits=2), "type='int', num_bits=2: not supported in pack-quantized"),
+        (changed(PACKED, weights_type="float"), "type='float', num_bits=8: not supported in pack-quantized"),
+        (changed(PACKED, weights_strategy="block"), "strategy='block'"),
+        (changed(PACKED, weights_strategy="group"), "group_size=None"),
+        (changed(PACKED, weights_dynamic=True), "dynamic=True"),
+        (changed(PACKED, transform_config={"R1": {}}), "unknown: transform_config="),
+        (changed(compressed("int-quantized"), weights_symmetric=False), "symmetric=false: only supported in pack-"),
+    ],
+)
+def test_what_is_not_supported_is_named(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_scheme({"quantization_config": section})
+
+
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("kind", "section", "change", "message"),
+    [
+        ("gptq", {}, {f"{QUERY}.scales": None}, f"{QUERY}: gptq, 4 bits in groups of 32: scales: missing"),
+        ("gptq", {}, {f"{QUERY}.scales": torch.ones(4, 64)}, r"scales \[4, 64\]: expected \[2, 64\]"),
+        ("gptq", {"group_size": 48}, {}, "columns are no multiple of group_size=48"),
+        ("gptq", {}, {f"{QUERY}.g_idx": torch.full((64,), 2)}, "g_idx: must name one of 2 groups"),
+        ("gptq", {}, {f"{QUERY}.weight": torch.ones(64, 64)}, f"{QUERY}.weight: is there beside {QUERY}.qweight"),
+        ("gptq", {}, {f"{QUERY}.extra": torch.ones(1)}, f"{QUERY}.extra: not part of this architecture"),
+        ("awq", {"quant_method": "gptq", "zero_point": None, "version": None}, {}, "qzeros|expected|unknown"),
+        ("int8 by rows", {"ignore": ["re:.*q_proj"]}, {}, f"{QUERY}: .*is quantised, and named under `ignore`"),
+        ("int8 by rows", {"group_targets": ["re:.*mlp.*"]}, {}, "no group of `config_groups` names it"),
+        ("int8 by rows", {}, {f"{QUERY}.weight": torch.ones(64, 64)}, "weight: torch.float32, expected torch.int8"),
+        ("int4 in groups", {}, {f"{QUERY}.weight_shape": torch.tensor([64, 72])}, "weight_packed .*: expected"),
+    ],
+)
+def test_tensors_that_contradict_the_scheme_are_named(
+    kind: str, section: dict[str, Any], change: dict[str, Any], message: str, small: Path, tmp_path: Path
+) -> None:
+    own, quantise = KINDS[kind]
+    write(small, changed(own, **section), quantise, tmp_path / "quantised", tmp_path / "plain")
+    file = tmp_path / "quantised" / "model.safetensors"
+    tensors = load_file(file) | change
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
+    with pytest.raises(ValueError, match=message):
+        load_target(str(tmp_path / "quantised"))
+
+
+def test_a_checkpoint_without_quantised_layers_is_refused(small: Path, tmp_path: Path) -> None:
+    write(
+        small, GPTQ, lambda weight, rng: ({"weight": torch.from_numpy(weight)}, weight), tmp_path / "a", tmp_path / "b"
+    )
+    with pytest.raises(ValueError, match=r"no tensor is called \*\.qweight"):
+        load_target(str(tmp_path / "a"))
+
+
+def test_a_head_is_trained_for_and_served_with_the_target_as_it_is_served(
+    published: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The same run on the ordinary checkpoint of the widened weights gives the same head, bit for bit."""
+    settings = [
+        "head.draft_vocab_size=128", "data.num_sequences=8", "data.max_new_tokens=12", "data.prompt_tokens=8",
+        "sequence_length=24", "batch_size=4", "steps=4", "minutes=null", "eval_every=100", "eval_prompts=2",
+        "eval_max_tokens=12", "tracker=none", "engine.max_tokens_in_cache=1024", "precision=fp32",
+    ]  # fmt: skip
+    heads = []
+    for folder in published:
+        own = [*settings, f"model.path={folder}", f"output_dir={tmp_path / folder.name}"]
+        result = train(compose("train", TrainConfig, own), own)
+        assert result is not None
+        heads.append(Path(result["export"]))
+    weights = [load_file(head / "model.safetensors") for head in heads]
+    assert all(torch.equal(weights[0][name], tensor) for name, tensor in weights[1].items())
+    trained_for = json.loads((heads[0] / "provenance.json").read_text())["target_fingerprint"]
+    assert trained_for == fingerprint(published[0])
+
+    model = ModelConfig(name="demo", path=str(published[0]))
+    engine = Engine.load(model, HeadConfig(name="eagle3", path=str(heads[0])), proposer=ProposerConfig(name="head"))
+    with_drafts = engine.generate(["def f(x):"], SamplingParams(max_tokens=12, ignore_eos=True))
+    engine.set_proposer("none")
+    assert (
+        with_drafts[0].token_ids
+        == engine.generate(["def f(x):"], SamplingParams(max_tokens=12, ignore_eos=True))[0].token_ids
+    )
