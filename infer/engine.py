@@ -36,10 +36,11 @@ from infer.memory import plan_memory, weight_bytes
 from infer.offline import generate
 from infer.pages import BlockKeys
 from infer.proposers import build_proposers, head_proposer
-from infer.proposers.base import Budget, Proposer
+from infer.proposers.base import NOTHING, Budget, NoProposer, Proposer
 from infer.proposers.draft_model import DraftModelProposer
 from infer.proposers.head import HeadProposer
 from infer.ranks import Ranks
+from infer.recording import record_graphs
 from infer.request import MAX_SEED, Completion, Phase, Request, SamplingParams, StepOutput
 from infer.runner import Runner
 from infer.scheduler import Scheduler
@@ -86,7 +87,7 @@ class Engine:
                 f"engine.tensor_parallel={self.config.tensor_parallel}: this target is whole; Engine.load divides one"
             )
         exact = self.config.exact
-        packing = {"exact": exact, "weights": self.config.weight_format}
+        packing = {"exact": exact, "weights": self.config.weight_format, "kv": self.config.kv_dtype}
         self._shard = LeadingShard(target, ranks, **packing) if ranks else Shard(target, **packing)
         self.device, self.dtype = self._shard.device, self._shard.dtype
         self.context = target.config.max_position_embeddings
@@ -256,6 +257,8 @@ class Engine:
         vocabulary = self.target.config.vocab_size
         self._proposers = dict(build_proposers(self.proposer_config, self._head, self._draft_model, vocabulary))
         self._draft_with(name)
+        default = self._proposers.get(name, (NoProposer(), NOTHING))
+        self.graphs = record_graphs(self.config, self._shard, self._runner, self._head, default, context=self.context)
         self._planner: Planner = AsAllowed()
         if self.proposer_config.adaptive and name != "none":
             limits = {own: limit for own, (_, limit) in self._proposers.items()}
@@ -365,6 +368,7 @@ class Engine:
         packed = copy.deepcopy(head).eval().requires_grad_(False)
         packed.borrow(self.target)
         packed.to(device=self.device, dtype=self.dtype)
+        packed.stack_layers()
         pack(packed, exact=self.config.exact)
         return head_proposer(packed, self.target.config.num_layers, self.proposer_config)
 

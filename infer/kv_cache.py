@@ -30,7 +30,9 @@ class KVPool:
         self.layers = layers
         self.pages = Pages(self.num_pages)
         width = -(-(max_positions + MAX_NODES) // self.page_size)  # a tree has more places than positions
-        self._table = torch.zeros(max_requests, width, dtype=torch.int64, device=self.device)
+        # One row more than requests, of the page that belongs to nobody.
+        self.table = torch.zeros(max_requests + 1, width, dtype=torch.int64, device=self.device)
+        self.nobody = max_requests
 
     @property
     def free_pages(self) -> int:
@@ -55,7 +57,7 @@ class KVPool:
 
     def release(self, request: Request) -> None:
         self.pages.drop(request.pages)
-        self._table[request.slot, : len(request.pages)] = 0
+        self.table[request.slot, : len(request.pages)] = 0
         request.pages = []
 
     def known(self, request: Request) -> list[int]:
@@ -104,7 +106,7 @@ class KVPool:
 
     def _append(self, request: Request, pages: Sequence[int]) -> None:
         held = len(request.pages)
-        self._table[request.slot, held : held + len(pages)] = torch.tensor(list(pages), device=self.device)
+        self.table[request.slot, held : held + len(pages)] = torch.tensor(list(pages), device=self.device)
         request.pages += pages
 
     def move(self, requests: Sequence[Request], sources: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
@@ -129,7 +131,7 @@ class KVPool:
         """Every page is free, known or held, and tables say what requests hold. For tests: it looks at everything."""
         self.pages.invariants(page for request in running for page in request.pages)
         for request in running:
-            assert self._table[request.slot, : len(request.pages)].tolist() == request.pages
+            assert self.table[request.slot, : len(request.pages)].tolist() == request.pages
 
     def rows(
         self,
@@ -141,7 +143,7 @@ class KVPool:
         first: int = 0,
     ) -> AttentionRows:
         """Addresses `counts[b]` new rows of each request from place `starts[b]` on; `words` `[R]` for a tree's rows."""
-        table = self._table[[request.slot for request in requests]]
+        table = self.table[[request.slot for request in requests]]
         size = self.page_size
         return AttentionRows.blocks(table, list(starts), list(counts), page_size=size, words=words, first=first)
 
@@ -149,7 +151,7 @@ class KVPool:
         self, requests: Sequence[Request], starts: Sequence[int], offsets: Tensor, words: Tensor, *, first: int = 0
     ) -> AttentionRows:
         """Addresses N rows of each request, at places `starts[b] + offsets[n]`; `words` `[B, N]` count from there."""
-        table = self._table[[request.slot for request in requests]]
+        table = self.table[[request.slot for request in requests]]
         count, width = words.shape
         request = torch.arange(count, device=self.device).repeat_interleave(width)
         committed = torch.tensor(starts, device=self.device).repeat_interleave(width)

@@ -51,6 +51,7 @@ def run(config: ServeConfig) -> None:
                 ("KV pool", f"{pages} pages of {size} tokens"),
                 *describe_ranks(engine.config),
                 ("memory", str(engine.memory)),
+                *([("graphs", str(engine.graphs))] if engine.graphs else ()),
                 ("address", url(listener) + (", API key needed" if api_keys else "")),
             ],
         )

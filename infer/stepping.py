@@ -16,10 +16,11 @@ from infer.kv_cache import KVPool
 from infer.logprobs import token_logprobs
 from infer.proposers.base import Budget
 from infer.request import Phase, Request, StepOutput
-from infer.runner import Rows, Runner
+from infer.runner import Runner
 from infer.stopping import FinishReason, cut
 from infer.tree import DraftTree
 from infer.verification import Verdict, verify
+from kernels.gather import gather_rows
 
 
 class Stepping:
@@ -50,7 +51,7 @@ class Stepping:
         tree = without_forbidden(self._drafting.propose(requests, budgets), requests)
         self._publish(requests)
         lengths = tree.length.tolist()
-        rows, choices, verdicts = self.judge(requests, tree)
+        aux, choices, verdicts = self.judge(requests, tree)
         starts = [request.computed for request in requests]
         if not tree.is_chain:
             places = [[start + node for node in own.path] for start, own in zip(starts, verdicts, strict=True)]
@@ -77,16 +78,18 @@ class Stepping:
                 counts.append(len(path))
                 kept_rows += path_rows
         if survivors:
-            self._commit(survivors, counts, rows.features[torch.tensor(kept_rows, device=self._pool.device)])
+            self._commit(survivors, counts, aux, kept_rows)
         return outputs
 
-    def judge(self, requests: list[Request], tree: DraftTree) -> tuple[Rows, Choices, list[Verdict]]:
-        """The target's verdict on every request's drafts. What it writes lies beyond the committed positions."""
+    def judge(self, requests: list[Request], tree: DraftTree) -> tuple[tuple[Tensor, ...], Choices, list[Verdict]]:
+        """The hidden states wanted of every row, and the target's verdict on every request's drafts.
+
+        What it writes lies beyond the committed positions.
+        """
         rows = self._runner.verify(requests, tree, self._drafting.wants_features(requests))
-        logits = self._runner.logits(rows.hidden)
-        choices = choose_rows(requests, tree.length.tolist(), logits, rows.positions, tree)
+        choices = choose_rows(requests, tree.length.tolist(), rows.logits, rows.positions, tree)
         rules = [request.rule for request in requests]
-        return rows, choices, verify(requests, tree, choices, rules, self._rates)
+        return rows.aux, choices, verify(requests, tree, choices, rules, self._rates)
 
     def prefill(self, requests: list[Request], chunks: list[int]) -> list[StepOutput]:
         rows = self._runner.prefill(requests, chunks, self._drafting.wants_features(requests))
@@ -113,15 +116,20 @@ class Stepping:
                 if request.output_length == len(tokens):
                     output.prompt_logprobs = request.prompt_logprobs
                 outputs.append(output)
-        pieces = rows.features.split(chunks)
         alive = [b for b, request in enumerate(requests) if request.finish_reason is None]
         if alive:
-            features = torch.cat([pieces[b] for b in alive])
-            self._commit([requests[b] for b in alive], [chunks[b] for b in alive], features)
+            first = list(itertools.accumulate(chunks, initial=0))
+            kept = [row for b in alive for row in range(first[b], first[b + 1])]
+            self._commit([requests[b] for b in alive], [chunks[b] for b in alive], rows.aux, kept)
             self._publish([requests[b] for b in alive])
         return outputs
 
-    def _commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
+    def _commit(
+        self, requests: Sequence[Request], counts: Sequence[int], aux: Sequence[Tensor], kept: Sequence[int]
+    ) -> None:
+        """The requests' `counts[b]` new positions, whose rows of `aux` are `kept`."""
+        index = torch.tensor(kept, device=self._pool.device)
+        features = gather_rows(aux, index) if aux else torch.empty(len(kept), 0, device=self._pool.device)
         for request, count, rows in zip(requests, counts, features.split(list(counts)), strict=True):
             self._pool.keep_features(request, count, rows)
         self._drafting.commit(requests, counts, features)
