@@ -49,7 +49,10 @@ def doubling(most: int) -> tuple[int, ...]:
 
 
 class Graph(Generic[T]):
-    """`run` recorded, if there is a GPU. What it answers is valid until any graph of the same memory is replayed."""
+    """`run` recorded, if there is a GPU. What it answers is valid until any graph of the same memory is replayed.
+
+    What it answers keeps its room for good: large tensors belong in buffers that graphs share.
+    """
 
     def __init__(self, run: Callable[[], T], memory: GraphMemory) -> None:
         self._run, self._recorded = run, None
@@ -77,13 +80,14 @@ class GraphMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._before = self._reserved()
 
+    @torch.inference_mode()
     def record(self, work: Iterable[Callable[[], object]], name: str) -> int:
-        """Does `work`, each a recording, with a progress bar; the bytes that it took of the GPU, 0 elsewhere."""
-        before = self._reserved()
+        """Does `work`, each a recording, with a progress bar. The bytes taken of the GPU since this was made, or 0."""
         for record in tqdm(list(work), desc=f"recording graphs of {name}", unit="graph", disable=None, leave=False):
             record()
-        return self._reserved() - before
+        return self._reserved() - self._before
 
     def _reserved(self) -> int:
         if self.pool is None:

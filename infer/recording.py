@@ -84,12 +84,21 @@ def record_graphs(
 
 
 def buckets_for(config: EngineConfig, widest: int, longest: int) -> Buckets:
-    """`widest`: rows of one request in a verify, at most; `longest`: keys that one of them sees, at most."""
+    """`widest`: rows of one request in a verify, at most; `longest`: keys that one of them sees, at most.
+
+    Raises ValueError if nothing is left of the sizes that were asked for.
+    """
     batches = config.graph_batches or doubling(config.max_batch)
     rows = config.graph_rows or doubling(widest)
-    return Buckets(
+    buckets = Buckets(
         tuple(sorted({size for size in batches if size <= config.max_batch})),
         tuple(sorted({size for size in rows if size <= MAX_NODES})),
         config.max_rows,
         longest,
     )
+    if not buckets.all():
+        raise ValueError(
+            f"engine.graph_batches={config.graph_batches}, engine.graph_rows={config.graph_rows}: none fit "
+            f"engine.max_batch={config.max_batch} requests and engine.max_rows={config.max_rows} of {MAX_NODES} each"
+        )
+    return buckets

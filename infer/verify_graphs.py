@@ -35,7 +35,10 @@ class VerifyGraphs:
         # Never written while a copy from it may be under way: every step ends by waiting for its verdicts.
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=memory.pool is not None)
         self._device = torch.zeros(size, dtype=torch.int64, device=pool.device)
-        self._graphs: dict[tuple[int, int, bool], Graph[tuple[Tensor, tuple[Tensor, ...]]]] = {}
+        config, rows = shard.target.config, size // FIELDS
+        self._logits = torch.empty(rows, config.vocab_size, dtype=shard.dtype, device=pool.device)
+        self._states = torch.empty(len(self._aux), rows, config.hidden_size, dtype=shard.dtype, device=pool.device)
+        self._graphs: dict[tuple[int, int, bool], Graph[None]] = {}
 
     def recordings(self, *, trees: bool) -> list[Callable[[], object]]:
         """To be called one after the other before the first step."""
@@ -59,7 +62,7 @@ class VerifyGraphs:
         if graph is None:
             return None
         self._fill(*sizes, requests, starts, tree)
-        logits, aux_rows = graph()
+        graph()
         positions = self._fields(self._device, *sizes)[1].flatten()
         index = kept_rows(tree.length, sizes[1])
         if index is not None:
@@ -69,7 +72,7 @@ class VerifyGraphs:
         def kept(rows: Tensor) -> Tensor:
             return rows[:count] if index is None else rows[index]
 
-        return Verified(kept(logits), tuple(map(kept, aux_rows)) if aux else (), kept(positions))
+        return Verified(kept(self._logits), tuple(map(kept, self._states)) if aux else (), kept(positions))
 
     def _fields(self, flat: Tensor, batch: int, rows: int) -> Tensor:
         return flat[: FIELDS * batch * rows].view(FIELDS, batch, rows)
@@ -101,7 +104,7 @@ class VerifyGraphs:
         if tree:
             words[:] = torch.ones((), dtype=torch.int64, device=words.device) << offset
 
-        def run() -> tuple[Tensor, tuple[Tensor, ...]]:
+        def run() -> None:
             own = AttentionRows(
                 self._pool.table,
                 request,
@@ -113,7 +116,9 @@ class VerifyGraphs:
                 counts,
             )
             out = self._shard.forward(ids, positions, own, self._aux)
-            return self._shard.logits(out.hidden), out.aux
+            self._logits[: len(ids)] = self._shard.logits(out.hidden)
+            for into, states in zip(self._states, out.aux, strict=True):
+                into[: len(ids)] = states
 
         self._graphs[batch, rows, tree] = Graph(run, self._memory)
 

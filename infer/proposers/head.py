@@ -9,7 +9,7 @@ forward of the nodes that are grown.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,8 +78,8 @@ class HeadProposer:
 
     @property
     def drafts_by_step(self) -> bool:
-        """Whether it drafts chains, each token after the one before it."""
-        return self.shape is None
+        """Whether each level is drafted from the one before it, in a loop that graphs can hold."""
+        return True
 
     def set_drafts(self, config: ProposerConfig) -> None:
         """Chains or trees, and how far. Raises ValueError for what this head cannot draft."""
@@ -167,7 +167,7 @@ class HeadProposer:
     def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         if self.graphs is not None:
             features = [self._pending[request.request_id].rows() for request in requests]
-            replayed = self.graphs.chains(requests, [budget.depth for budget in budgets], features)
+            replayed = self.graphs.chains(requests, features, [budget.depth for budget in budgets])
             if replayed is not None:
                 self._read.update(request.request_id for request in requests)
                 return DraftTree.chains([request.tokens[-1] for request in requests], replayed)
@@ -212,19 +212,43 @@ class HeadProposer:
     def _trees(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         """Grows every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own."""
         assert self.shape is not None
-        deepest = max(budget.depth for budget in budgets)
-        roots = [request.tokens[-1] for request in requests]
-        ids = torch.tensor(roots, device=self.draft_ids.device)
-        grown = grow(self.shape, deepest, ids, *self._growing(requests, budgets))
+        roots, grown = [request.tokens[-1] for request in requests], None
+        if self.graphs is not None:
+            grown = self.graphs.trees(requests, [self._pending[request.request_id].rows() for request in requests])
+        if grown is not None:
+            self._read.update(request.request_id for request in requests)
+        else:
+            deepest = max(budget.depth for budget in budgets)
+            ids = torch.tensor(roots, device=self.draft_ids.device)
+            grown = grow(self.shape, deepest, ids, *self._growing(requests, budgets))
         return propose_best(roots, *grown, budgets)
 
     def _growing(self, requests: list[Request], budgets: list[Budget]) -> tuple[Children, Run]:
-        """How `grow` asks this head: every level runs its nodes, each in the sight of its own ancestors."""
-        device, batch = self.draft_ids.device, len(requests)
+        device = self.draft_ids.device
         parameters = choice_parameters(requests, device, drafting=True)
         slots = [len(request.tokens) - 1 for request in requests]  # where the head's own rows begin
-        start = torch.tensor(slots, device=device)[:, None]
-        state = self._read_pending(requests)[:, None]  # [B, M, S] of the nodes that a level is grown from
+        state = self._read_pending(requests)
+
+        def address(offsets: Tensor, words: Tensor) -> AttentionRows:
+            assert self._pool is not None
+            return self._pool.level(requests, [slot + 1 for slot in slots], offsets, words, first=1)
+
+        return self.growing(state, torch.tensor(slots, device=device), parameters, address)
+
+    def growing(
+        self,
+        state: Tensor,
+        slots: Tensor,
+        parameters: ChoiceParameters | None,
+        address: Callable[[Tensor, Tensor], AttentionRows],
+    ) -> tuple[Children, Run]:
+        """How `grow` asks this head: every level runs its nodes, each in the sight of its own ancestors.
+
+        state `[B, S]` of each root, whose slot is `slots` `[B]`. `address(offsets, words)`: N rows of each request, at
+        offsets `[N]` from the place after the root's, with ancestors `[B, N]`.
+        """
+        device, batch, start = slots.device, len(slots), slots[:, None]
+        state = state[:, None]  # [B, M, S] of the nodes that a level is grown from
         words = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, M] their rows in the head's KV
         run_before = 0
 
@@ -242,13 +266,10 @@ class HeadProposer:
             positions = (start + level - 1).expand_as(parent).flatten()
             attention: Attention = no_attention
             if self.kv_layers:
-                assert self._pool is not None
                 offsets = run_before + torch.arange(parent.shape[1], device=device)
                 words = words.gather(1, parent) | (torch.ones((), dtype=torch.int64, device=device) << offsets)
                 run_before += parent.shape[1]
-                attention = self.attend(
-                    self._pool.level(requests, [slot + 1 for slot in slots], offsets, words, first=1)
-                )
+                attention = self.attend(address(offsets, words))
             state = self._head.step(token.flatten(), above, positions, attention, level).unflatten(0, parent.shape)
 
         return children, run

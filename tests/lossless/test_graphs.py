@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from infer.config import EngineConfig
 from infer.graphs import Buckets, Graph, doubling
+from infer.recording import wants_graphs
 from infer.request import SamplingParams
+from infer.shard import Shard
 from tests.lossless.plain import ids
 
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -30,7 +35,7 @@ def replays(monkeypatch):
     replay = Graph.__call__
 
     def counted(self):
-        seen["draft" if "_draft" in repr(self._run) else "verify"] += 1
+        seen["draft" if "DraftGraphs" in repr(self._run) else "verify"] += 1
         return replay(self)
 
     monkeypatch.setattr(Graph, "__call__", counted)
@@ -55,7 +60,6 @@ def answers(engine):
     return [(own.token_ids, own.logprobs, own.stats) for own in engine.generate(PROMPTS, PARAMS)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("proposer", "shape", "head"),
     [
@@ -67,7 +71,9 @@ def answers(engine):
         ("combined", None, "eagle3, whole vocabulary"),
     ],
 )
-@pytest.mark.parametrize(("batches", "rows"), [(None, None), ([6], [16])])
+@pytest.mark.parametrize(
+    ("dtype", "batches", "rows"), [(torch.float32, None, None), (torch.bfloat16, [6], [16])], ids=["tight", "wide"]
+)
 def test_graphs_change_nothing(make_small_engine, expected, replays, dtype, proposer, shape, head, batches, rows):
     """With buckets that fit as well as they can, and with one that is much too large."""
     engine = make_small_engine(
@@ -76,7 +82,7 @@ def test_graphs_change_nothing(make_small_engine, expected, replays, dtype, prop
     assert engine.graphs.count > 0
     assert answers(engine) == expected(dtype, proposer, shape, head)
     assert replays["verify"] > 5
-    assert (replays["draft"] > 5) == (proposer in ("head", "combined") and shape is None)
+    assert (replays["draft"] > 5) == (proposer in ("head", "combined"))
     engine._pool.invariants([])
 
 
@@ -120,3 +126,30 @@ def test_buckets():
     assert buckets.fit(2, 2) is None  # 24 rows
     assert buckets.fit(5, 1) is None
     assert buckets.all() == [(1, 6), (4, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"graphs": "maybe"}, "engine.graphs=maybe"),
+        ({"graph_rows": []}, r"engine.graph_rows=\[\]"),
+        ({"graph_batches": [0, 2]}, r"engine.graph_batches=\[0, 2\]"),
+        ({"graphs": "on", "tensor_parallel": 2}, "engine.graphs=on: not with engine.tensor_parallel"),
+    ],
+)
+def test_what_cannot_be_asked_for(asked, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**asked)
+
+
+def test_sizes_of_which_none_is_left(make_small_engine):
+    with pytest.raises(ValueError, match=r"engine.graph_batches=\[64\].*engine.max_batch=2"):
+        make_small_engine(graphs="on", graph_batches=[64], max_batch=2)
+
+
+def test_a_mixture_of_experts_is_not_recorded():
+    config = SimpleNamespace(experts=object())
+    shard = cast(Shard, SimpleNamespace(target=SimpleNamespace(config=config), device=torch.device("cpu"), ranks=1))
+    assert not wants_graphs(EngineConfig(), shard)
+    with pytest.raises(ValueError, match="engine.graphs=on: which experts"):
+        wants_graphs(EngineConfig(graphs="on"), shard)
