@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infer.logits import FORBIDDEN, TokenCounts, shape_logits
+from infer.logits import TokenCounts, shape_logits
 from infer.logprobs import TokenLogprob, token_logprobs
 from infer.request import Request
 from infer.sampling import choice_parameters
@@ -53,18 +53,16 @@ def choose_rows(
                 shaped = logits.float().clone()
             rows = slice(first, first + count)
             paths = [[]] if tree is None else drafted_paths(tree, b, count)
-            if request.params.shapes_logits:
-                shaped[rows] = shape_logits(
-                    logits[rows],
-                    request.params,
-                    count_tokens(request, logits.shape[1], logits.device),
-                    request.tokens,
-                    request.output_length,
-                    paths,
-                    request.stop_ids,
-                )
-            if request.constraint is not None:
-                shaped[rows] = shaped[rows].masked_fill(~request.constraint.masks(paths).to(shaped.device), FORBIDDEN)
+            shaped[rows] = shape_logits(
+                logits[rows],
+                request.params,
+                count_tokens(request, logits.shape[1], logits.device),
+                request.tokens,
+                request.output_length,
+                paths,
+                request.stop_ids,
+                None if request.constraint is None else request.constraint.words(paths),
+            )
         first += count
     return Choices(choose(shaped, parameters, positions), logits, shaped, parameters)
 

@@ -136,13 +136,29 @@ class EngineConfig:
     prefix_cache: bool = True  # requests share the KV of common beginnings (of one tenant: SamplingParams.cache_salt)
     exact: bool = True  # the same bits for a row in any batch (DESIGN section 6)
     weights: str = "same"  # of the target's linear layers: "int8" or "fp8" hold them in 8 bits, which changes the text
+    kv_dtype: str = "same"  # of keys and values: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the text
     threads: int | None = None  # CPU threads of a step, ranks together; null: one or torch's own number, as measured
+    graphs: str = "auto"  # CUDA graphs of decoding and drafting: auto (on a GPU) | on | off; no token changes
+    graph_batches: list[int] | None = (
+        None  # requests of a graph, others padded to the next; null: 1, 2, 4, ... max_batch
+    )
+    graph_rows: list[int] | None = None  # rows of each request; null: 1, 2, 4, ... what the proposers draft at most
+    graph_context: int = 32768  # tokens of the longest request that graphs serve; longer ones run without
     tensor_parallel: int = 1  # ranks (GPUs, or processes on a CPU) that each hold a part of the target
 
     def __post_init__(self) -> None:
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise ValueError(f"engine.page_size={self.page_size}: must be a power of two (16, 32, ...)")
         one_of("engine.weights", self.weights, WEIGHTS)
+        one_of("engine.kv_dtype", self.kv_dtype, ("same", "fp8"))
+        one_of("engine.graphs", self.graphs, ("auto", "on", "off"))
+        for key in ("graph_batches", "graph_rows"):
+            sizes = getattr(self, key)
+            if sizes is not None and (not sizes or min(sizes) < 1):
+                raise ValueError(f"engine.{key}={sizes}: a list of sizes from 1 on, [1,2,4,8]; null chooses them")
+        at_least("engine.graph_context", self.graph_context, 1)
+        if self.graphs == "on" and self.tensor_parallel > 1:
+            raise ValueError("engine.graphs=on: not with engine.tensor_parallel, whose ranks are led by the host")
         at_least("engine.max_batch", self.max_batch, 1)
         at_least("engine.prefill_chunk", self.prefill_chunk, 1)
         at_least("engine.threads", self.threads, 1)

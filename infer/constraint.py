@@ -16,6 +16,7 @@ from torch import Tensor
 
 from infer.grammar import Grammar, compile_matcher, make_tokenizer, one_line
 from infer.tree import DraftTree
+from kernels.shape import FORBIDDEN, packed, unpacked
 from models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
     from infer.request import Request
 
-FORBIDDEN = float("-inf")
 STEP_LIMIT_S = 1.0  # of one request's masks in one step; a grammar that takes longer would hold up everybody's tokens
 
 
@@ -43,12 +43,13 @@ class Constraints:
 
 class Constraint:
     def __init__(self, matcher: LLMatcher, vocab_size: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._matcher, self._vocab_size, self._clock = matcher, vocab_size, clock
+        self._matcher, self.vocab_size, self._clock = matcher, vocab_size, clock
+        self._all = packed(torch.ones(vocab_size, dtype=torch.bool))
         self.error: str | None = None  # why the request cannot go on
 
     def copy(self) -> Constraint:
         """For another answer to the same prompt; before anything was pushed."""
-        return Constraint(self._matcher.deep_copy(), self._vocab_size, clock=self._clock)
+        return Constraint(self._matcher.deep_copy(), self.vocab_size, clock=self._clock)
 
     def push(self, token: int) -> bool:
         """Takes in an emitted token. Whether the output ends with it: nothing may follow, or the grammar failed."""
@@ -56,13 +57,14 @@ class Constraint:
             self._fail(one_line(self._matcher.get_error()) if self._matcher.is_error() else "the output left it")
         return self.error is not None or self._matcher.is_stopped()
 
-    def masks(self, paths: Sequence[Sequence[int]]) -> Tensor:
-        """bool `[n, V]`: what may follow after the emitted tokens and the drafted ones of each path.
+    def words(self, paths: Sequence[Sequence[int]]) -> Tensor:
+        """int32 `[n, ceil(V / 32)]`, a bit per token (kernels/shape.py): what may follow after the emitted tokens and
+        the drafted ones of each path.
 
         A path that the grammar forbids leads nowhere: the target cannot choose its last token, and its row is free.
         """
         began = self._clock()
-        rows = torch.ones(len(paths), self._vocab_size, dtype=torch.bool)
+        rows = self._all.repeat(len(paths), 1)
         held: list[int] = []
         for row, path in enumerate(paths):
             if self.error is None and self._walk(held, path) and not self._matcher.is_stopped():
@@ -74,7 +76,7 @@ class Constraint:
             self._fail(f"takes more than {STEP_LIMIT_S:g} s per step")
         elif not bool(rows.any(1).all()):
             self._fail("no token of the vocabulary can follow")
-        return rows if self.error is None else torch.ones_like(rows)
+        return rows if self.error is None else self._all.repeat(len(paths), 1)
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
         """Nodes of a draft tree that the grammar permits, each with its ancestors. Node 0 is the root."""
@@ -102,8 +104,8 @@ class Constraint:
         return True
 
     def _mask(self) -> Tensor:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        return torch.from_numpy(np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool))
+        words = np.frombuffer(self._matcher.compute_bitmask(), dtype="<i4")
+        return torch.from_numpy(words[: len(self._all)].astype(np.int32)) & self._all
 
     def _fail(self, why: str) -> None:
         self.error = self.error or f"the grammar cannot be followed further: {why}"
@@ -135,7 +137,7 @@ def narrowed(requests: Sequence[Request], logits: Tensor, paths: Sequence[Sequen
     for b in rows:
         constraint = requests[b].constraint
         assert constraint is not None
-        mask = constraint.masks([paths[b]])[0].to(ids.device)[ids]
+        mask = unpacked(constraint.words([paths[b]])[0], constraint.vocab_size).to(ids.device)[ids]
         if bool(mask.any()):
             logits[b] = logits[b].masked_fill(~mask, FORBIDDEN)
     return logits

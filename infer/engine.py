@@ -14,62 +14,48 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from infer.adaptive import make_controller
 from infer.admission import Limits, check_request
-from infer.choosing import Choices, choose_rows
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
-from infer.constraint import Constraint, Constraints, without_forbidden
-from infer.controller import AsAllowed, Forecast, Never, Planner
+from infer.constraint import Constraint, Constraints
+from infer.controller import AsAllowed, Never, Planner
 from infer.drafting import Drafting
+from infer.engine_stats import EngineStats
 from infer.exactness import probe_exactness
 from infer.grammar import Grammar
 from infer.head_config import HeadConfig
 from infer.kv_cache import KVPool
 from infer.launch import ranks_of
 from infer.loading import load_parts
-from infer.logprobs import token_logprobs
 from infer.memory import plan_memory, weight_bytes
 from infer.offline import generate
 from infer.pages import BlockKeys
 from infer.proposers import build_proposers, head_proposer
-from infer.proposers.base import Budget, Proposer
+from infer.proposers.base import NOTHING, Budget, NoProposer, Proposer
 from infer.proposers.draft_model import DraftModelProposer
 from infer.proposers.head import HeadProposer
 from infer.ranks import Ranks
-from infer.request import MAX_SEED, Completion, Phase, Request, SamplingParams, SpeculationStats, StepOutput
-from infer.runner import Rows, Runner
+from infer.recording import record_graphs
+from infer.request import MAX_SEED, Completion, Phase, Request, SamplingParams, StepOutput
+from infer.runner import Runner
 from infer.scheduler import Scheduler
 from infer.shard import Shard
-from infer.stopping import FinishReason, StopText, cut
+from infer.stepping import Stepping
+from infer.stopping import FinishReason, StopText
 from infer.survival import Survival
 from infer.tensor_parallel import LeadingShard
 from infer.threads import cpu_threads, plan_threads
 from infer.tree import DraftTree
-from infer.verification import Verdict, rule_for, verify
+from infer.verification import rule_for
 from models.heads.base import Head
 from models.layers import pack
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
-
-
-@dataclass
-class EngineStats:
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float = 0.0  # share of the pool's pages in use, 0..1
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0  # of these, computed for an earlier request
-    generation_tokens: int = 0
-    speculation: SpeculationStats = field(default_factory=SpeculationStats)
-    proposer_failures: int = 0  # requests that draft no more for one, since the proposers were last set
-    forecast: Forecast | None = None  # where drafts go only as far as pays
 
 
 class Engine:
@@ -101,7 +87,7 @@ class Engine:
                 f"engine.tensor_parallel={self.config.tensor_parallel}: this target is whole; Engine.load divides one"
             )
         exact = self.config.exact
-        packing = {"exact": exact, "weights": self.config.weight_format}
+        packing = {"exact": exact, "weights": self.config.weight_format, "kv": self.config.kv_dtype}
         self._shard = LeadingShard(target, ranks, **packing) if ranks else Shard(target, **packing)
         self.device, self.dtype = self._shard.device, self._shard.dtype
         self.context = target.config.max_position_embeddings
@@ -271,7 +257,10 @@ class Engine:
             raise ValueError("proposer=head: no head was given; export one by training, or proposer=ngram")
         vocabulary = self.target.config.vocab_size
         self._proposers = dict(build_proposers(self.proposer_config, self._head, self._draft_model, vocabulary))
-        self._drafting = Drafting(self._proposers, name, self.context)
+        self._draft_with(name)
+        # what recording took, where graphs are in use
+        default = self._proposers.get(name, (NoProposer(), NOTHING))
+        self.graphs = record_graphs(self.config, self._shard, self._runner, self._head, default, context=self.context)
         self._planner: Planner = AsAllowed()
         if self.proposer_config.adaptive and name != "none":
             limits = {own: limit for own, (_, limit) in self._proposers.items()}
@@ -282,7 +271,7 @@ class Engine:
         assert not proposer.kv_layers, "layers of the pool are laid out when the engine is made"
         self.set_proposer("none")
         self._proposers[proposer.name] = (proposer, limit)
-        self._drafting = Drafting(self._proposers, proposer.name, self.context)
+        self._draft_with(proposer.name)
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
@@ -300,9 +289,9 @@ class Engine:
         rows = len(step.decodes) + sum(budget.nodes for budget in step.budgets) + sum(step.chunks)
         with cpu_threads(self.threads.count(rows)):
             if step.decodes:
-                outputs += self._decode(step.decodes, step.budgets)
+                outputs += self._stepping.decode(step.decodes, step.budgets)
             if step.prefills:
-                outputs += self._prefill(step.prefills, step.chunks)
+                outputs += self._stepping.prefill(step.prefills, step.chunks)
         if step.decodes and not step.prefills:
             whole, drafting = time.perf_counter() - begin, self._drafting.seconds - drafting
             self._planner.stepped(len(step.decodes), rows, drafting, whole)
@@ -342,13 +331,14 @@ class Engine:
         for request in requests:
             self.abort(request.request_id)
         self._pool.pages.forget()
-        self._stats, self._planner = self._kept_stats, AsAllowed()
+        self._stats.restore(self._kept_stats)
+        self._planner = AsAllowed()
 
     @torch.inference_mode()
     def try_verify(self, requests: Sequence[Request], drafts: int) -> None:
         tree = DraftTree.chains([request.tokens[-1] for request in requests], [[1] * drafts] * len(requests))
         with cpu_threads(self.threads.count(len(requests) * (1 + drafts))):
-            self._judge(list(requests), tree)
+            self._stepping.judge(list(requests), tree)
 
     @torch.inference_mode()
     def try_draft(self, requests: Sequence[Request], budget: Budget) -> None:
@@ -359,140 +349,6 @@ class Engine:
         """Ends the other ranks of a divided target, after which nothing can be computed. Without them: nothing."""
         self._shard.close()
 
-    # ---- one step -----------------------------------------------------------------------------------------------
-
-    def _decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
-        tree = without_forbidden(self._drafting.propose(requests, budgets), requests)
-        self._publish(requests)
-        lengths = tree.length.tolist()
-        rows, choices, verdicts = self._judge(requests, tree)
-        starts = [request.computed for request in requests]
-        if not tree.is_chain:
-            places = [[start + node for node in own.path] for start, own in zip(starts, verdicts, strict=True)]
-            self._pool.move(requests, places, starts)
-        depths = tree.depth.masked_fill(~tree.inside, 0).amax(1).tolist()
-        first_row = list(itertools.accumulate(lengths, initial=0))
-        drafts = tree.token.tolist()
-        outputs, kept_rows, survivors, counts = [], [], [], []
-        for b, request in enumerate(requests):
-            path, accepted = verdicts[b].path, len(verdicts[b].path) - 1
-            path_rows = [first_row[b] + node for node in path]
-            request.computed += len(path)
-            self._planner.drafted(request.request_id, self._drafting.name_for(request), depths[b], accepted)
-            tokens = self._emit(request, [*(drafts[b][node] for node in path[1:]), verdicts[b].bonus])
-            emitted, taken = len(tokens), min(accepted, len(tokens))
-            for stats in (request.stats, self._stats.speculation):
-                stats.record(drafted=lengths[b] - 1, depth=depths[b], accepted=taken, emitted=emitted)
-            output = self._output(request, tokens, [index < accepted for index in range(emitted)])
-            output.logprobs = choices.logprobs(request, path_rows, tokens)
-            request.logprobs += output.logprobs
-            outputs.append(output)
-            if request.finish_reason is None:
-                survivors.append(request)
-                counts.append(len(path))
-                kept_rows += path_rows
-        if survivors:
-            self._commit(survivors, counts, rows.features[torch.tensor(kept_rows, device=self.device)])
-        return outputs
-
-    def _judge(self, requests: list[Request], tree: DraftTree) -> tuple[Rows, Choices, list[Verdict]]:
-        """The target's verdict on every request's drafts. What it writes lies beyond the committed positions."""
-        rows = self._runner.verify(requests, tree, self._drafting.wants_features(requests))
-        logits = self._runner.logits(rows.hidden)
-        choices = choose_rows(requests, tree.length.tolist(), logits, rows.positions, tree)
-        rules = [request.rule for request in requests]
-        return rows, choices, verify(requests, tree, choices, rules, self._synthetic_rates)
-
-    def _prefill(self, requests: list[Request], chunks: list[int]) -> list[StepOutput]:
-        rows = self._runner.prefill(requests, chunks, self._drafting.wants_features(requests))
-        self._score_prompts(requests, chunks, rows.hidden)
-        ends = torch.tensor(chunks, device=self.device).cumsum(0) - 1
-        for request, chunk in zip(requests, chunks, strict=True):
-            request.computed += chunk
-        complete = [b for b, request in enumerate(requests) if request.computed == len(request.tokens)]
-        outputs: list[StepOutput] = []
-        if complete:
-            last = ends[torch.tensor(complete, device=self.device)]
-            whole = [requests[b] for b in complete]
-            logits = self._runner.logits(rows.hidden[last])
-            choices = choose_rows(whole, [1] * len(whole), logits, rows.positions[last])
-            for row, (request, token) in enumerate(zip(whole, choices.token.tolist(), strict=True)):
-                if len(request.tokens) == len(request.prompt_ids):  # not a replay
-                    self._stats.prompt_tokens += len(request.prompt_ids)
-                    self._stats.cached_tokens += request.cached
-                request.phase = Phase.DECODE
-                tokens = self._emit(request, [token])
-                output = self._output(request, tokens, [False] * len(tokens))
-                output.logprobs = choices.logprobs(request, [row], tokens)
-                request.logprobs += output.logprobs
-                if request.output_length == len(tokens):
-                    output.prompt_logprobs = request.prompt_logprobs
-                outputs.append(output)
-        pieces = rows.features.split(chunks)
-        alive = [b for b, request in enumerate(requests) if request.finish_reason is None]
-        if alive:
-            features = torch.cat([pieces[b] for b in alive])
-            self._commit([requests[b] for b in alive], [chunks[b] for b in alive], features)
-            self._publish([requests[b] for b in alive])
-        return outputs
-
-    def _commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        for request, count, rows in zip(requests, counts, features.split(list(counts)), strict=True):
-            self._pool.keep_features(request, count, rows)
-        self._drafting.commit(requests, counts, features)
-
-    def _publish(self, requests: Sequence[Request]) -> None:
-        """Lets others share what is verified and was read by the proposer too."""
-        for request in requests:
-            self._pool.publish(request, self._drafting.synced(request))
-
-    def _score_prompts(self, requests: list[Request], chunks: list[int], hidden: Tensor) -> None:
-        """Log-probabilities of the prompt tokens after this chunk's rows, for requests that asked for them."""
-        for request, chunk, piece in zip(requests, chunks, hidden.split(chunks), strict=True):
-            top = request.params.prompt_logprobs
-            following = request.prompt_ids[request.computed + 1 : request.computed + chunk + 1]
-            known = len(request.prompt_logprobs) - request.computed  # a replay scores nothing twice
-            if top is None or known >= len(following):
-                continue
-            logits = self._runner.logits(piece[known : len(following)])
-            request.prompt_logprobs += token_logprobs(logits, following[known:], top)
-
-    def _emit(self, request: Request, tokens: list[int]) -> list[int]:
-        """Appends tokens up to the first one that ends the request; what follows it is cut and not counted."""
-        if self._expired(request):
-            self._finish(request, "deadline")
-            return []
-        if request.constraint is not None and request.constraint.error is not None:
-            self._finish(request, "error")
-            return []
-        emitted, reason, request.stop_reason = cut(
-            tokens,
-            room=min(request.remaining, self.context - len(request.tokens)),
-            stop_ids=request.stop_ids,
-            emitted_before=request.output_length,
-            min_tokens=request.params.min_tokens,
-            text=request.stop_text,
-            constraint=request.constraint,
-        )
-        request.tokens += emitted
-        self._stats.generation_tokens += len(emitted)
-        if reason is not None:
-            self._finish(request, reason)
-        return emitted
-
-    def _output(self, request: Request, tokens: list[int], accepted: list[bool]) -> StepOutput:
-        return StepOutput(
-            request.request_id,
-            tokens,
-            accepted,
-            request.stats,
-            request.finish_reason,
-            request.stop_reason,
-            error=request.constraint and request.constraint.error,
-            cached_tokens=request.cached,
-            queued_s=request.queued_s or 0.0,
-        )
-
     def _expired(self, request: Request) -> bool:
         return request.deadline is not None and self._clock() > request.deadline
 
@@ -501,7 +357,7 @@ class Engine:
         late = [request for request in self._requests.values() if self._expired(request)]
         for request in late:
             self._finish(request, "deadline")
-        return [self._output(request, [], []) for request in late]
+        return [self._stepping.output(request, [], []) for request in late]
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
@@ -516,6 +372,7 @@ class Engine:
         packed = copy.deepcopy(head).eval().requires_grad_(False)
         packed.borrow(self.target)
         packed.to(device=self.device, dtype=self.dtype)
+        packed.stack_layers()
         pack(packed, exact=self.config.exact)
         return head_proposer(packed, self.target.config.num_layers, self.proposer_config)
 
@@ -528,7 +385,7 @@ class Engine:
             self._pool.pages.forget()  # another head fills pages otherwise
             return
         # Everything that holds the old pool goes before the new one is planned.
-        del before, self._pool, self._runner, self._scheduler, self._proposers, self._drafting
+        del before, self._pool, self._runner, self._scheduler, self._proposers, self._drafting, self._stepping
         self._make_pool()
 
     def _use_draft_model(self, model: LlamaTarget) -> None:
@@ -576,6 +433,22 @@ class Engine:
     def _load(self) -> int:
         """Requests that could decode at once, as things are."""
         return min(len(self._scheduler.running) + len(self._scheduler.waiting), self.config.max_batch)
+
+    def _draft_with(self, name: str) -> None:
+        self._drafting = Drafting(self._proposers, name, self.context)
+        self._stepping = Stepping(
+            self._runner,
+            self._pool,
+            self._drafting,
+            self._stats,
+            context=self.context,
+            rates=self._synthetic_rates,
+            expired=self._expired,
+            finish=lambda request, reason: self._finish(request, reason),
+            drafted=lambda request, depth, accepted: self._planner.drafted(
+                request.request_id, self._drafting.name_for(request), depth, accepted
+            ),
+        )
 
     def _weight_bytes(self) -> int:
         modules = [self.target, *(own.module for own in (self._head, self._draft_model) if own is not None)]

@@ -27,7 +27,7 @@ def probe_exactness(shard: Shard, threads: ThreadPlan) -> None:
     for count in {threads.few, threads.many}:
         with cpu_threads(count):
             bits = [assert_row_invariant(linear, dtype, device) for linear in shapes]
-            answers.append([*bits, assert_rows_independent(*shard.target.heads, dtype, device)])
+            answers.append([*bits, assert_rows_independent(*shard.target.heads, dtype, device, shard.kv_dtype)])
     for first, other in zip(answers[0], answers[-1], strict=True):
         if not torch.equal(first, other):
             raise ValueError(
@@ -53,7 +53,7 @@ def probe_division(shard: Shard, threads: int) -> None:
         return lambda sizes: _linear(in_features, sizes, shard.dtype, shard.device)
 
     def attention(width: int, length: int) -> Callable[[Sequence[int]], Tensor]:
-        return lambda sizes: _attention(sizes, group, config.head_dim, width, length, shard.dtype, shard.device)
+        return lambda sizes: _attention(sizes, group, config.head_dim, width, length, shard)
 
     probes = [(f"a linear layer of {size} inputs", linear(size), parts) for size, parts in divided]
     probes += [
@@ -87,13 +87,11 @@ def _silu_mul(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) ->
     return torch.cat([silu_mul(torch.cat(pair, dim=-1)) for pair in pairs], dim=-1)
 
 
-def _attention(
-    kv_heads: Sequence[int], group: int, dim: int, width: int, length: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def _attention(kv_heads: Sequence[int], group: int, dim: int, width: int, length: int, shard: Shard) -> Tensor:
     """Of the last `width` of `length` positions, `kv_heads[r]` KV heads with their `group` query heads at a time."""
-    generator, page_size = torch.Generator().manual_seed(0), 16
+    generator, page_size, dtype, device = torch.Generator().manual_seed(0), 16, shard.dtype, shard.device
     pages, total = -(-length // page_size), sum(kv_heads)
-    cache = torch.randn(2, total, (pages + 1) * page_size, dim, generator=generator).to(device, dtype)
+    cache = torch.randn(2, total, (pages + 1) * page_size, dim, generator=generator).to(device, shard.kv_dtype)
     q = torch.randn(width, total, group, dim, generator=generator).to(device, dtype)
     k, v = torch.randn(2, width, total, dim, generator=generator).to(device, dtype)
     table = 1 + torch.arange(pages, device=device)[None]
@@ -101,7 +99,7 @@ def _attention(
     for count in kv_heads:
         own = slice(first, first + count)
         rows = AttentionRows.blocks(table, [length - width], [width], page_size=page_size)
-        plan = plan_attention(rows, count * group, count, dim, dtype)
+        plan = plan_attention(rows, count * group, count, dim, dtype, shard.kv_dtype)
         part = q[:, own].flatten(1, 2).contiguous()
         out.append(plan(part, k[:, own].contiguous(), v[:, own].contiguous(), cache[:, own].contiguous(), dim**-0.5))
         first += count

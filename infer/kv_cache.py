@@ -30,7 +30,9 @@ class KVPool:
         self.layers = layers
         self.pages = Pages(self.num_pages)
         width = -(-(max_positions + MAX_NODES) // self.page_size)  # a tree has more places than positions
-        self._table = torch.zeros(max_requests, width, dtype=torch.int64, device=self.device)
+        # One row more than requests, of the page that belongs to nobody.
+        self.table = torch.zeros(max_requests + 1, width, dtype=torch.int64, device=self.device)
+        self.nobody = max_requests
 
     @property
     def free_pages(self) -> int:
@@ -55,7 +57,7 @@ class KVPool:
 
     def release(self, request: Request) -> None:
         self.pages.drop(request.pages)
-        self._table[request.slot, : len(request.pages)] = 0
+        self.table[request.slot, : len(request.pages)] = 0
         request.pages = []
 
     def known(self, request: Request) -> list[int]:
@@ -107,7 +109,7 @@ class KVPool:
 
     def _append(self, request: Request, pages: Sequence[int]) -> None:
         held = len(request.pages)
-        self._table[request.slot, held : held + len(pages)] = torch.tensor(list(pages), device=self.device)
+        self.table[request.slot, held : held + len(pages)] = torch.tensor(list(pages), device=self.device)
         request.pages += pages
 
     def move(self, requests: Sequence[Request], sources: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
@@ -132,7 +134,7 @@ class KVPool:
         """Every page is free, known or held, and tables say what requests hold. For tests: it looks at everything."""
         self.pages.invariants(page for request in running for page in request.pages)
         for request in running:
-            assert self._table[request.slot, : len(request.pages)].tolist() == request.pages
+            assert self.table[request.slot, : len(request.pages)].tolist() == request.pages
 
     def rows(
         self,
@@ -184,7 +186,7 @@ class KVPool:
         self, requests: Sequence[Request], starts: Sequence[int], bases: Sequence[int] | None
     ) -> tuple[Tensor, list[int]]:
         """The requests' page ids `[B, P]` and places `starts`, both from `bases` on."""
-        table = self._table[[request.slot for request in requests]]
+        table = self.table[[request.slot for request in requests]]
         if bases is None or not any(bases):
             return table, list(starts)
         skipped = torch.tensor(bases, device=self.device)[:, None] // self.page_size

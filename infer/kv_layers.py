@@ -23,10 +23,16 @@ class LayerShape(NamedTuple):
     head_dim: int
 
 
+def kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """What engine.kv_dtype says of a target in `dtype`."""
+    return torch.float8_e4m3fn if name == "fp8" else dtype
+
+
 class KVLayers:
     """Room for `num_pages` pages and the one that belongs to nobody.
 
-    The first `tree_layers` layers are the target's: in these alone an accepted path is moved to the front.
+    Slots hold `kv_dtype`; what reads and writes them is computed in `dtype`. The first `tree_layers` layers are the
+    target's: in these alone an accepted path is moved to the front.
     """
 
     def __init__(
@@ -37,17 +43,19 @@ class KVLayers:
         num_pages: int,
         page_size: int,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
         device: torch.device,
     ) -> None:
         self.num_pages, self.page_size, self.device = num_pages, page_size, device
+        self._dtype, self._kv_dtype = dtype, kv_dtype or dtype
         slots = (num_pages + 1) * page_size
         # Layers of one shape lie in one tensor [layers, 2, kv_heads, slots, D], so that a move is one operation.
         self._tree_stacks = [
-            torch.zeros(len(list(group)), 2, shape.kv_heads, slots, shape.head_dim, dtype=dtype, device=device)
+            torch.zeros(len(list(group)), 2, shape.kv_heads, slots, shape.head_dim, dtype=self._kv_dtype, device=device)
             for shape, group in itertools.groupby(shapes[:tree_layers])
         ]
         self.caches = [cache for stack in self._tree_stacks for cache in stack] + [
-            torch.zeros(2, shape.kv_heads, slots, shape.head_dim, dtype=dtype, device=device)
+            torch.zeros(2, shape.kv_heads, slots, shape.head_dim, dtype=self._kv_dtype, device=device)
             for shape in shapes[tree_layers:]
         ]
 
@@ -65,7 +73,7 @@ class KVLayers:
         self, rows: AttentionRows, num_heads: int, num_kv_heads: int, head_dim: int, *, first_layer: int = 0
     ) -> PooledAttention:
         """The attention seam over these rows; `first_layer` is where the model's layers begin."""
-        plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, self.caches[first_layer].dtype)
+        plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, self._dtype, self._kv_dtype)
         kind = PooledProjections if isinstance(plan, ProjectedAttention) else PooledAttention
         return kind(self.caches, first_layer, plan)
 

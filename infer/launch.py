@@ -110,7 +110,7 @@ def load_shard(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> Shard:
         device=ranks.device,
         part=ranks.part,
     )
-    shard = Shard(target, exact=engine.exact, weights=engine.weight_format)
+    shard = Shard(target, exact=engine.exact, weights=engine.weight_format, kv=engine.kv_dtype)
     threads = plan_threads(engine, shard)
     torch.set_num_threads(threads.many)
     if engine.exact:

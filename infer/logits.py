@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from infer.params import SamplingParams, pairs
-
-FORBIDDEN = float("-inf")
+from kernels.shape import WORD, Shaping, packed, shape
 
 
 class TokenCounts:
@@ -40,45 +39,52 @@ def shape_logits(
     output_length: int,
     paths: Sequence[Sequence[int]],
     stop_ids: Collection[int],
+    grammar: Tensor | None = None,
 ) -> Tensor:
     """logits `[n, V]` of one request's rows -> the shaped ones, fp32.
 
     `paths[i]`: the drafted tokens on row i's path, the root not counted. `tokens`: prompt and output up to the root,
     of which the last `output_length` are output. `counts` is needed for penalties; `stop_ids` for `min_tokens`.
+    `grammar`: int32 `[n, ceil(V / 32)]`, what it allows at each row (kernels/shape.py).
     """
-    logits = logits.float().clone()
-    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
+    device, size = logits.device, logits.shape[1]
+    shaping = Shaping(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    if shaping.penalises:
         assert counts is not None
-        logits = penalise(logits, params, counts, paths)
+        shaping.prompt, shaping.output = counts.prompt, counts.output
+        longest = max(map(len, paths))
+        shaping.drafted = torch.tensor([[*path] + [-1] * (longest - len(path)) for path in paths], dtype=torch.int64)
+        shaping.drafted = shaping.drafted.to(device)
     if params.logit_bias:
         ids, values = zip(*pairs(params.logit_bias), strict=True)
-        bias = torch.tensor(values, dtype=torch.float32, device=logits.device)
-        logits.index_add_(1, torch.tensor(ids, device=logits.device), bias.expand(len(logits), -1))
-    if params.allowed_token_ids is not None:
-        allowed = torch.tensor(params.allowed_token_ids, device=logits.device)
-        kept = logits[:, allowed]
-        logits.fill_(FORBIDDEN)
-        logits[:, allowed] = kept
-    for row, path in enumerate(paths):
-        banned = [word[-1] for word in params.bad_words if ends_with(tokens, path, word[:-1])]
-        if output_length + len(path) < params.min_tokens:
-            banned += stop_ids
-        if banned:
-            logits[row, torch.tensor(banned, device=logits.device)] = FORBIDDEN
-    return logits
+        bias = torch.zeros(size).index_add_(0, torch.tensor(ids), torch.tensor(values, dtype=torch.float32))
+        shaping.bias = bias.to(device)
+    banned = [
+        [word[-1] for word in params.bad_words if ends_with(tokens, path, word[:-1])]
+        + (list(stop_ids) if output_length + len(path) < params.min_tokens else [])
+        for path in paths
+    ]
+    if grammar is not None or params.allowed_token_ids is not None or any(banned):
+        shaping.allowed = allowed_words(size, params.allowed_token_ids, banned, grammar).to(device)
+    return shape(logits, shaping)
 
 
-def penalise(logits: Tensor, params: SamplingParams, counts: TokenCounts, paths: Sequence[Sequence[int]]) -> Tensor:
-    output = counts.output.repeat(len(paths), 1)  # [n, V]
-    for row, path in enumerate(paths):
-        if path:
-            drafted = torch.tensor(list(path), device=logits.device)
-            output[row].index_add_(0, drafted, torch.ones(len(path), device=logits.device))
-    present = output > 0
-    if params.repetition_penalty != 1:  # as in CTRL (arXiv 1909.05858): towards the unlikely side of zero
-        smaller = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-        logits = torch.where(present | counts.prompt, smaller, logits)
-    return logits - params.frequency_penalty * output - params.presence_penalty * present
+def allowed_words(
+    size: int, allowed: Sequence[int] | None, banned: Sequence[Sequence[int]], grammar: Tensor | None
+) -> Tensor:
+    """Words of a mask, `[n, ceil(size / 32)]`: what all of these leave, of which `banned` holds one list per row."""
+    row = torch.ones(size, dtype=torch.bool)
+    if allowed is not None:
+        row.zero_()[torch.tensor(allowed)] = True
+    words = packed(row).expand(len(banned), -1)
+    if grammar is not None:
+        words = words & grammar
+    if any(banned):
+        words = words.clone()
+        for own, tokens in zip(words, banned, strict=True):
+            for token in tokens:
+                own[token // WORD] &= ~(1 << token % WORD) if token % WORD < WORD - 1 else (1 << WORD - 1) - 1
+    return words
 
 
 def ends_with(tokens: Sequence[int], path: Sequence[int], ending: Sequence[int]) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infer.config import EngineConfig
-from infer.kv_layers import LayerShape
+from infer.kv_layers import LayerShape, kv_dtype
 from models.config import TargetConfig
 from models.layers import Linear
 
@@ -49,7 +49,8 @@ def plan_memory(
     Without engine.max_tokens_in_cache the pool holds a context for every request of a batch, at most 65536 tokens, or
     what fits. Raises ValueError if what was asked for does not fit, or not even one page.
     """
-    per_page = config.page_size * dtype.itemsize * sum(2 * shape.kv_heads * shape.head_dim for shape in layers)
+    per_value = kv_dtype(config.kv_dtype, dtype).itemsize
+    per_page = config.page_size * per_value * sum(2 * shape.kv_heads * shape.head_dim for shape in layers)
     workspace = workspace_bytes(config.max_rows, target, dtype)
     context = target.max_position_embeddings
     tokens = config.max_tokens_in_cache or max(context, min(config.max_batch * context, DEFAULT_TOKENS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,18 +13,30 @@ from infer.request import Request
 from infer.shard import Shard
 from infer.tree import DraftTree
 
+if TYPE_CHECKING:
+    from infer.verify_graphs import VerifyGraphs
+
 
 class Rows(NamedTuple):
     hidden: Tensor  # [R, H] post-norm, rows of all requests one after another
-    features: Tensor  # [R, len(aux) * H]
+    aux: tuple[Tensor, ...]  # [R, H] each
+    positions: Tensor  # [R]
+
+
+class Verified(NamedTuple):
+    """Of all nodes of all trees, one request's after another's. Valid until the next verify."""
+
+    logits: Tensor  # [R, V]
+    aux: tuple[Tensor, ...]  # [R, H] each
     positions: Tensor  # [R]
 
 
 class Runner:
-    """Addresses rows in the pool and hands them to the shard."""
+    """Addresses rows in the pool and hands them to the shard; `graphs` take the verifies whose sizes they hold."""
 
     def __init__(self, shard: Shard, pool: KVPool) -> None:
-        self._shard, self._pool = shard, pool
+        self._shard, self.pool = shard, pool
+        self.graphs: VerifyGraphs | None = None
 
     def prefill(self, requests: Sequence[Request], chunks: Sequence[int], aux: Sequence[int]) -> Rows:
         """The next `chunks[b]` positions of each request's tokens; `aux` are the hidden states wanted as features."""
@@ -34,13 +46,17 @@ class Runner:
             for request, start, count in zip(requests, starts, chunks, strict=True)
             for token in request.tokens[start : start + count]
         ]
-        return self._forward(requests, starts, chunks, torch.tensor(ids, device=self._pool.device), None, aux)
+        return self._forward(requests, starts, chunks, torch.tensor(ids, device=self.pool.device), None, aux)
 
-    def verify(self, requests: Sequence[Request], tree: DraftTree, aux: Sequence[int]) -> Rows:
+    def verify(self, requests: Sequence[Request], tree: DraftTree, aux: Sequence[int]) -> Verified:
         """All nodes of every tree; node j of a request goes to place `computed + j`, at position `computed + depth`."""
+        replayed = self.graphs and self.graphs.verify(requests, tree, aux)
+        if replayed:
+            return replayed
         starts = [request.computed for request in requests]
         counts = tree.length.tolist()
-        return self._forward(requests, starts, counts, tree.token[tree.inside].to(self._pool.device), tree, aux)
+        rows = self._forward(requests, starts, counts, tree.token[tree.inside].to(self.pool.device), tree, aux)
+        return Verified(self.logits(rows.hidden), rows.aux, rows.positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._shard.logits(hidden)
@@ -54,11 +70,10 @@ class Runner:
         tree: DraftTree | None,
         aux: Sequence[int],
     ) -> Rows:
-        device, words, depth = self._pool.device, None, None
+        device, words, depth = self.pool.device, None, None
         if tree is not None and not tree.is_chain:
             words, depth = tree.ancestors[tree.inside].to(device), tree.depth[tree.inside].to(device)
-        rows = self._pool.rows(requests, starts, counts, words)
+        rows = self.pool.rows(requests, starts, counts, words)
         positions = rows.places if depth is None else rows.committed + depth
         out = self._shard.forward(ids, positions, rows, aux)
-        features = torch.cat(out.aux, dim=-1) if out.aux else out.hidden[:, :0]
-        return Rows(out.hidden, features, positions)
+        return Rows(out.hidden, out.aux, positions)

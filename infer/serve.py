@@ -58,6 +58,7 @@ def run(config: ServeConfig) -> None:
                 ("KV pool", f"{pages} pages of {size} tokens"),
                 *describe_ranks(engine.config),
                 ("memory", str(engine.memory)),
+                *([("graphs", str(engine.graphs))] if engine.graphs else ()),
                 ("address", address + (", API key needed" if api_keys else "")),
             ],
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from infer.kv_layers import KVLayers, LayerShape
+from infer.kv_layers import KVLayers, LayerShape, kv_dtype
 from infer.memory import free_bytes
 from kernels.linear import WeightFormat
 from kernels.rows import AttentionRows
@@ -24,12 +24,15 @@ class Shard:
     ranks = 1
     _make_layers: Callable[..., KVLayers] = KVLayers
 
-    def __init__(self, target: LlamaTarget, *, exact: bool = True, weights: WeightFormat = "same") -> None:
+    def __init__(
+        self, target: LlamaTarget, *, exact: bool = True, weights: WeightFormat = "same", kv: str = "same"
+    ) -> None:
         self.target = target
         pack(target, exact=exact, weight_format=weights)
         self.linears = [m.packed for m in target.modules() if isinstance(m, Linear) and m.packed is not None]
         weight = target.embedding_weight
         self.device, self.dtype = weight.device, weight.dtype
+        self.kv_dtype = kv_dtype(kv, self.dtype)
         _, kv_heads, head_dim = target.heads
         self.layer_shapes = [LayerShape(kv_heads, head_dim)] * target.config.num_layers
         self._kv: KVLayers | None = None
@@ -52,6 +55,7 @@ class Shard:
             num_pages=num_pages,
             page_size=page_size,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             device=self.device,
         )
         return self._kv

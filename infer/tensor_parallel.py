@@ -30,9 +30,15 @@ class LeadingShard(Shard):
     """Rank 0's part of the target; whatever is done to it the other ranks do to theirs at the same time."""
 
     def __init__(
-        self, target: LlamaTarget, ranks: Ranks, *, exact: bool = True, weights: WeightFormat = "same"
+        self,
+        target: LlamaTarget,
+        ranks: Ranks,
+        *,
+        exact: bool = True,
+        weights: WeightFormat = "same",
+        kv: str = "same",
     ) -> None:
-        super().__init__(target, exact=exact, weights=weights)
+        super().__init__(target, exact=exact, weights=weights, kv=kv)
         ranks.connect()
         self.ranks, self._ranks = ranks.count, ranks
         self._make_layers = partial(LeadingLayers, ranks)

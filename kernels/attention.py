@@ -53,20 +53,31 @@ class ProjectedAttention(PagedAttention, Protocol):
 
 
 def plan_attention(
-    rows: AttentionRows, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    rows: AttentionRows,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
 ) -> PagedAttention:
+    """`dtype` of q, k, v and the answer; `cache_dtype`: the cache's, if it is another one: fp8 (kernels/move.py)."""
     if in_use(rows.table.device):
         from kernels.triton import attention as gpu
 
         if gpu.supported(num_heads, num_kv_heads, head_dim, dtype):
             return gpu.TritonAttention(rows, num_heads, num_kv_heads, head_dim, dtype)
-    if cpu.supported(head_dim, dtype, rows.table.device):
+    if cache_dtype in (None, dtype) and cpu.supported(head_dim, dtype, rows.table.device):
         return cpu.NativeAttention(rows, num_heads, num_kv_heads, head_dim)
     return TiledAttention(rows, num_heads, num_kv_heads)
 
 
 def assert_rows_independent(
-    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Probes the contract on this machine: a row alone, among 2 to 300, beside another request, in a tree; answers it.
 
@@ -76,13 +87,13 @@ def assert_rows_independent(
     page_size, length = 16, 2 * KV_TILE + 40
     pages = -(-length // page_size)
     cache = torch.randn(2, num_kv_heads, (2 * pages + 1) * page_size, head_dim, generator=generator)
-    cache = cache.to(device, dtype)
+    cache = cache.to(device, cache_dtype or dtype)
     q = torch.randn(length, num_heads, head_dim, generator=generator).to(device, dtype)
     k, v = torch.randn(2, length, num_kv_heads, head_dim, generator=generator).to(device, dtype)
     table = 1 + torch.arange(2 * pages, device=device).view(2, pages)
 
     def attend(rows: AttentionRows, index: Tensor) -> Tensor:
-        plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, dtype)
+        plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, dtype, cache_dtype)
         return plan(q[index], k[index], v[index], cache, head_dim**-0.5)
 
     def last_row(width: int, beside: int) -> Tensor:

@@ -126,6 +126,12 @@ def law(logits: Tensor, parameters: ChoiceParameters | None) -> Tensor:
     law = logits.float().clone()
     if parameters is None:
         return law
+    if in_use(logits.device):
+        from kernels.triton import choose as gpu
+
+        law /= torch.where(parameters.temperature > 0, parameters.temperature, 1.0)[:, None]
+        thresholds = gpu.find_thresholds(logits, parameters)
+        return law.masked_fill_(law < thresholds[:, None], -torch.inf)
     sampled = (parameters.temperature > 0).nonzero()[:, 0]
     if len(sampled):
         p = parameters.rows(sampled)

@@ -55,13 +55,19 @@ def norm_beside(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: f
     return torch.cat([rms_norm(x, x_weight, eps), rms_norm(y, y_weight, eps)], dim=-1)
 
 
-def norm_gelu(x: Tensor, delta: Tensor, factor: float, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """gelu(rms_norm(x + factor * delta) + bias), x and delta `[..., H]`: a step of an MLP speculator."""
-    if _in_triton(x, delta, weight, bias):
+def embed_norm_gelu(
+    x: Tensor, ids: Tensor, table: Tensor, factor: float, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
+    """gelu(rms_norm(x + factor * table[ids]) + bias), a step of an MLP speculator.
+
+    x `[..., H]`, ids `[...]`, table `[V, H]`, in whose dtype it is computed.
+    """
+    x = x.to(table.dtype)
+    if _in_triton(x, table, weight, bias):
         from kernels.triton import elementwise as gpu
 
-        return gpu.norm_gelu(_rows(x), _rows(delta), factor, weight, bias, eps).view(x.shape)
-    return F.gelu(rms_norm(x + factor * delta, weight, eps) + bias)
+        return gpu.embed_norm_gelu(_rows(x), ids.flatten(), table, factor, weight, bias, eps).view(x.shape)
+    return F.gelu(rms_norm(x + factor * F.embedding(ids, table), weight, eps) + bias)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.elementwise import rms_norm, rotate
+from kernels.move import write_slots
 from kernels.triton import in_use
 
 
@@ -36,6 +37,6 @@ def rotate_and_write(
         q, k = qk.split([num_heads, cache.shape[1]], dim=1)
         qk = torch.cat([rms_norm(q, norm.q, norm.eps), rms_norm(k, norm.k, norm.eps)], dim=1)
     qk = rotate(qk, cos, sin)
-    cache[0].index_copy_(1, slots, qk[:, num_heads:].transpose(0, 1).to(cache.dtype))
-    cache[1].index_copy_(1, slots, qkv[:, rotated:].transpose(0, 1).to(cache.dtype))
+    write_slots(cache[0], slots, qk[:, num_heads:])
+    write_slots(cache[1], slots, qkv[:, rotated:])
     return qk[:, :num_heads]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.move import read_slots, write_slots
 from kernels.rows import AttentionRows
 
 KV_TILE = 256
@@ -26,8 +27,9 @@ class TiledAttention:
         device, group = rows.table.device, num_heads // num_kv_heads
         nth = None
         if rows.words is None:
-            request, counts = rows.request.unique_consecutive(return_counts=True)
-            committed = rows.committed[counts.cumsum(0) - 1] - rows.first
+            counts = torch.tensor(rows.counts, device=device)
+            last = counts.cumsum(0) - 1
+            request, committed = rows.request[last], rows.committed[last] - rows.first
             ends = committed + counts
         else:
             request, committed = rows.request, rows.committed - rows.first
@@ -65,20 +67,21 @@ class TiledAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
-        cache[0].index_copy_(1, self._slots, k.transpose(0, 1))
-        cache[1].index_copy_(1, self._slots, v.transpose(0, 1))
+        write_slots(cache[0], self._slots, k)
+        write_slots(cache[1], self._slots, v)
+        dtype = q.dtype
         _, heads, dim = q.shape
         G, N, kv_heads, group = self._sequences, self._width, self._kv_heads, self._group
         q = q.new_zeros(G * N, heads, dim).index_copy_(0, self._rows, q)
         q = q.view(G, N, kv_heads, group, dim).permute(2, 0, 1, 3, 4).reshape(kv_heads, G, N * group, dim).float()
         q = q.index_select(1, self._tile_of).view(-1, N * group, dim)  # [nkv * S, N * group, D]
-        keys, values = cache.index_select(2, self._gather).float().view(2, -1, KV_TILE, dim)
+        keys, values = read_slots(cache, self._gather).float().view(2, -1, KV_TILE, dim)
         scores = torch.baddbmm(self._bias(window), q, keys.transpose(1, 2), alpha=scale)
         out = torch.bmm(scores.softmax(-1), values)
         if self._merge.shape[1] > 1:
             out = self._combine(out, scores)
         out = out.view(kv_heads, G, N, group, dim).permute(1, 2, 0, 3, 4).reshape(G * N, heads * dim)
-        return out.index_select(0, self._rows).to(cache.dtype)
+        return out.index_select(0, self._rows).to(dtype)
 
     def _bias(self, window: int | None) -> Tensor:
         """[nkv * S, N * group, KV_TILE] what hides the keys that a row does not see; the same for most layers."""

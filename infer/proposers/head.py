@@ -9,10 +9,11 @@ forward of the nodes that are grown.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from infer.config import ProposerConfig
 from infer.constraint import narrowed
@@ -27,6 +28,9 @@ from kernels.choose import ChoiceParameters, choose, choose_best, law
 from kernels.rows import AttentionRows
 from models.attention import Attention, no_attention
 from models.heads.base import Head
+
+if TYPE_CHECKING:
+    from infer.draft_graphs import DraftGraphs
 
 KEPT_ROWS = 64  # features of a request that wait to be read, at most
 
@@ -57,7 +61,7 @@ class HeadProposer:
         own = head.attention
         self.kv_layers = () if own is None else (LayerShape(own.num_kv_heads, own.head_dim),) * own.layers
         self._head, self._first_layer = head, first_layer
-        self._draft_ids = head.target_ids
+        self.draft_ids = head.target_ids
         self.shape: TreeShape | None = None
         with torch.no_grad():
             self._mask_slot = head.mask_slot()
@@ -67,10 +71,16 @@ class HeadProposer:
         # Of these requests it has, in this step; the features stay until the commit, should the draft be retried.
         self._read: set[str] = set()
         self._base: dict[str, int] = {}  # the first slot of requests of which it was not given all
+        self.graphs: DraftGraphs | None = None
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> Head:
         return self._head
+
+    @property
+    def drafts_by_step(self) -> bool:
+        """Whether each level is drafted from the one before it, in a loop that graphs can hold."""
+        return True
 
     def set_drafts(self, config: ProposerConfig) -> None:
         """Chains or trees, and how far. Raises ValueError for what this head cannot draft."""
@@ -79,9 +89,9 @@ class HeadProposer:
         if most is not None and depth > most:
             key = "proposer.tree" if config.tree is not None else f"proposer.max_draft_tokens={depth}"
             raise ValueError(f"{key}: this {self._head.name} head drafts {most} tokens at most, not {depth}")
-        if isinstance(shape, StaticShape) and shape.widest > len(self._draft_ids):
+        if isinstance(shape, StaticShape) and shape.widest > len(self.draft_ids):
             raise ValueError(
-                f"proposer.tree: rank {shape.widest - 1}: the head drafts from {len(self._draft_ids)} tokens"
+                f"proposer.tree: rank {shape.widest - 1}: the head drafts from {len(self.draft_ids)} tokens"
             )
         self.shape = shape
 
@@ -173,7 +183,13 @@ class HeadProposer:
     # ---- drafting -----------------------------------------------------------------------------------------------
 
     def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
-        parameters = choice_parameters(requests, self._draft_ids.device, drafting=True)
+        if self.graphs is not None and not any(self._bases(requests)):  # they know of no base
+            features = [self._pending[request.request_id].rows() for request in requests]
+            replayed = self.graphs.chains(requests, features, [budget.depth for budget in budgets])
+            if replayed is not None:
+                self._read.update(request.request_id for request in requests)
+                return DraftTree.chains([request.tokens[-1] for request in requests], replayed)
+        parameters = choice_parameters(requests, self.draft_ids.device, drafting=True)
         state = self._read_pending(requests)  # [B, S], of the slot before the root
         laws: dict[int, list[Tensor]] = {}
         drafts: list[list[int]] = [[] for _ in requests]
@@ -181,7 +197,7 @@ class HeadProposer:
         while True:
             batch = [requests[index] for index in going]
             logits = self._head.logits(state, depth)
-            logits = narrowed(batch, logits, [drafts[index] for index in going], self._draft_ids)
+            logits = narrowed(batch, logits, [drafts[index] for index in going], self.draft_ids)
             # slot i drafts what the target chooses at row i + 1
             positions = torch.tensor([len(request.tokens) - 1 + depth for request in batch], device=state.device)
             for place, row in self._laws(batch, logits, parameters).items():
@@ -209,24 +225,49 @@ class HeadProposer:
             positions = torch.tensor(slots, device=tokens.device)
             return self._head.step(tokens, state, positions, no_attention, depth)
         rows = self._rows(requests, slots, [1] * len(slots))
-        return self._head.step(tokens, state, self._slots(requests, rows), self._attention(rows), depth)
+        return self._head.step(tokens, state, self._slots(requests, rows), self.attend(rows), depth)
 
     def _trees(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         """Grows every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own."""
         assert self.shape is not None
-        deepest = max(budget.depth for budget in budgets)
-        roots = [request.tokens[-1] for request in requests]
-        ids = torch.tensor(roots, device=self._draft_ids.device)
-        grown = grow(self.shape, deepest, ids, *self._growing(requests, budgets))
+        roots, grown = [request.tokens[-1] for request in requests], None
+        if self.graphs is not None and not any(self._bases(requests)):  # they know of no base
+            grown = self.graphs.trees(requests, [self._pending[request.request_id].rows() for request in requests])
+        if grown is not None:
+            self._read.update(request.request_id for request in requests)
+        else:
+            deepest = max(budget.depth for budget in budgets)
+            ids = torch.tensor(roots, device=self.draft_ids.device)
+            grown = grow(self.shape, deepest, ids, *self._growing(requests, budgets))
         return propose_best(roots, *grown, budgets)
 
     def _growing(self, requests: list[Request], budgets: list[Budget]) -> tuple[Children, Run]:
-        """How `grow` asks this head: every level runs its nodes, each in the sight of its own ancestors."""
-        device, batch = self._draft_ids.device, len(requests)
+        device = self.draft_ids.device
         parameters = choice_parameters(requests, device, drafting=True)
         slots = [len(request.tokens) - 1 for request in requests]  # where the head's own rows begin
-        start = torch.tensor(slots, device=device)[:, None]
-        state = self._read_pending(requests)[:, None]  # [B, M, S] of the nodes that a level is grown from
+        state = self._read_pending(requests)
+
+        def address(offsets: Tensor, words: Tensor) -> AttentionRows:
+            assert self._pool is not None
+            places, bases = [slot + 1 for slot in slots], self._bases(requests)
+            return self._pool.level(requests, places, offsets, words, first=1, bases=bases)
+
+        return self.growing(state, torch.tensor(slots, device=device), parameters, address)
+
+    def growing(
+        self,
+        state: Tensor,
+        slots: Tensor,
+        parameters: ChoiceParameters | None,
+        address: Callable[[Tensor, Tensor], AttentionRows],
+    ) -> tuple[Children, Run]:
+        """How `grow` asks this head: every level runs its nodes, each in the sight of its own ancestors.
+
+        state `[B, S]` of each root, whose slot is `slots` `[B]`. `address(offsets, words)`: N rows of each request, at
+        offsets `[N]` from the place after the root's, with ancestors `[B, N]`.
+        """
+        device, batch, start = slots.device, len(slots), slots[:, None]
+        state = state[:, None]  # [B, M, S] of the nodes that a level is grown from
         words = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, M] their rows in the head's KV
         run_before = 0
 
@@ -244,15 +285,10 @@ class HeadProposer:
             positions = (start + level - 1).expand_as(parent).flatten()
             attention: Attention = no_attention
             if self.kv_layers:
-                assert self._pool is not None
                 offsets = run_before + torch.arange(parent.shape[1], device=device)
                 words = words.gather(1, parent) | (torch.ones((), dtype=torch.int64, device=device) << offsets)
                 run_before += parent.shape[1]
-                attention = self._attention(
-                    self._pool.level(
-                        requests, [slot + 1 for slot in slots], offsets, words, first=1, bases=self._bases(requests)
-                    )
-                )
+                attention = self.attend(address(offsets, words))
             state = self._head.step(token.flatten(), above, positions, attention, level).unflatten(0, parent.shape)
 
         return children, run
@@ -261,15 +297,15 @@ class HeadProposer:
 
     def _choose(self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None) -> Tensor:
         """The head's own choice `[R]` (target ids), under the noise that the target will meet at the same row."""
-        return self._draft_ids[choose(logits, parameters, positions, self._draft_ids)]
+        return self.draft_ids[choose(logits, parameters, positions, self.draft_ids)]
 
     def _best(
         self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None, count: int
     ) -> tuple[Tensor, Tensor]:
         """Of each row the `count` best target ids under the same noise, `[R, count]`, and their log-probabilities."""
         count = min(count, logits.shape[1])
-        columns, values = choose_best(logits, parameters, positions, self._draft_ids, count)
-        return self._draft_ids[columns], values
+        columns, values = choose_best(logits, parameters, positions, self.draft_ids, count)
+        return self.draft_ids[columns], values
 
     def _laws(
         self, requests: Sequence[Request], logits: Tensor, parameters: ChoiceParameters | None
@@ -285,7 +321,7 @@ class HeadProposer:
         rows = torch.tensor(wanted, device=logits.device)
         own = law(logits[rows], parameters and parameters.rows(rows)).softmax(-1)
         whole = own.new_zeros(len(wanted), self._head.config.vocab_size)
-        whole[:, self._draft_ids] = own
+        whole[:, self.draft_ids] = own
         return dict(zip(wanted, whole.cpu(), strict=True))
 
     def _rows(self, requests: Sequence[Request], slots: Sequence[int], counts: Sequence[int]) -> AttentionRows:
@@ -303,7 +339,7 @@ class HeadProposer:
         bases = self._bases(requests)
         return places + torch.tensor(bases, device=places.device)[rows.request] if any(bases) else places
 
-    def _attention(self, rows: AttentionRows) -> Attention:
+    def attend(self, rows: AttentionRows) -> Attention:
         own = self._head.attention
         assert self._pool is not None
         assert own is not None
@@ -323,7 +359,7 @@ class HeadProposer:
             request.tokens[start + 1 : start + count + 1]
             for request, start, count in zip(requests, starts, counts, strict=True)
         ]
-        device = self._draft_ids.device
+        device = self.draft_ids.device
         state = self._head.fuse(torch.cat(features).chunk(len(self.aux_layers), dim=-1))
         if masks is not None:
             assert self._mask_slot is not None
@@ -335,7 +371,7 @@ class HeadProposer:
         tokens = torch.tensor([token for own in shifted for token in own], device=device)
         if self.kv_layers:
             rows = self._rows(requests, starts, counts)
-            state = self._head.step(tokens, state, self._slots(requests, rows), self._attention(rows), 0)
+            state = self._head.step(tokens, state, self._slots(requests, rows), self.attend(rows), 0)
         else:
             state = self._head.step(tokens, state, torch.tensor(starts, device=device), no_attention, 0)
         self._read.update(request.request_id for request in requests)

@@ -19,6 +19,10 @@ from infer.tree import DraftTree
 
 
 class ParallelHeadProposer(HeadProposer):
+    @property
+    def drafts_by_step(self) -> bool:
+        return False
+
     def places(self, budget: Budget) -> int:
         return max(budget.nodes, budget.depth - 1)
 
@@ -60,7 +64,7 @@ class ParallelHeadProposer(HeadProposer):
         deepest = max(depths)
         if self._mask_slot is None:
             state = self._read_pending(requests)
-            return torch.stack([self._head.logits(state, depth) for depth in range(deepest)], dim=1)
+            return self._head.all_logits(state, deepest)
         counts = [self._pending[request.request_id].count for request in requests]
         states = self._read_pending(requests, [depth - 1 for depth in depths])
         slot = torch.tensor([count + depth - 1 for count, depth in zip(counts, depths, strict=True)]).cumsum(0)

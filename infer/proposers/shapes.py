@@ -85,7 +85,7 @@ class StaticShape:
         levels = [[path for path in nodes if len(path) == level] for level in range(1, self.depth + 1)]
         parents = {path[:-1] for path in nodes}
         self._fan_out = [1 + max(path[-1] for path in level) for level in levels]
-        self._run: list[list[int]] = []  # per level, places of its inner nodes
+        self._run: list[Tensor] = []  # per level, places of its inner nodes
         self._scores: list[Tensor] = []  # per level [M * R]: minus the node's rank in level order
         grown: list[tuple[int, ...]] = [()]
         worth = 0
@@ -96,7 +96,7 @@ class StaticShape:
                 scores[place[path]] = worth = worth - 1
             grown = [path for path in level if path in parents]
             self._scores.append(scores)
-            self._run.append([place[path] for path in grown])
+            self._run.append(torch.tensor([place[path] for path in grown], dtype=torch.int64))
 
     @property
     def widest(self) -> int:
@@ -106,10 +106,12 @@ class StaticShape:
         return self._fan_out[level - 1] if level <= self.depth else 0
 
     def score(self, level: int, cumulative: Tensor) -> Tensor:
-        return self._scores[level - 1].to(cumulative.device).expand_as(cumulative)
+        self._scores[level - 1] = own = self._scores[level - 1].to(cumulative.device)
+        return own.expand_as(cumulative)
 
     def run_next(self, level: int, scores: Tensor) -> Tensor:
-        return torch.tensor(self._run[level - 1], device=scores.device, dtype=torch.int64).expand(len(scores), -1)
+        self._run[level - 1] = own = self._run[level - 1].to(scores.device)
+        return own.expand(len(scores), -1)
 
     @property
     def rows(self) -> int:
@@ -157,9 +159,9 @@ def grow(
         run(level, picked // R, token.gather(1, picked))
         worth, above = cumulative.gather(1, picked), candidates + picked
         candidates += token.shape[1]
-    levels = [torch.full((token.shape[1],), depth) for depth, (token, _, _) in enumerate(grown, start=1)]
+    levels = [torch.full_like(token[0], depth) for depth, (token, _, _) in enumerate(grown, start=1)]
     token, parent, score = (torch.cat(parts, dim=1) for parts in zip(*grown, strict=True))
-    return token, parent, torch.cat(levels).to(device), score
+    return token, parent, torch.cat(levels), score
 
 
 def propose_best(

@@ -20,6 +20,7 @@ are never fused, which would be the compiler's choice too.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from typing import NamedTuple
@@ -29,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.move import write_slots
 from kernels.rotary import QKNorm, rotate_and_write
 from kernels.rows import AttentionRows
 from kernels.tiles import WORD_BITS, places_of_bits
@@ -331,12 +333,7 @@ class TritonAttention:
         device, group = rows.table.device, num_heads // num_kv_heads
         self._shape = shape = shape or blocking(head_dim, dtype)
         nodes = shape.lines // group
-        blocks = [
-            [start + done, min(nodes, count - done)]
-            for start, count in zip(_starts(rows.counts), rows.counts, strict=True)
-            for done in range(0, count, nodes)
-        ]
-        self._blocks = torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True)
+        self._blocks = blocks = _blocks(rows.counts, nodes, device)
         self._tree = rows.words is not None
         splits = -(-rows.longest // shape.split)
         programs = len(blocks) * num_kv_heads
@@ -361,8 +358,8 @@ class TritonAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None
     ) -> Tensor:
-        cache[0].index_copy_(1, self._slots, k.transpose(0, 1).to(cache.dtype))
-        cache[1].index_copy_(1, self._slots, v.transpose(0, 1).to(cache.dtype))
+        write_slots(cache[0], self._slots, k)
+        write_slots(cache[1], self._slots, v)
         return self.read(q, cache, scale, window)
 
     def project(
@@ -411,8 +408,23 @@ class TritonAttention:
         return answer
 
 
-def _starts(counts: tuple[int, ...]) -> list[int]:
-    return [sum(counts[:index]) for index in range(len(counts))]
+def _blocks(counts: tuple[int, ...], nodes: int, device: torch.device) -> Tensor:
+    """First row and number of rows of each block, `[blocks, 2]`, `nodes` of one request at most.
+
+    Of requests alike, in a CUDA graph's steps, without a copy from the host, which no graph would take.
+    """
+    if len(set(counts)) == 1:
+        (count,) = set(counts)
+        done = torch.arange(0, count, nodes, dtype=torch.int32, device=device)
+        first = torch.arange(0, len(counts) * count, count, dtype=torch.int32, device=device)[:, None] + done
+        return torch.stack([first, (count - done).clamp(max=nodes).expand_as(first)], dim=-1).flatten(0, 1)
+    starts = itertools.accumulate(counts, initial=0)
+    blocks = [
+        [start + done, min(nodes, count - done)]
+        for start, count in zip(starts, counts, strict=False)
+        for done in range(0, count, nodes)
+    ]
+    return torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True)
 
 
 def _tails(rows: AttentionRows, tile: int) -> tuple[Tensor, Tensor]:

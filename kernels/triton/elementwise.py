@@ -99,11 +99,12 @@ def norm_beside(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: f
 
 
 @triton.jit
-def norm_gelu_kernel(x, delta, weight, bias, out, x_stride, delta_stride, factor, size, eps, SIZE: tl.constexpr):
+def embed_norm_gelu_kernel(x, ids, table, weight, bias, out, x_stride, factor, size, eps, SIZE: tl.constexpr):
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     inside = i < size
     dtype = out.dtype.element_ty
-    value = tl.load(delta + row * delta_stride + i, mask=inside, other=0.0).to(tl.float32)
+    token = tl.load(ids + row).to(tl.int64)
+    value = tl.load(table + token * size + i, mask=inside, other=0.0).to(tl.float32)
     value = (value * factor).to(dtype).to(tl.float32)
     value += tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
     value = value.to(dtype).to(tl.float32)
@@ -115,18 +116,20 @@ def norm_gelu_kernel(x, delta, weight, bias, out, x_stride, delta_stride, factor
     tl.store(out + row * size + i, active.to(dtype), mask=inside)
 
 
-def norm_gelu(x: Tensor, delta: Tensor, factor: float, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """x and delta `[R, H]` -> `[R, H]`."""
+def embed_norm_gelu(
+    x: Tensor, ids: Tensor, table: Tensor, factor: float, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
+    """x `[R, H]`, ids `[R]`, table `[V, H]` without gaps -> `[R, H]`."""
     rows, size = x.shape
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    norm_gelu_kernel[(rows,)](
+    embed_norm_gelu_kernel[(rows,)](
         x,
-        delta,
+        ids,
+        table,
         weight,
         bias,
         out,
         x.stride(0),
-        delta.stride(0),
         float(factor),
         size,
         eps,

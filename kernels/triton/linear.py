@@ -41,6 +41,32 @@ def tile_for(rows: int, x: torch.dtype, weight: torch.dtype) -> Tile:
 
 
 @triton.jit
+def product(
+    weights, inputs, in_n, in_m, K,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """A tile `W xᵀ` in fp32: pointers to its first weights `[BLOCK_N, BLOCK_K]` and inputs `[BLOCK_K, BLOCK_M]`."""
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        if WHOLE_K:
+            w = tl.load(weights, mask=in_n[:, None], other=0.0)
+            a = tl.load(inputs, mask=in_m[None, :], other=0.0)
+        else:
+            there = k < K - start
+            w = tl.load(weights, mask=in_n[:, None] & there[None, :], other=0.0)
+            a = tl.load(inputs, mask=in_m[None, :] & there[:, None], other=0.0)
+        if UPCAST:
+            w, a = w.to(tl.float32), a.to(tl.float32)
+        else:
+            w = w.to(a.dtype)
+        total = tl.dot(w, a, total, input_precision="ieee")
+        weights += BLOCK_K
+        inputs += BLOCK_K
+    return total
+
+
+@triton.jit
 def linear_kernel(
     x,
     weight,
@@ -65,22 +91,7 @@ def linear_kernel(
     in_n, in_m = n < N, m < rows
     weights = weight + n.to(tl.int64)[:, None] * K + k[None, :]
     inputs = x + m.to(tl.int64)[None, :] * x_stride + k[:, None]
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        if WHOLE_K:
-            w = tl.load(weights, mask=in_n[:, None], other=0.0)
-            a = tl.load(inputs, mask=in_m[None, :], other=0.0)
-        else:
-            there = k < K - start
-            w = tl.load(weights, mask=in_n[:, None] & there[None, :], other=0.0)
-            a = tl.load(inputs, mask=in_m[None, :] & there[:, None], other=0.0)
-        if UPCAST:
-            w, a = w.to(tl.float32), a.to(tl.float32)
-        else:
-            w = w.to(a.dtype)
-        total = tl.dot(w, a, total, input_precision="ieee")
-        weights += BLOCK_K
-        inputs += BLOCK_K
+    total = product(weights, inputs, in_n, in_m, K, BLOCK_N, BLOCK_M, BLOCK_K, WHOLE_K, UPCAST)
     if SCALED:
         total = total * tl.load(scale + n, mask=in_n, other=0.0)[:, None]
     if BIASED:

@@ -12,6 +12,12 @@ from kernels.rotary import QKNorm
 
 
 @triton.jit
+def within_fp8(x):
+    """In fp32, what e4m3 can hold."""
+    return tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
+
+
+@triton.jit
 def rotate_and_write_kernel(
     qkv,
     cos,
@@ -31,6 +37,7 @@ def rotate_and_write_kernel(
     KV_LINES: tl.constexpr,
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     row, half = tl.program_id(0).to(tl.int64), D // 2
     head, i = tl.arange(0, LINES)[:, None], tl.arange(0, HALF)[None, :]
@@ -64,11 +71,15 @@ def rotate_and_write_kernel(
     keys = inside & (head >= HEADS)
     to = cache + (head - HEADS) * slots * D + here + i
     stored = cache.dtype.element_ty
+    if FP8:
+        left, right = within_fp8(left), within_fp8(right)
     tl.store(to, left.to(stored), mask=keys)
     tl.store(to + half, right.to(stored), mask=keys)
     head, i = tl.arange(0, KV_LINES)[:, None], tl.arange(0, 2 * HALF)[None, :]
     values = (head < KV_HEADS) & (i < D)
     value = tl.load(qkv + row * stride + (HEADS + KV_HEADS + head) * D + i, mask=values, other=0.0)
+    if FP8:
+        value = within_fp8(value)
     tl.store(cache + (KV_HEADS + head) * slots * D + here + i, value.to(stored), mask=values)
 
 
@@ -100,6 +111,7 @@ def rotate_and_write(
         KV_LINES=triton.next_power_of_2(kv_heads),
         HALF=triton.next_power_of_2(dim // 2),
         NORMED=norm is not None,
+        FP8=cache.dtype is torch.float8_e4m3fn,
         num_warps=8 if padded * dim > 4096 else 4,
         enable_fp_fusion=False,
     )

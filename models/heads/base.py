@@ -104,6 +104,13 @@ class Head(nn.Module, ABC):
     def logits(self, state: Tensor, depth: int) -> Tensor:
         """What `step` answered for this depth -> `[..., Vd]`."""
 
+    def all_logits(self, state: Tensor, depths: int) -> Tensor:
+        """Of a parallel head: `logits` at depths 0 to `depths` - 1 of one state, `[R, S]` -> `[R, depths, Vd]`."""
+        return torch.stack([self.logits(state, depth) for depth in range(depths)], dim=1)
+
+    def stack_layers(self) -> None:
+        """Lays the weights of layers that are run at once beside each other; called before they are packed."""
+
     @property
     def reads_lm_head(self) -> bool:
         """Whether a new head needs the target's LM head, whatever it starts from."""

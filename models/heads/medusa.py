@@ -7,11 +7,14 @@ itself, and `logits` holds the heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.residual import residual_silu
+from kernels.triton import in_use
 from models.attention import Attention
 from models.heads.base import Head
 from models.heads.medusa_config import MedusaConfig
@@ -59,6 +62,7 @@ class MedusaHead(Head):
             self.lm_heads = nn.ModuleList(Linear(size, vocabulary, bias=False) for _ in range(config.num_heads))
         if vocabulary < config.vocab_size:
             self.register_buffer("token_map", torch.arange(vocabulary))
+        self._stacks: list[tuple[Tensor, Tensor | None]] = []  # per residual layer: of all heads [D, H, H], [D, H]
 
     @property
     def target_ids(self) -> Tensor:
@@ -83,6 +87,29 @@ class MedusaHead(Head):
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
         return (self.lm_head if self.config.shared else self.lm_heads[depth])(self.blocks[depth](state))
+
+    def all_logits(self, state: Tensor, depths: int) -> Tensor:
+        if not self._stacks:
+            return super().all_logits(state, depths)
+        states = state[None]
+        for weight, bias in self._stacks:
+            states = residual_silu(states, weight[:depths], bias if bias is None else bias[:depths])
+        if self.config.shared:
+            return self.lm_head(states).transpose(0, 1)
+        own = zip(self.lm_heads, states, strict=False)
+        return torch.stack([lm_head(rows) for lm_head, rows in own], dim=1)
+
+    def stack_layers(self) -> None:
+        """On a GPU, where one launch then runs a residual layer of all heads; the layers keep views of the weights."""
+        if not in_use(next(self.parameters()).device):
+            return
+        for depth in range(self.config.num_layers):
+            layers = [cast(Linear, cast(MedusaBlock, block).layers[depth]) for block in self.blocks]
+            weight = torch.stack([layer.weight for layer in layers])
+            bias = torch.stack([layer.bias for layer in layers]) if self.config.bias else None
+            for head, layer in enumerate(layers):
+                layer.weight = nn.Parameter(weight[head], requires_grad=False)
+            self._stacks.append((weight, bias))
 
     @torch.no_grad()
     def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from kernels.elementwise import norm_gelu, rms_norm
+from kernels.elementwise import embed_norm_gelu, rms_norm
 from models.attention import Attention
 from models.heads.base import Head
 from models.heads.mlp_config import MlpConfig
@@ -24,7 +24,7 @@ EPS = 1e-6
 
 
 class ShiftedRMSNorm(nn.Module):
-    """Scale and shift of a root-mean-square norm (kernels/elementwise.py: norm_gelu)."""
+    """Scale and shift of a root-mean-square norm (kernels/elementwise.py: embed_norm_gelu)."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -60,11 +60,10 @@ class MlpHead(Head):
 
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
         own = 0 if self.config.tie_weights else depth
-        embedding = self.emb[own](ids)
-        projected = self.proj[min(depth, len(self.proj) - 1)](state).to(embedding.dtype)  # fp32 under autocast
+        projected = self.proj[min(depth, len(self.proj) - 1)](state)
         scale = self.config.embedding_weight / self.config.state_weight
-        norm = cast(ShiftedRMSNorm, self.ln[own])
-        return norm_gelu(projected, embedding, scale, norm.weight, norm.bias, EPS)
+        norm, table = cast(ShiftedRMSNorm, self.ln[own]), cast(nn.Embedding, self.emb[own]).weight
+        return embed_norm_gelu(projected, ids, table, scale, norm.weight, norm.bias, EPS)
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
         return self.head[0 if self.config.tie_weights else depth](state)

@@ -39,7 +39,7 @@ def make(lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.d
 def planned(case: Any, starts: list[int], counts: list[int], words: Tensor | None = None) -> PagedAttention:
     q, _, _, cache, table = case
     rows = AttentionRows.blocks(table, starts, counts, page_size=PAGE, words=words)
-    return plan_attention(rows, q.shape[1], cache.shape[1], q.shape[2], q.dtype)
+    return plan_attention(rows, q.shape[1], cache.shape[1], q.shape[2], q.dtype, cache.dtype)
 
 
 def random_tree(nodes: int) -> DraftTree:
@@ -68,7 +68,19 @@ def correctness(device: torch.device) -> list[dict[str, Any]]:
                 true = oracle.paged_attention(new[0].cpu(), cache.cpu(), table.cpu(), [start], [nodes], **given)
                 found.append(close("attention", f"{kind} of {nodes} at {start}, {name}", actual, true, BOUND[dtype]))
             found += bits(name, (q, k, v, cache, table), start, nodes, tree)
-    return found
+    return [*found, eight_bits(*sizes[0], dtypes[-1], start, nodes, device)]
+
+
+def eight_bits(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, start: int, nodes: int, device: torch.device
+) -> dict[str, Any]:
+    """A chain over keys and values in fp8, against float64 on what was stored."""
+    q, k, v, cache, table = make([start + nodes], heads, kv_heads, dim, dtype, device)
+    narrow, new = cache.to(torch.float8_e4m3fn), (q[:nodes], k[:nodes], v[:nodes])
+    actual = planned((*new, narrow, table), [start], [nodes])(*new, narrow, dim**-0.5)
+    given = {"page_size": PAGE, "scale": dim**-0.5}
+    true = oracle.paged_attention(new[0].cpu(), narrow.cpu().float(), table.cpu(), [start], [nodes], **given)
+    return close("attention, fp8 cache", f"chain of {nodes} at {start}, {dtype}", actual, true, BOUND[dtype])
 
 
 def bits(name: str, case: Any, start: int, nodes: int, tree: DraftTree) -> list[dict[str, Any]]:
@@ -113,6 +125,8 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
                 continue
             plan = planned(case, starts, counts, own)
             assert isinstance(plan, TritonAttention)
-            call = lambda plan=plan, q=q[: batch * rows], cache=cache: plan.read(q, cache, dim**-0.5)  # noqa: E731
-            found.append(timed(kind, f"{batch} x {rows} rows, context {context}, {dtype}", call, device, moved=moved))
+            case = f"{batch} x {rows} rows, context {context}, {dtype}"
+            for name, held in ((kind, cache), (kind + ", fp8 cache", cache.to(torch.float8_e4m3fn))):
+                call = lambda plan=plan, q=q[: batch * rows], held=held: plan.read(q, held, dim**-0.5)  # noqa: E731
+                found.append(timed(name, case, call, device, moved=moved * held.itemsize // cache.itemsize))
     return found

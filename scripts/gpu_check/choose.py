@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.choose import ChoiceParameters, choice_keys, choose, choose_best
+from kernels.choose import ChoiceParameters, choice_keys, choose, choose_best, logprobs
+from kernels.shape import Shaping, packed, shape, shape_in_torch
 from scripts.gpu_check.measure import close, same, timed
 
 KINDS = ("greedy", "sampled", "top-k and min-p", "top-p")
@@ -41,13 +42,28 @@ def parameters(kind: str, rows: int, device: torch.device) -> ChoiceParameters |
     return ChoiceParameters(**values, seed_low=seeds, seed_high=seeds + 1, restricts=kind.startswith("top"))
 
 
+def shaping(rows: int, size: int, device: torch.device) -> Shaping:
+    """Everything that a request may ask for before the temperature, for rows of a draft."""
+    generator = torch.Generator().manual_seed(size)
+    output = torch.randint(0, 3, (size,), generator=generator).float()
+    prompt, allowed = torch.rand(size, generator=generator) < 0.1, torch.rand(rows, size, generator=generator) < 0.5
+    drafted = torch.randint(-1, size, (rows, 4), generator=generator)
+    bias = torch.randn(size, generator=generator)
+    tensors = (own.to(device) for own in (prompt, output, drafted, bias, packed(allowed)))
+    return Shaping(1.2, 0.3, -0.2, *tensors)
+
+
 def correctness(device: torch.device) -> list[dict[str, Any]]:
     found = []
+    cpu = torch.device("cpu")
     for rows, size, dtype in cases(device):
         logits, positions = make(rows, size, dtype, device)
+        plain = shape_in_torch(logits.cpu(), shaping(rows, size, cpu))
+        shaped = shape(logits, shaping(rows, size, device))
+        found.append(same("penalties, bias and mask", f"{rows} x {size}, {dtype}", shaped, plain))
         for kind in KINDS:
             case = f"{kind}, {rows} x {size}, {dtype}"
-            keys = choice_keys(logits.cpu(), parameters(kind, rows, torch.device("cpu")), positions.cpu())
+            keys = choice_keys(logits.cpu(), parameters(kind, rows, cpu), positions.cpu())
             chosen = choose(logits, parameters(kind, rows, device), positions)
             # the sum that top-p compares may be rounded otherwise: one row in many may hold one token more
             allowed = 0.02 if kind == "top-p" else 0.0
@@ -68,6 +84,13 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
     for rows in (1, 16, 64) if on_gpu else (2,):
         logits, positions = make(rows, size, dtype, device)
         moved = logits.numel() * logits.element_size()
+        p = shaping(rows, size, device)
+        call = lambda x=logits, p=p: shape(x, p)  # noqa: E731
+        case, tensors = f"{rows} x {size}, {dtype}", (p.prompt, p.output, p.bias, p.allowed)
+        read = moved + sum(own.numel() * own.element_size() for own in tensors if own is not None)
+        found.append(timed("penalties, bias and mask", case, call, device, moved=read + 4 * logits.numel()))
+        call = lambda x=logits, t=positions % size: logprobs(x, t, 8)  # noqa: E731
+        found.append(timed("log-probabilities", f"8 and the chosen, {case}", call, device, moved=2 * moved))
         for kind in KINDS:
             p = parameters(kind, rows, device)
             case = f"{kind}, {rows} x {size}, {dtype}"

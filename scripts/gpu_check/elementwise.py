@@ -8,12 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.elementwise import add_rms_norm, rms_norm, silu_mul
+from kernels.elementwise import add_rms_norm, embed_norm_gelu, norm_beside, rms_norm, silu_mul
+from kernels.gather import gather_rows
 from kernels.move import move_slots
+from kernels.residual import residual_silu
 from kernels.rotary import QKNorm, rotate_and_write
 from scripts.gpu_check.measure import close, same, timed
 
 BOUND = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+HEADS = 5  # of Medusa
 
 
 def sizes(device: torch.device) -> tuple[int, int, int, int, int]:
@@ -62,6 +65,11 @@ def correctness(device: torch.device) -> list[dict[str, Any]]:
         given = (qkv.cpu(), cos.cpu(), sin.cpu(), on_cpu, slots.cpu(), plain, heads)
         found.append(close("rotary, QK norm, write", f"q, {dtype}", q, rotate_and_write(*given), BOUND[dtype]))
         found.append(close("rotary, QK norm, write", f"cache, {dtype}", cache, plain, BOUND[dtype]))
+        narrow = torch.zeros(cache.shape, device=device).to(torch.float8_e4m3fn)
+        rotate_and_write(qkv, cos, sin, norm, slots, narrow, heads)
+        half_a_step = 0.07 if device.type == "cuda" else 0.13  # the interpreter may cut where a GPU rounds
+        found.append(close("rotary, QK norm, write", f"cache in fp8, {dtype}", narrow, plain, half_a_step))
+        found += head_steps(rows, dtype, device)
         stack = torch.randn(2, 2, 3, 128, 20, device=device).to(dtype)
         source = torch.arange(3, 60, 5, device=device)
         expected = stack.clone()
@@ -69,6 +77,34 @@ def correctness(device: torch.device) -> list[dict[str, Any]]:
         move_slots(stack, source, torch.arange(len(source), device=device))
         found.append(same("move", str(dtype), stack, expected))
     return found
+
+
+def head_case(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """States, ids, a table of embeddings, scale and shift of a norm; weights and biases of five residual blocks."""
+    hidden, *_ = sizes(device)
+    shapes = (rows, hidden), (257, hidden), (hidden,), (hidden,), (HEADS, hidden, hidden), (HEADS, hidden)
+    x, table, scale, shift, weight, bias = (torch.randn(*shape, device=device).to(dtype) for shape in shapes)
+    return x, torch.arange(rows, device=device) * 7 % 257, table, scale, shift, weight * hidden**-0.5, bias
+
+
+def head_steps(rows: int, dtype: torch.dtype, device: torch.device) -> list[dict[str, Any]]:
+    """What heads are made of besides a decoder layer: the step of an MLP speculator, Medusa's blocks, features."""
+    x, ids, table, scale, shift, weight, bias = head_case(rows, dtype, device)
+    total = x.double() + 0.3 * table[ids].double()
+    true = F.gelu(F.rms_norm(total, scale.shape, scale.double(), 1e-6) + shift.double())
+    actual = embed_norm_gelu(x, ids, table, 0.3, scale, shift, 1e-6)
+    found = [close("MLP head step", str(dtype), actual, true, BOUND[dtype])]
+    true = x.double() + F.silu(x.double() @ weight.double().transpose(1, 2) + bias[:, None].double())
+    actual = residual_silu(x[None], weight, bias)
+    found.append(close("Medusa's residual blocks", f"{HEADS} heads, {dtype}", actual, true, BOUND[dtype]))
+    alone = residual_silu(x[None, -1:], weight, bias)
+    found.append(same("Medusa's residual blocks, bits", f"the last row alone, {dtype}", alone, actual[:, -1:]))
+    joined = norm_beside(x, x.flip(0), scale, shift, 1e-6)
+    apart = [rms_norm(own, by, 1e-6) for own, by in ((x, scale), (x.flip(0), shift))]
+    found.append(same("norms beside each other", str(dtype), joined, torch.cat(apart, dim=-1)))
+    parts, index = (x, x.flip(0), x.neg()), torch.arange(0, rows, 2, device=device)
+    expected = torch.cat([part[index] for part in parts], dim=-1)
+    return [*found, same("gather of features", str(dtype), gather_rows(parts, index), expected)]
 
 
 @torch.no_grad()
@@ -82,7 +118,25 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
         x, delta, weight, gate_up = mlp_case(rows, dtype, device)
         qkv, cos, sin, norm, cache = attention_case(rows, dtype, device)
         slots = torch.arange(rows, device=device)
+        states, ids, table, scale, shift, weights, biases = head_case(rows, dtype, device)
+        index = torch.arange(0, rows, 2, device=device)
         calls = {
+            "MLP head step": (
+                lambda g=(states, ids, table, 0.3, scale, shift, 1e-6): embed_norm_gelu(*g),
+                3 * states.numel() * size,
+            ),
+            "Medusa's residual blocks": (
+                lambda x=states, w=weights, b=biases: residual_silu(x[None], w, b),
+                (weights.numel() + (1 + HEADS) * states.numel()) * size,
+            ),
+            "norms beside each other": (
+                lambda x=states, s=scale, t=shift: norm_beside(x, x, s, t, 1e-6),
+                4 * states.numel() * size,
+            ),
+            "gather of features": (
+                lambda x=states, i=index: gather_rows((x, x, x), i),
+                6 * len(index) * states.shape[1] * size,
+            ),
             "add and RMSNorm": (lambda a=x, b=delta, w=weight: add_rms_norm(a, b, w, 1e-5), 4 * x.numel() * size),
             "SiLU and product": (lambda g=gate_up: silu_mul(g), gate_up.numel() * size * 3 // 2),
             "rotary, QK norm, write": (

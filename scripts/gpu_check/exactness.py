@@ -33,10 +33,11 @@ def engines(device: torch.device) -> Iterator[tuple[str, Engine, list[list[int]]
     """Name, engine, prompts, tokens to generate. On a CPU as few as the interpreter bears."""
     if device.type != "cuda":
         target = targets.random_target("tiny", torch.float32, device)
-        config = EngineConfig(max_batch=2, max_tokens_in_cache=128, prefill_chunk=16, max_rows=32)
-        engine = Engine(
-            target, head=targets.taught_head(target), config=config, probe=False
-        )  # which would take minutes
+        config = EngineConfig(
+            max_batch=2, max_tokens_in_cache=128, prefill_chunk=16, max_rows=32, graph_batches=[2], graph_rows=[1, 5]
+        )
+        # probing would take minutes
+        engine = Engine(target, head=targets.taught_head(target), config=config, probe=False)
         yield "tiny, fp32", engine, [[5, 6, 7], [9, 8]], 3
         return
     for dtype in (torch.float32, torch.bfloat16):
@@ -44,9 +45,10 @@ def engines(device: torch.device) -> Iterator[tuple[str, Engine, list[list[int]]
         head = targets.taught_head(load_target(str(targets.DEMO)))
         tokenizer = Tokenizer.load(target.folder)
         prompts = [tokenizer.encode(text) for text in TEXTS]
-        yield f"demo, {dtype}", Engine(target, head=head, tokenizer=tokenizer), prompts, 48
+        config = EngineConfig(graph_batches=[1, 4], graph_rows=[1, 5, 16], max_batch=4)
+        yield f"demo, {dtype}", Engine(target, head=head, tokenizer=tokenizer, config=config), prompts, 48
     target = targets.random_target("llama3.1-8b", torch.bfloat16, device)
-    config = EngineConfig(max_batch=8, max_tokens_in_cache=8192)
+    config = EngineConfig(max_batch=4, max_tokens_in_cache=8192, graph_batches=[1, 4], graph_rows=[1, 5, 16])
     engine = Engine(target, head=targets.random_head(target, 32000), config=config)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(1, 128000, (n,), generator=generator).tolist() for n in (5, 64, 300)]
@@ -59,14 +61,17 @@ def check(device: torch.device, deadline: float) -> list[dict[str, Any]]:
     for name, engine, prompts, tokens in engines(device):
         for kind, params in samplings(device):
             asked = replace(params, max_tokens=tokens)
+            engine.config.graphs = "off"
             engine.set_proposer("none")
             plain = [engine.generate([prompt], asked)[0] for prompt in prompts]
-            for way, proposer, shape, together in ways(device):
+            for way, proposer, shape, together, graphs in ways(device):
                 line = {"target": name, "sampling": kind, "drafts": way, "batch": len(prompts) if together else 1}
+                line["graphs"] = graphs
                 if time.monotonic() > deadline:
                     found.append(line | {"left_out": "no time"})
                     continue
                 begin = time.monotonic()
+                engine.config.graphs = graphs
                 engine.set_proposer(proposer, config=shape)
                 found.append(line | compare(plain, run(engine, prompts, asked, together=together)))
                 found[-1]["seconds"] = round(time.monotonic() - begin, 2)
@@ -80,15 +85,18 @@ def samplings(device: torch.device) -> list[tuple[str, SamplingParams]]:
     return every if device.type == "cuda" else every[1:2]
 
 
-def ways(device: torch.device) -> list[tuple[str, str, ProposerConfig, bool]]:
+def ways(device: torch.device) -> list[tuple[str, str, ProposerConfig, bool, str]]:
+    """What drafts, whether all prompts run together, engine.graphs. What they are compared with runs without graphs."""
     every = [
-        ("none", "none", CHAIN, True),
-        ("head, chain", "head", CHAIN, False),
-        ("head, chain", "head", CHAIN, True),
-        ("head, tree", "head", TREE, True),
-        ("n-gram", "ngram", CHAIN, True),
+        ("none", "none", CHAIN, True, "on"),
+        ("head, chain", "head", CHAIN, False, "on"),
+        ("head, chain", "head", CHAIN, True, "on"),
+        ("head, tree", "head", TREE, True, "on"),
+        ("n-gram", "ngram", CHAIN, True, "on"),
+        ("head, chain", "head", CHAIN, True, "off"),
+        ("head, tree", "head", TREE, True, "off"),
     ]
-    return every if device.type == "cuda" else every[:1] + every[2:4]
+    return every if device.type == "cuda" else [every[0], every[2], every[6]]
 
 
 def run(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, *, together: bool) -> list[Completion]:

@@ -77,7 +77,8 @@ def exact(
     found = attempt("exact", lambda: exactness.check(device, deadline), failures) or []
     for line in found:
         if not line.get("ok", True):
-            way = f"{line['target']}, {line['sampling']}, {line['drafts']}, batch {line['batch']}"
+            way = ", ".join(f"{line[key]}" for key in ("target", "sampling", "drafts"))
+            way += f", batch {line['batch']}, graphs {line['graphs']}"
             failures.append(f"exact: {way}: {line['different']} of {line['prompts']} prompts differ")
     return found
 
@@ -93,7 +94,8 @@ def bench(
         failures.append(f"bench: {found['training_failed']}")
     for line in (found or {}).get("runs", ()):
         if not line.get("ok", True):
-            failures.append(f"bench: {line['system']} at batch {line['batch']}: other token ids than plain decoding")
+            name = f"{line['system']} at batch {line['batch']}, graphs {line['graphs']}"
+            failures.append(f"bench: {name}: other token ids than plain decoding")
     return found
 
 
@@ -144,7 +146,8 @@ def card(report: dict[str, Any]) -> str:
             f"exactness: {same} of {len(tried)} ways of drafting give the ids of plain decoding; {left} left out"
         )
     for line in (report.get("bench") or {}).get("runs", ()):
-        numbers = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("system", "batch"))
-        lines.append(f"  {line['system'] + ' at batch ' + str(line['batch']):<32} {numbers}")
+        numbers = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("system", "batch", "graphs"))
+        name = f"{line['system']} at batch {line['batch']}, graphs {line['graphs']}"
+        lines.append(f"  {name:<44} {numbers}")
     lines += [f"FAILED {failure}" for failure in report["failures"]]
     return "\n".join(lines)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from infer.config import EngineConfig, ProposerConfig
 from infer.config_checks import REPO_ROOT
@@ -40,6 +41,7 @@ SHORT_SYSTEMS = {
     "head, chain 2": ("head", SHORT),
     "synthetic, chain 2": ("synthetic", SHORT),
 }
+PROFILED = 8  # rounds; a request emits six tokens at most in each
 TAU = 4.5  # at which the time of a round with the head is quoted
 TRAIN_SECONDS = 150
 
@@ -73,7 +75,8 @@ def bench(device: torch.device, copy_gb_s: float, deadline: float, head: Path | 
     document["plain_limit_tokens_per_s"] = round(limit, 1)
     batches = (1, 8, 64) if on_gpu else (2,)
     systems = SYSTEMS if on_gpu else SHORT_SYSTEMS
-    config = EngineConfig(max_batch=max(batches), max_tokens_in_cache=32768 if on_gpu else 128)
+    pool = 32768 if on_gpu else 128
+    config = EngineConfig(max_batch=max(batches), max_tokens_in_cache=pool, graph_batches=list(batches), graphs="off")
     engine = Engine(target, head=wide, config=config, probe=on_gpu)
     prompts = [[5, 6, 7], [9, 8]]
     if on_gpu:
@@ -82,12 +85,18 @@ def bench(device: torch.device, copy_gb_s: float, deadline: float, head: Path | 
     for batch in batches:
         asked = [prompts[index % len(prompts)] for index in range(batch)]
         plain: list[list[int]] = []
-        for name, (proposer, shape_of) in systems.items():
-            line: dict[str, Any] = {"system": name, "batch": batch}
+        ways = [(name, *own, graphs) for name, own in systems.items() for graphs in ("off", "on")]
+        if not on_gpu:  # each of both once
+            ways = [way for way in ways if (way[1] == "head") == (way[3] == "on")]
+        for name, proposer, shape_of, graphs in ways:
+            line: dict[str, Any] = {"system": name, "batch": batch, "graphs": graphs}
             if time.monotonic() > deadline:
                 document["runs"].append(line | {"left_out": "no time"})
                 continue
+            engine.config.graphs = graphs
             engine.set_proposer(proposer, config=shape_of)
+            if engine.graphs is not None:
+                line |= {"recorded": engine.graphs.count, "recorded_bytes": engine.graphs.bytes}
             ids, numbers = measure(engine, asked, 96 if on_gpu else 3)
             plain = plain or ids
             if proposer != "synthetic":
@@ -120,9 +129,32 @@ def measure(engine: Engine, prompts: Sequence[list[int]], tokens: int) -> tuple[
     steps, all_emitted = (sum(getattr(request.stats, key) for request in requests) for key in ("steps", "emitted"))
     return [request.output_ids for request in requests], {
         "round_ms": round(1000 * statistics.median(rounds), 3),
+        **idle_time(engine, prompts, 1000 * statistics.median(rounds)),
         "tokens_per_s": round(emitted / sum(rounds), 1),
         "tau": round(all_emitted / steps, 3),
     }
+
+
+def idle_time(engine: Engine, prompts: Sequence[list[int]], round_ms: float) -> dict[str, float]:
+    """By the profiler how long the GPU works in a round, and so how long it waits for the host in one of `round_ms`.
+
+    Rounds of the end, in which requests finish, are left out; on a CPU it is nothing that works.
+    """
+    names = [engine.add(prompt, SamplingParams(max_tokens=64, ignore_eos=True)) for prompt in prompts]
+    requests = [engine.request(name) for name in names]
+    while any(request.output_length == 0 for request in requests):
+        engine.step()
+    on_gpu = engine.device.type == "cuda"
+    kind = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[kind]) as seen:
+        for _ in range(PROFILED if on_gpu else 1):
+            engine.step()
+        if on_gpu:
+            torch.cuda.synchronize(engine.device)
+    for name in names:
+        engine.abort(name)
+    busy = sum(event.self_device_time_total for event in seen.key_averages()) / 1000 / (PROFILED if on_gpu else 1)
+    return {"gpu_ms": round(busy, 3), "gap_us": round(1000 * (round_ms - busy), 1)}
 
 
 def train_head(work: Path, minutes: float) -> Path:

@@ -27,14 +27,17 @@ def test_every_part_runs_without_a_gpu(tmp_path):
     assert report["versions"]["triton"]
     assert report["git"]["commit"]
     checked = {line["kernel"] for line in report["kernels"]["correctness"]}
-    assert {"choose", "draft top-m", "accept"} <= checked
+    assert {"choose", "draft top-m", "accept", "penalties, bias and mask", "Medusa's residual blocks"} <= checked
     assert {line["kernel"] for line in report["kernels"]["timings"]} >= {"choose", "accept"}
     assert {line["drafts"] for line in report["exact"]} == {"none", "head, chain", "head, tree"}
     assert all(line["ok"] for line in report["exact"])
+    assert {line["graphs"] for line in report["exact"]} == {"on", "off"}
     assert sum(line["accepted_drafts"] for line in report["exact"]) > 0
     systems = {line["system"]: line for line in report["bench"]["runs"]}
     assert set(systems) == {"plain", "head, chain 2", "synthetic, chain 2"}
     assert systems["head, chain 2"]["ok"]
+    assert systems["head, chain 2"]["recorded"] > 0  # of graphs: nowhere else
+    assert "recorded" not in systems["plain"]
     assert systems["head, chain 2"]["tau"] >= systems["plain"]["tau"] == 1
 
 

@@ -13,6 +13,7 @@ from infer.constraint import without_forbidden
 from infer.grammar import Grammar
 from infer.request import SamplingParams
 from infer.tree import DraftTree
+from kernels.shape import unpacked
 from tests.lossless.plain import Answer, answer_all
 
 SCHEMA = {
@@ -115,11 +116,11 @@ def test_the_rows_of_a_tree_see_their_own_path(make_engine, tiny_tokenizer):
     a, b, c, d, zero, dash = (tiny_tokenizer.encode(text)[0] for text in ("a", "b", "c", "d", "0", "-"))
     state = engine.compile(GRAMMARS["regex"])
     paths = [[], [a], [c], [a, b], [c, d], [a, b, a], [c, d, c], [a, b, a, b], [a, b, a, b, dash], [c, zero]]
-    masks = state.masks(paths)
+    masks = unpacked(state.words(paths), 384)
     for path, mask in zip(paths[:-1], masks, strict=False):
         fresh = engine.compile(GRAMMARS["regex"])
         assert not any(fresh.push(token) for token in path)
-        assert torch.equal(fresh.masks([[]])[0], mask)
+        assert torch.equal(unpacked(fresh.words([[]]), 384)[0], mask)
     assert masks[0].nonzero().flatten().tolist() == sorted(
         token for token in range(384) if tiny_tokenizer.decode([token]) in ("a", "c", "ab", "cd")
     )

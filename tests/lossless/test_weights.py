@@ -1,4 +1,4 @@
-"""Weights of 8 bits are another target: its text may differ, and drafts change none of it."""
+"""Weights, or keys and values, of 8 bits are another target: its text may differ, and drafts change none of it."""
 
 from __future__ import annotations
 
@@ -25,3 +25,25 @@ def test_drafts_change_no_token_of_a_target_with_weights_of_8_bits(make_small_en
 def test_an_unknown_format_is_an_error():
     with pytest.raises(ValueError, match="engine.weights=int4: must be one of same, int8, fp8"):
         EngineConfig(weights="int4")
+
+
+def test_drafts_change_no_token_over_keys_and_values_of_8_bits(make_small_engine):
+    """One request alone and all together, in chains and trees, through graphs and after pre-emptions."""
+    dtype, prompts = torch.bfloat16, [[5, 6, 7] * 6, list(range(30, 60)), [5, 6, 7] * 6 + [9]]
+    plain = make_small_engine(dtype, kv_dtype="fp8", max_batch=1, prefix_cache=False)
+    whole = make_small_engine(dtype, max_batch=1)
+    assert {cache.dtype for cache in plain._pool.layers.caches} == {torch.float8_e4m3fn}
+    assert plain.memory.kv * dtype.itemsize == whole.memory.kv
+    engines = [
+        make_small_engine(dtype, "head", {"tree_width": 3, "tree_nodes": 9}, kv_dtype="fp8", graphs="on"),
+        make_small_engine(dtype, "draft_model", kv_dtype="fp8", max_tokens_in_cache=112, prefill_chunk=16),
+    ]
+    changed = 0
+    for params in (GREEDY, SAMPLED):
+        expected = [ids(plain.generate([prompt], params))[0] for prompt in prompts]
+        changed += expected != ids(whole.generate(prompts, params))
+        for engine in engines:
+            completions = engine.generate(prompts, params)
+            assert ids(completions) == expected
+            assert all(completion.stats.drafted > 0 for completion in completions)
+    assert changed, "8 bits are too few to leave every token what it was"

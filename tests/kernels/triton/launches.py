@@ -10,7 +10,8 @@ from kernels.choose import ChoiceParameters
 from kernels.linear import LARGEST, STORED
 from kernels.rotary import QKNorm
 from kernels.rows import AttentionRows
-from kernels.triton import choose, elementwise, verify
+from kernels.shape import Shaping
+from kernels.triton import choose, elementwise, gather, residual, shape, verify
 from kernels.triton.attention import TritonAttention
 from kernels.triton.linear import linear
 from kernels.triton.move import move_slots
@@ -43,10 +44,15 @@ def multiply(rows, weight_format=None, dtype=BF16):
     linear(empty(rows, 14336, dtype=dtype), empty(4096, 14336, dtype=stored), None, scale)
 
 
-def rotate(norm):
+def residuals(rows):
+    """The second layer of five Medusa heads."""
+    residual.residual_silu(empty(5, rows, 4096), empty(5, 4096, 4096), empty(5, 4096))
+
+
+def rotate(norm, cache_dtype=BF16):
     weight = empty(128)
     angles = empty(4, 1, 128)
-    cache = empty(2, 8, SLOTS, 128)
+    cache = empty(2, 8, SLOTS, 128, dtype=cache_dtype)
     slots = empty(4, dtype=torch.int64)
     rotate_and_write(
         empty(4, 48, 128), angles, angles, QKNorm(weight, weight, 1e-5) if norm else None, slots, cache, 32
@@ -74,6 +80,13 @@ def threshold(weighted):
         choose.LEVELS = levels
 
 
+def shape_all():
+    """With everything that a row can ask for."""
+    counts, index = empty(262144, dtype=torch.float32), empty(4, 5, dtype=torch.int64)
+    prompt, words = empty(262144, dtype=torch.bool), empty(4, 8192, dtype=torch.int32)
+    shape.shape(empty(4, 262144), Shaping(1.1, 0.3, 0.2, prompt, counts, index, counts, words))
+
+
 def accept():
     wide, narrow = empty(8, 64, dtype=torch.int64), empty(8, 64, dtype=torch.int32)
     verify.accept(wide, narrow, narrow, wide, empty(8, dtype=torch.int64), wide)
@@ -87,6 +100,8 @@ CASES = {
     "top-k": partial(threshold, False),
     "top-p": partial(threshold, True),
     "log-probabilities": lambda: choose.logprobs(empty(4, 128256), empty(4, dtype=torch.int64), 20),
+    "shape": shape_all,
+    "shape, a mask alone": lambda: shape.shape(empty(4, 128256), Shaping(allowed=empty(4, 4008, dtype=torch.int32))),
     "accept": accept,
     "verify, head size 128": partial(attend, 128, whole=False),
     "verify a tree, head size 128": partial(attend, 128, whole=False, tree=True),
@@ -113,10 +128,16 @@ CASES = {
     "norms beside each other": lambda: elementwise.norm_beside(
         empty(4, 4096), empty(4, 4096), empty(4096), empty(4096), 1e-5
     ),
-    "norm and GELU": lambda: elementwise.norm_gelu(empty(4, 4096), empty(4, 4096), 0.3, empty(4096), empty(4096), 1e-6),
+    "embedding, norm and GELU": lambda: elementwise.embed_norm_gelu(
+        empty(4, 4096), empty(4, dtype=torch.int64), empty(128256, 4096), 0.3, empty(4096), empty(4096), 1e-6
+    ),
+    "gather": lambda: gather.gather_rows([empty(64, 4096)] * 3, empty(4, dtype=torch.int64)),
+    "residual blocks, 1 row": partial(residuals, 1),
+    "residual blocks, 64 rows": partial(residuals, 64),
     "silu": lambda: elementwise.silu_mul(empty(4, 28672)),
     "rotary": partial(rotate, False),
     "rotary and QK norm": partial(rotate, True),
+    "rotary, fp8 cache": partial(rotate, True, torch.float8_e4m3fn),
     "move": lambda: move_slots(
         empty(32, 2, 8, SLOTS, 128), empty(256, dtype=torch.int64), empty(256, dtype=torch.int64)
     ),

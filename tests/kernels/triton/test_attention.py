@@ -7,8 +7,10 @@ import torch
 
 from infer.tree import DraftTree
 from kernels.attention import plan_attention
+from kernels.move import read_slots
 from kernels.reference import attention as oracle
 from kernels.rows import AttentionRows
+from kernels.tiles import TiledAttention
 from kernels.triton.attention import Blocking, TritonAttention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -150,3 +152,26 @@ def test_keys_and_values_of_8_bits_are_widened():
     rows = AttentionRows.blocks(table, committed, counts, page_size=16)
     actual = TritonAttention(rows, 4, 2, 64, torch.float16, shape=SMALL).read(q, narrow, 64**-0.5)
     assert error(actual, (q, k, v, narrow.half(), table), committed, counts) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_torch_form_reads_and_writes_8_bits_too(whole):
+    """A tree after a prompt: against float64 on what was stored, and what is too large for e4m3 is its largest."""
+    committed, counts = [40], [3]
+    q, k, v, cache, table = make_case(committed, counts, dtype=torch.float16)
+    narrow = cache.to(torch.float8_e4m3fn)
+    k[0, 0, 0], v[1, 1, 1] = 3000.0, -3000.0
+    words = torch.tensor([1, 3, 5], device=DEVICE) if whole else None
+    rows = AttentionRows.blocks(table, committed, counts, page_size=16, words=words)
+    actual = TiledAttention(rows, 4, 2)(q, k, v, narrow, 64**-0.5)
+    assert actual.dtype is torch.float16
+    stored = read_slots(narrow, rows.slots).float()
+    assert stored[0, 0, 0, 0] == 448
+    assert stored[1, 1, 1, 1] == -448
+    wide = torch.stack([k, v]).transpose(1, 2).float().clamp(-448, 448)
+    assert ((stored - wide).abs() <= wide.abs() / 16 + 2.0**-10).all()
+    ancestors = None if words is None else words[None]
+    expected = oracle.paged_attention(
+        q, narrow.double(), table, committed, counts, page_size=16, scale=64**-0.5, ancestors=ancestors
+    )
+    assert (actual.double() - expected).abs().max() < 2e-3 * expected.abs().max().clamp(min=1)

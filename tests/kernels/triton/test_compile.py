@@ -6,7 +6,7 @@ import pytest
 
 from tests.kernels.triton.compiled import SHARED_LIMIT, compile_in_new_process
 
-EXACT = ("best_of_block", "count_digits")
+EXACT = ("best_of_block", "count_digits", "shape_kernel")
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +18,9 @@ def test_nothing_spills_and_shared_memory_suffices(compiled):
     kernels = [(case, kernel) for case, own in compiled.items() for kernel in own]
     assert {kernel["kernel"] for _, kernel in kernels} == {
         *("attend", "branch", "combine", "linear_kernel", "rotate_and_write_kernel", "move_kernel"),
-        *("rms_norm_kernel", "norm_beside_kernel", "norm_gelu_kernel", "silu_mul_kernel"),
+        *("rms_norm_kernel", "norm_beside_kernel", "embed_norm_gelu_kernel", "silu_mul_kernel"),
         *("best_of_block", "best_of_row", "count_digits", "read_threshold", "count_above", "last_accepted"),
+        *("shape_kernel", "gather_kernel", "residual_silu_kernel"),
     }
     assert [(case, k["kernel"], k["spilled"]) for case, k in kernels if k["spilled"] and "fp32" not in case] == []
     assert [(case, k["kernel"], k["shared"]) for case, k in kernels if k["shared"] > SHARED_LIMIT] == []
@@ -29,7 +30,7 @@ def test_products_run_on_one_kind_of_tensor_core_with_copies_under_way(compiled)
     """Rows alone and rows of a prompt give the same bits only if the same instructions add them up."""
     for case, own in compiled.items():
         for kernel in own:
-            if kernel["kernel"] in ("attend", "branch", "linear_kernel") and "fp32" not in case:
+            if kernel["kernel"] in ("attend", "branch", "linear_kernel", "residual_silu_kernel") and "fp32" not in case:
                 assert kernel["wgmma"], case
                 assert not kernel["mma.sync"], case
                 assert kernel["cp.async"] or "odd" in case, case

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from kernels import elementwise
-from kernels.move import move_slots
+from kernels.gather import gather_rows
+from kernels.move import move_slots, read_slots
+from kernels.residual import residual_silu
 from kernels.rotary import QKNorm, rotate_and_write
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,14 +57,40 @@ def test_norms_beside_each_other(dtype):
 
 
 @torch.no_grad()
-def test_norm_gelu(dtype):
-    x, delta = random(3, 100, dtype=dtype), random(3, 100, dtype=dtype, seed=1)
+def test_embed_norm_gelu(dtype):
+    x, table = random(3, 100, dtype=dtype), random(9, 100, dtype=dtype, seed=1)
     weight, bias = random(100, dtype=dtype, seed=2), random(100, dtype=dtype, seed=3)
-    total = x.double() + 0.3 * delta.double()
+    ids = torch.tensor([8, 0, 3], device=DEVICE)
+    total = x.double() + 0.3 * table[ids].double()
     expected = F.gelu(F.rms_norm(total, (100,), weight.double(), 1e-6) + bias.double())
-    actual = elementwise.norm_gelu(x, delta, 0.3, weight, bias, 1e-6)
+    actual = elementwise.embed_norm_gelu(x, ids, table, 0.3, weight, bias, 1e-6)
     assert close(actual, expected, dtype)
-    assert torch.equal(elementwise.norm_gelu(x[2:], delta[2:], 0.3, weight, bias, 1e-6), actual[2:])
+    assert torch.equal(elementwise.embed_norm_gelu(x[2:], ids[2:], table, 0.3, weight, bias, 1e-6), actual[2:])
+
+
+@torch.no_grad()
+def test_gathered_rows_lie_beside_each_other(dtype):
+    parts = [random(5, 1100, dtype=dtype, seed=seed) for seed in range(6)]
+    parts[1] = random(5, 2200, dtype=dtype)[:, 1100:]  # rows of wider ones
+    index = torch.tensor([4, 0, 4], device=DEVICE)
+    for count in (1, 3, 6):
+        expected = torch.cat([part[index] for part in parts[:count]], dim=-1)
+        assert torch.equal(gather_rows(parts[:count], index), expected)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_residual_blocks_of_all_heads(dtype, bias):
+    """The first layer reads one state for all heads, the next each its own."""
+    size = 80  # no multiple of a tile
+    weight = random(3, size, size, dtype=dtype) * size**-0.5
+    own = random(3, size, dtype=dtype, seed=1) if bias else None
+    for x in (random(1, 5, size, dtype=dtype, seed=2), random(3, 5, size, dtype=dtype, seed=3)):
+        products = x.double() @ weight.double().transpose(1, 2)
+        products = products if own is None else products + own[:, None].double()
+        actual = residual_silu(x, weight, own)
+        assert close(actual, x.double() + F.silu(products), dtype)
+        assert torch.equal(residual_silu(x[:, 3:4], weight, own), actual[:, 3:4])
 
 
 @pytest.mark.parametrize("spread", [1.0, 200.0])  # far beyond where e^x overflows
@@ -94,6 +122,23 @@ def test_rotate_and_write_is_what_its_parts_are(monkeypatch, dtype, heads, kv_he
     assert close(written, expected.double(), dtype)
     others = [0, 3, 4, 5, 7]
     assert torch.equal(written[:, :, others], cache[:, :, others])
+
+
+def test_keys_and_values_are_written_in_8_bits(monkeypatch):
+    """To within the rounding of e4m3; the interpreter's own may cut where a GPU rounds to nearest."""
+    qkv = random(3, 8, 16, dtype=torch.float32)
+    qkv[0, 6, 3], qkv[1, 5, 2] = 1e4, -1e4
+    rotary = torch.ones(3, 1, 16, device=DEVICE), torch.zeros(3, 1, 16, device=DEVICE)
+    cache = torch.zeros(2, 2, 8, 16, device=DEVICE).to(torch.float8_e4m3fn)
+    slots = torch.tensor([6, 1, 2], device=DEVICE)
+    q = rotate_and_write(qkv, *rotary, None, slots, cache, 4)
+    assert torch.equal(q, qkv[:, :4])
+    wide = torch.stack([qkv[:, 4:6], qkv[:, 6:]]).transpose(1, 2).clamp(-448, 448)
+    stored = read_slots(cache, slots).float()
+    assert ((stored - wide).abs() <= wide.abs() / 8 + 2.0**-9).all()
+    assert stored.abs().max() == 448
+    move_slots(cache[None], slots, torch.tensor([0, 3, 4], device=DEVICE))
+    assert torch.equal(read_slots(cache, torch.tensor([0, 3, 4], device=DEVICE)).float(), stored)
 
 
 @pytest.mark.parametrize("count", [1, 5, 40])

@@ -1,0 +1,104 @@
+"""Which steps of an engine are recorded as CUDA graphs, and the recording itself, before the first request."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from infer.config import EngineConfig
+from infer.draft_graphs import DraftGraphs
+from infer.graphs import Buckets, GraphMemory, doubling
+from infer.memory import MIB
+from infer.proposers.base import Budget, Proposer
+from infer.proposers.combined import CombinedProposer
+from infer.proposers.head import HeadProposer
+from infer.runner import Runner
+from infer.shard import Shard
+from infer.tree import MAX_NODES
+from infer.verify_graphs import VerifyGraphs
+from kernels.triton import in_use
+
+
+class Recorded(NamedTuple):
+    count: int
+    bytes: int  # of the GPU's memory, out of the room that was kept for a step
+
+    def __str__(self) -> str:
+        return f"{self.count} graphs of decoding steps, {self.bytes / MIB:.0f} MiB"
+
+
+def wants_graphs(config: EngineConfig, shard: Shard) -> bool:
+    if config.graphs == "off" or (config.graphs == "auto" and shard.device.type != "cuda"):
+        return False
+    why = hindrance(shard)
+    if why and config.graphs == "on":
+        raise ValueError(f"engine.graphs=on: {why}; engine.graphs=auto runs without")
+    return why is None
+
+
+def hindrance(shard: Shard) -> str | None:
+    """Why the target's steps cannot be recorded, if they cannot."""
+    if shard.target.config.experts is not None:
+        return "which experts this target runs is decided by the host"
+    if shard.ranks > 1:
+        return "the ranks of a divided target are led by the host"
+    if shard.device.type == "cuda" and not in_use(shard.device):
+        return "the torch forms of the kernels ask the host for sizes (HEADWAY_KERNELS)"
+    if shard.device.type == "cuda":
+        from kernels.triton.attention import supported
+
+        if not supported(*shard.target.heads, shard.dtype):
+            return "attention of this target's sizes has no kernel"
+    return None
+
+
+def record_graphs(
+    config: EngineConfig,
+    shard: Shard,
+    runner: Runner,
+    head: HeadProposer | None,
+    default: tuple[Proposer, Budget],
+    *,
+    context: int,
+) -> Recorded | None:
+    """Of every number of rows that the `default` proposer may ask for, and of the draft loop of `head` if that is it.
+
+    In place of others. None where graphs are not in use. Raises ValueError where engine.graphs=on cannot be had.
+    """
+    runner.graphs = None  # whose memory is needed
+    if head is not None:
+        head.graphs = None
+    if not wants_graphs(config, shard):
+        return None
+    proposer, limit = default
+    combined = isinstance(proposer, CombinedProposer)
+    drafting = proposer.sources if isinstance(proposer, CombinedProposer) else (proposer,)
+    buckets = buckets_for(config, min(MAX_NODES, 1 + limit.nodes), min(context, config.graph_context))
+    memory = GraphMemory(shard.device)
+    verify = VerifyGraphs(shard, runner.pool, buckets, proposer.aux_layers, memory)
+    work = verify.recordings(trees=combined or (proposer is head and head.shape is not None))
+    runner.graphs = verify
+    if head is not None and head in drafting and head.drafts_by_step:
+        head.graphs = DraftGraphs(head, runner.pool, buckets, limit.depth, memory)
+        work += head.graphs.recordings()
+    return Recorded(len(work), memory.record(work, "decoding"))
+
+
+def buckets_for(config: EngineConfig, widest: int, longest: int) -> Buckets:
+    """`widest`: rows of one request in a verify, at most; `longest`: keys that one of them sees, at most.
+
+    Raises ValueError if nothing is left of the sizes that were asked for.
+    """
+    batches = config.graph_batches or doubling(config.max_batch)
+    rows = config.graph_rows or doubling(widest)
+    buckets = Buckets(
+        tuple(sorted({size for size in batches if size <= config.max_batch})),
+        tuple(sorted({size for size in rows if size <= MAX_NODES})),
+        config.max_rows,
+        longest,
+    )
+    if not buckets.all():
+        raise ValueError(
+            f"engine.graph_batches={config.graph_batches}, engine.graph_rows={config.graph_rows}: none fit "
+            f"engine.max_batch={config.max_batch} requests and engine.max_rows={config.max_rows} of {MAX_NODES} each"
+        )
+    return buckets

@@ -1,0 +1,187 @@
+"""A step's work, once it is known who takes part: drafts, forward, choice, verification, commit (DESIGN section 5)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from infer.choosing import Choices, choose_rows
+from infer.constraint import without_forbidden
+from infer.drafting import Drafting
+from infer.engine_stats import EngineStats
+from infer.kv_cache import KVPool
+from infer.logprobs import token_logprobs
+from infer.proposers.base import Budget
+from infer.request import Phase, Request, StepOutput
+from infer.runner import Runner
+from infer.stopping import FinishReason, cut
+from infer.tree import DraftTree
+from infer.verification import Verdict, verify
+from kernels.gather import gather_rows
+
+
+class Stepping:
+    """Decodes and prefills on behalf of an engine, which says who, and ends requests.
+
+    `rates`: of synthetic acceptance. `expired`: whether a request's time is over. `drafted`: hears of each request how
+    deep its draft went and how far it was accepted.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        pool: KVPool,
+        drafting: Drafting,
+        stats: EngineStats,
+        *,
+        context: int,
+        rates: Sequence[float],
+        expired: Callable[[Request], bool],
+        finish: Callable[[Request, FinishReason], None],
+        drafted: Callable[[Request, int, int], None],
+    ) -> None:
+        self._runner, self._pool, self._drafting, self._stats = runner, pool, drafting, stats
+        self._context, self._rates = context, rates
+        self._expired, self._finish, self._drafted = expired, finish, drafted
+
+    def decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
+        tree = without_forbidden(self._drafting.propose(requests, budgets), requests)
+        self._publish(requests)
+        lengths = tree.length.tolist()
+        aux, choices, verdicts = self.judge(requests, tree)
+        starts = [request.computed for request in requests]
+        if not tree.is_chain:
+            places = [[start + node for node in own.path] for start, own in zip(starts, verdicts, strict=True)]
+            self._pool.move(requests, places, starts)
+        depths = tree.depth.masked_fill(~tree.inside, 0).amax(1).tolist()
+        first_row = list(itertools.accumulate(lengths, initial=0))
+        drafts = tree.token.tolist()
+        outputs, kept_rows, survivors, counts = [], [], [], []
+        for b, request in enumerate(requests):
+            path, accepted = verdicts[b].path, len(verdicts[b].path) - 1
+            path_rows = [first_row[b] + node for node in path]
+            request.computed += len(path)
+            self._drafted(request, depths[b], accepted)
+            tokens = self._emit(request, [*(drafts[b][node] for node in path[1:]), verdicts[b].bonus])
+            emitted, taken = len(tokens), min(accepted, len(tokens))
+            for stats in (request.stats, self._stats.speculation):
+                stats.record(drafted=lengths[b] - 1, depth=depths[b], accepted=taken, emitted=emitted)
+            output = self.output(request, tokens, [index < accepted for index in range(emitted)])
+            output.logprobs = choices.logprobs(request, path_rows, tokens)
+            request.logprobs += output.logprobs
+            outputs.append(output)
+            if request.finish_reason is None:
+                survivors.append(request)
+                counts.append(len(path))
+                kept_rows += path_rows
+        if survivors:
+            self._commit(survivors, counts, aux, kept_rows)
+        return outputs
+
+    def judge(self, requests: list[Request], tree: DraftTree) -> tuple[tuple[Tensor, ...], Choices, list[Verdict]]:
+        """The hidden states wanted of every row, and the target's verdict on every request's drafts.
+
+        What it writes lies beyond the committed positions.
+        """
+        rows = self._runner.verify(requests, tree, self._drafting.wants_features(requests))
+        choices = choose_rows(requests, tree.length.tolist(), rows.logits, rows.positions, tree)
+        rules = [request.rule for request in requests]
+        return rows.aux, choices, verify(requests, tree, choices, rules, self._rates)
+
+    def prefill(self, requests: list[Request], chunks: list[int]) -> list[StepOutput]:
+        rows = self._runner.prefill(requests, chunks, self._drafting.wants_features(requests))
+        self._score_prompts(requests, chunks, rows.hidden)
+        ends = torch.tensor(chunks, device=self._pool.device).cumsum(0) - 1
+        for request, chunk in zip(requests, chunks, strict=True):
+            request.computed += chunk
+        complete = [b for b, request in enumerate(requests) if request.computed == len(request.tokens)]
+        outputs: list[StepOutput] = []
+        if complete:
+            last = ends[torch.tensor(complete, device=self._pool.device)]
+            whole = [requests[b] for b in complete]
+            logits = self._runner.logits(rows.hidden[last])
+            choices = choose_rows(whole, [1] * len(whole), logits, rows.positions[last])
+            for row, (request, token) in enumerate(zip(whole, choices.token.tolist(), strict=True)):
+                if len(request.tokens) == len(request.prompt_ids):  # not a replay
+                    self._stats.prompt_tokens += len(request.prompt_ids)
+                    self._stats.cached_tokens += request.cached
+                request.phase = Phase.DECODE
+                tokens = self._emit(request, [token])
+                output = self.output(request, tokens, [False] * len(tokens))
+                output.logprobs = choices.logprobs(request, [row], tokens)
+                request.logprobs += output.logprobs
+                if request.output_length == len(tokens):
+                    output.prompt_logprobs = request.prompt_logprobs
+                outputs.append(output)
+        alive = [b for b, request in enumerate(requests) if request.finish_reason is None]
+        if alive:
+            first = list(itertools.accumulate(chunks, initial=0))
+            kept = [row for b in alive for row in range(first[b], first[b + 1])]
+            self._commit([requests[b] for b in alive], [chunks[b] for b in alive], rows.aux, kept)
+            self._publish([requests[b] for b in alive])
+        return outputs
+
+    def _commit(
+        self, requests: Sequence[Request], counts: Sequence[int], aux: Sequence[Tensor], kept: Sequence[int]
+    ) -> None:
+        """The requests' `counts[b]` new positions, whose rows of `aux` are `kept`."""
+        index = torch.tensor(kept, device=self._pool.device)
+        features = gather_rows(aux, index) if aux else torch.empty(len(kept), 0, device=self._pool.device)
+        for request, count, rows in zip(requests, counts, features.split(list(counts)), strict=True):
+            self._pool.keep_features(request, count, rows)
+        self._drafting.commit(requests, counts, features)
+
+    def _publish(self, requests: Sequence[Request]) -> None:
+        """Lets others share what is verified and was read by the proposer too."""
+        for request in requests:
+            self._pool.publish(request, self._drafting.synced(request))
+
+    def _score_prompts(self, requests: list[Request], chunks: list[int], hidden: Tensor) -> None:
+        """Log-probabilities of the prompt tokens after this chunk's rows, for requests that asked for them."""
+        for request, chunk, piece in zip(requests, chunks, hidden.split(chunks), strict=True):
+            top = request.params.prompt_logprobs
+            following = request.prompt_ids[request.computed + 1 : request.computed + chunk + 1]
+            known = len(request.prompt_logprobs) - request.computed  # a replay scores nothing twice
+            if top is None or known >= len(following):
+                continue
+            logits = self._runner.logits(piece[known : len(following)])
+            request.prompt_logprobs += token_logprobs(logits, following[known:], top)
+
+    def _emit(self, request: Request, tokens: list[int]) -> list[int]:
+        """Appends tokens up to the first one that ends the request; what follows it is cut and not counted."""
+        if self._expired(request):
+            self._finish(request, "deadline")
+            return []
+        if request.constraint is not None and request.constraint.error is not None:
+            self._finish(request, "error")
+            return []
+        emitted, reason, request.stop_reason = cut(
+            tokens,
+            room=min(request.remaining, self._context - len(request.tokens)),
+            stop_ids=request.stop_ids,
+            emitted_before=request.output_length,
+            min_tokens=request.params.min_tokens,
+            text=request.stop_text,
+            constraint=request.constraint,
+        )
+        request.tokens += emitted
+        self._stats.generation_tokens += len(emitted)
+        if reason is not None:
+            self._finish(request, reason)
+        return emitted
+
+    def output(self, request: Request, tokens: list[int], accepted: list[bool]) -> StepOutput:
+        return StepOutput(
+            request.request_id,
+            tokens,
+            accepted,
+            request.stats,
+            request.finish_reason,
+            request.stop_reason,
+            error=request.constraint and request.constraint.error,
+            cached_tokens=request.cached,
+            queued_s=request.queued_s or 0.0,
+        )

@@ -1,0 +1,87 @@
+"""What comes before the temperature: penalties, bias and masks on the logits of one request's rows, in one pass.
+
+Contract: a row is shaped by its own prefix alone, so that a drafted token counts for the rows below it and for no
+other; fp32, each operation rounded by itself, with the same bits in every form. A forbidden column is -inf.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.triton import in_use
+
+FORBIDDEN = float("-inf")
+WORD = 32  # columns of a mask's word
+
+
+@dataclass
+class Shaping:
+    """Of n rows over V columns; None for what nothing is asked of. Penalties need `output`.
+
+    Repetition is CTRL's (arXiv 1909.05858): towards the unlikely side of zero, for what stands in prompt or output.
+    """
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    prompt: Tensor | None = None  # [V] bool, what stands in the prompt
+    output: Tensor | None = None  # [V] fp32, how often in the output
+    drafted: Tensor | None = None  # [n, D] int64 tokens drafted on the way to each row, -1 where there are none
+    bias: Tensor | None = None  # [V] fp32
+    allowed: Tensor | None = None  # [n, ceil(V / 32)] int32: bit c % 32 of word c // 32 for column c
+
+    @property
+    def penalises(self) -> bool:
+        return self.repetition != 1 or bool(self.presence) or bool(self.frequency)
+
+
+def shape(logits: Tensor, shaping: Shaping) -> Tensor:
+    """logits `[n, V]` -> the shaped ones `[n, V]`, fp32 in new memory."""
+    if in_use(logits.device):
+        from kernels.triton.shape import shape as fused
+
+        return fused(logits, shaping)
+    return shape_in_torch(logits, shaping)
+
+
+def shape_in_torch(logits: Tensor, shaping: Shaping) -> Tensor:
+    """`shape` written out: what the kernel is held to."""
+    out = logits.float().clone()
+    if shaping.penalises:
+        out = penalise(out, shaping)
+    if shaping.bias is not None:
+        out += shaping.bias
+    if shaping.allowed is not None:
+        out.masked_fill_(~unpacked(shaping.allowed, logits.shape[1]), FORBIDDEN)
+    return out
+
+
+def penalise(logits: Tensor, shaping: Shaping) -> Tensor:
+    assert shaping.output is not None
+    output = shaping.output.repeat(len(logits), 1)  # [n, V]
+    if shaping.drafted is not None:
+        there = (shaping.drafted >= 0).float()
+        output.scatter_add_(1, shaping.drafted.clamp(min=0), there)
+    present = output > 0
+    if shaping.repetition != 1:
+        assert shaping.prompt is not None
+        smaller = torch.where(logits > 0, logits / shaping.repetition, logits * shaping.repetition)
+        logits = torch.where(present | shaping.prompt, smaller, logits)
+    return logits - shaping.frequency * output - shaping.presence * present
+
+
+def unpacked(words: Tensor, columns: int) -> Tensor:
+    """words `[..., W]` int32 -> bool `[..., columns]`."""
+    bits = (words[..., None] >> torch.arange(WORD, dtype=torch.int32, device=words.device)) & 1
+    return bits.flatten(-2)[..., :columns].bool()
+
+
+def packed(allowed: Tensor) -> Tensor:
+    """bool `[..., V]` -> int32 words `[..., ceil(V / 32)]`; what a last word has past V is 0."""
+    missing = -allowed.shape[-1] % WORD
+    bits = torch.nn.functional.pad(allowed, (0, missing)).unflatten(-1, (-1, WORD)).long()
+    words = (bits << torch.arange(WORD, device=allowed.device)).sum(-1)
+    return (words - ((words >> (WORD - 1)) << WORD)).int()  # the highest bit is the sign

@@ -1,0 +1,57 @@
+# pyright: reportCallIssue=false, reportArgumentType=false
+"""`x + silu(W x + b)` of several heads in one launch: the tiles and the order along K of kernels/triton/linear.py."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton import INTERPRET
+from kernels.triton.linear import product, tile_for
+
+
+@triton.jit
+def residual_silu_kernel(
+    x, weight, bias, out, rows, x_group, H,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, BIASED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(2).to(tl.int64)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    in_n, in_m = n < H, m < rows
+    x += group * x_group
+    weights = weight + group * H * H + n.to(tl.int64)[:, None] * H + k[None, :]
+    inputs = x + m[None, :] * H + k[:, None]
+    total = product(weights, inputs, in_n, in_m, H, BLOCK_N, BLOCK_M, BLOCK_K, WHOLE_K, UPCAST)
+    if BIASED:
+        total = total + tl.load(bias + group * H + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
+    dtype = out.dtype.element_ty
+    value = total.to(dtype).to(tl.float32)
+    fall = tl.exp(-tl.abs(value))  # never overflows
+    active = (value * tl.where(value < 0, fall, 1.0) / (1.0 + fall)).to(dtype).to(tl.float32)
+    there = in_n[:, None] & in_m[None, :]
+    place = m[None, :] * H + n[:, None]
+    own = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + group * rows * H + place, (own + active).to(dtype), mask=there)
+
+
+def residual_silu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As kernels.residual.residual_silu."""
+    groups, size, _ = weight.shape
+    x, rows = x.contiguous(), x.shape[1]
+    tile = tile_for(rows, x.dtype, weight.dtype)
+    out = x.new_empty(groups, rows, size)
+    grid = triton.cdiv(rows, tile.m), triton.cdiv(size, tile.n), groups
+    residual_silu_kernel[grid](
+        x, weight, bias, out, rows, 0 if x.shape[0] == 1 else rows * size, size,
+        BLOCK_N=tile.n, BLOCK_M=tile.m, BLOCK_K=tile.k, WHOLE_K=size % tile.k == 0, BIASED=bias is not None,
+        UPCAST=x.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1",
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,155 @@
+"""Decoding and drafting through the graphs' padded buffers: no token and no draft changes; what fits none runs too.
+
+On a CPU a replay calls what would have been recorded, on the same buffers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from infer.config import EngineConfig
+from infer.graphs import Buckets, Graph, doubling
+from infer.recording import wants_graphs
+from infer.request import SamplingParams
+from infer.shard import Shard
+from tests.lossless.plain import ids
+
+GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=0.9, seed=3)
+CUT = replace(SAMPLED, top_k=20, top_p=0.9, min_p=0.01)
+PROMPTS = [[5, 6, 7], [9] * 17, list(range(10, 50)), [8], [5, 6, 7] * 4]
+PARAMS = [GREEDY, SAMPLED, CUT, replace(CUT, max_draft_tokens=2), replace(SAMPLED, presence_penalty=0.5, logprobs=2)]
+TREE = {"tree_width": 3, "tree_nodes": 9}
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """How often graphs were replayed, by what was recorded."""
+    seen: Counter[str] = Counter()
+    replay = Graph.__call__
+
+    def counted(self):
+        seen["draft" if "DraftGraphs" in repr(self._run) else "verify"] += 1
+        return replay(self)
+
+    monkeypatch.setattr(Graph, "__call__", counted)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def expected(make_small_engine):
+    """By kind of draft: answers without graphs, and what was drafted and accepted for them."""
+    made = {}
+
+    def make(dtype, proposer, shape, head):
+        key = dtype, proposer, shape is None, head
+        if key not in made:
+            made[key] = answers(make_small_engine(dtype, proposer, shape, head=head, threads=1))
+        return made[key]
+
+    return make
+
+
+def answers(engine):
+    return [(own.token_ids, own.logprobs, own.stats) for own in engine.generate(PROMPTS, PARAMS)]
+
+
+@pytest.mark.parametrize(
+    ("proposer", "shape", "head"),
+    [
+        ("none", None, "eagle3, whole vocabulary"),
+        ("head", None, "eagle3, whole vocabulary"),
+        ("head", None, "mlp"),
+        ("head", TREE, "eagle3, whole vocabulary"),
+        ("draft_model", None, "eagle3, whole vocabulary"),
+        ("combined", None, "eagle3, whole vocabulary"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("dtype", "batches", "rows"), [(torch.float32, None, None), (torch.bfloat16, [6], [16])], ids=["tight", "wide"]
+)
+def test_graphs_change_nothing(make_small_engine, expected, replays, dtype, proposer, shape, head, batches, rows):
+    """With buckets that fit as well as they can, and with one that is much too large."""
+    engine = make_small_engine(
+        dtype, proposer, shape, head=head, threads=1, graphs="on", graph_batches=batches, graph_rows=rows, max_batch=6
+    )
+    assert engine.graphs.count > 0
+    assert answers(engine) == expected(dtype, proposer, shape, head)
+    assert replays["verify"] > 5
+    assert (replays["draft"] > 5) == (proposer in ("head", "combined"))
+    engine._pool.invariants([])
+
+
+def test_what_fits_no_graph_runs_without(make_small_engine, expected, replays):
+    """More requests, more rows and longer ones than recorded; and then drafts that begin with many unread rows."""
+    plain = [own for own, *_ in expected(torch.float32, "none", None, "eagle3, whole vocabulary")]
+    sizes = [{"graph_batches": [2]}, {"graph_rows": [1]}, {"graph_context": 30}]
+    for limits in sizes:
+        engine = make_small_engine(torch.float32, "head", threads=1, max_batch=5, graphs="on", **limits)
+        replays.clear()
+        assert ids(engine.generate(PROMPTS, PARAMS)) == plain
+        steps = engine.stats.speculation.steps
+        assert 0 < replays["verify"] < steps
+
+
+def test_new_proposers_are_recorded(make_small_engine, replays):
+    engine = make_small_engine(torch.float32, "none", threads=1, max_batch=2, graphs="on")
+    before = engine.graphs.count
+    wanted = ids(engine.generate(PROMPTS[:2], GREEDY))
+    engine.set_proposer("head", config=replace(engine.proposer_config, max_draft_tokens=9))
+    assert engine.graphs.count > before
+    replays.clear()
+    assert ids(engine.generate(PROMPTS[:2], GREEDY)) == wanted
+    assert replays["draft"] > 0
+
+
+def test_off_by_default_without_a_gpu(make_small_engine, replays):
+    engine = make_small_engine(torch.float32, "head", threads=1)
+    engine.generate(PROMPTS[:1], GREEDY)
+    assert engine.graphs is None
+    assert not replays
+
+
+def test_buckets():
+    assert doubling(1) == (1,)
+    assert doubling(6) == (1, 2, 4, 6)
+    buckets = Buckets((1, 4), (1, 6), most=12, longest=100)
+    assert buckets.fit(1, 1) == (1, 1)
+    assert buckets.fit(2, 1) == (4, 1)
+    assert buckets.fit(1, 2) == (1, 6)
+    assert buckets.fit(2, 2) is None  # 24 rows
+    assert buckets.fit(5, 1) is None
+    assert buckets.all() == [(1, 6), (4, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"graphs": "maybe"}, "engine.graphs=maybe"),
+        ({"graph_rows": []}, r"engine.graph_rows=\[\]"),
+        ({"graph_batches": [0, 2]}, r"engine.graph_batches=\[0, 2\]"),
+        ({"graphs": "on", "tensor_parallel": 2}, "engine.graphs=on: not with engine.tensor_parallel"),
+    ],
+)
+def test_what_cannot_be_asked_for(asked, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**asked)
+
+
+def test_sizes_of_which_none_is_left(make_small_engine):
+    with pytest.raises(ValueError, match=r"engine.graph_batches=\[64\].*engine.max_batch=2"):
+        make_small_engine(graphs="on", graph_batches=[64], max_batch=2)
+
+
+def test_a_mixture_of_experts_is_not_recorded():
+    config = SimpleNamespace(experts=object())
+    shard = cast(Shard, SimpleNamespace(target=SimpleNamespace(config=config), device=torch.device("cpu"), ranks=1))
+    assert not wants_graphs(EngineConfig(), shard)
+    with pytest.raises(ValueError, match="engine.graphs=on: which experts"):
+        wants_graphs(EngineConfig(graphs="on"), shard)
