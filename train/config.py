@@ -261,6 +261,7 @@ class MlpObjectiveConfig(ObjectiveConfig):
 class PEagleObjectiveConfig(ObjectiveConfig):
     """Every depth of a parallel draft; depth d on a share max(ratio ** d, min_ratio) of the slots."""
 
+    step_weight: float = 0.4  # with 1 the depths that cannot be foreseen well take the first one's place (LOG.md)
     loss: str = "kl"  # as for ttt
     drop_out_of_vocab: bool = True
     ratio: float = 0.7
