@@ -258,7 +258,6 @@ class Engine:
         vocabulary = self.target.config.vocab_size
         self._proposers = dict(build_proposers(self.proposer_config, self._head, self._draft_model, vocabulary))
         self._draft_with(name)
-        # what recording took, where graphs are in use
         default = self._proposers.get(name, (NoProposer(), NOTHING))
         self.graphs = record_graphs(self.config, self._shard, self._runner, self._head, default, context=self.context)
         self._planner: Planner = AsAllowed()

@@ -93,4 +93,5 @@ class GraphMemory:
         if self.pool is None:
             return 0
         torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()  # as recording does: what was only kept for later is not counted
         return torch.cuda.memory_reserved(self.device)

@@ -43,12 +43,18 @@ def hindrance(shard: Shard) -> str | None:
         return "the ranks of a divided target are led by the host"
     if shard.device.type == "cuda" and not in_use(shard.device):
         return "the torch forms of the kernels ask the host for sizes (HEADWAY_KERNELS)"
-    if shard.device.type == "cuda":
-        from kernels.triton.attention import supported
-
-        if not supported(*shard.target.heads, shard.dtype):
-            return "attention of this target's sizes has no kernel"
+    if not has_kernel(shard, *shard.target.heads):
+        return "attention of this target's sizes has no kernel"
     return None
+
+
+def has_kernel(shard: Shard, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether attention of these sizes asks the host for nothing."""
+    if shard.device.type != "cuda":
+        return True
+    from kernels.triton.attention import supported
+
+    return supported(num_heads, num_kv_heads, head_dim, shard.dtype)
 
 
 def record_graphs(
@@ -77,7 +83,9 @@ def record_graphs(
     verify = VerifyGraphs(shard, runner.pool, buckets, proposer.aux_layers, memory)
     work = verify.recordings(trees=combined or (proposer is head and head.shape is not None))
     runner.graphs = verify
-    if head is not None and head in drafting and head.drafts_by_step:
+    own = head.module.attention if head is not None else None
+    served = own is None or has_kernel(shard, own.num_heads, own.num_kv_heads, own.head_dim)
+    if head is not None and head in drafting and head.drafts_by_step and served:
         head.graphs = DraftGraphs(head, runner.pool, buckets, limit.depth, memory)
         work += head.graphs.recordings()
     return Recorded(len(work), memory.record(work, "decoding"))

@@ -1,8 +1,8 @@
-"""Makes Triton's interpreter add as a GPU does: in one order, whatever the shape of a product.
+"""Makes Triton's interpreter add and round as a GPU does.
 
 Its `tl.dot` is numpy's matmul, where BLAS sums in an order that depends on the shape and on where in it a row lies, so
 that no exactness could be tested. A tensor core's sum depends on the two vectors alone. Here it runs along K, one
-product after another.
+product after another. And its fp32 to fp8 loses the carry where a mantissa rounds up to the next power of two.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 _dot = InterpreterBuilder.create_dot
@@ -27,3 +29,15 @@ def dot_in_order(builder: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
 
 
 InterpreterBuilder.create_dot = dot_in_order  # type: ignore[method-assign]
+_convert_float = interpreter._convert_float
+
+
+def convert_float(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+    """To the bits of `target`; fp8 (e4m3) as torch rounds."""
+    if source != tl.float32 or target != tl.float8e4nv:
+        return _convert_float(data, source, target, rounding)
+    narrow = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32)).to(torch.float8_e4m3fn)
+    return narrow.view(torch.uint8).numpy().reshape(data.shape)
+
+
+interpreter._convert_float = convert_float

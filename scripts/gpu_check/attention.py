@@ -125,8 +125,8 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
                 continue
             plan = planned(case, starts, counts, own)
             assert isinstance(plan, TritonAttention)
-            case = f"{batch} x {rows} rows, context {context}, {dtype}"
+            label = f"{batch} x {rows} rows, context {context}, {dtype}"
             for name, held in ((kind, cache), (kind + ", fp8 cache", cache.to(torch.float8_e4m3fn))):
                 call = lambda plan=plan, q=q[: batch * rows], held=held: plan.read(q, held, dim**-0.5)  # noqa: E731
-                found.append(timed(name, case, call, device, moved=moved * held.itemsize // cache.itemsize))
+                found.append(timed(name, label, call, device, moved=moved * held.itemsize // cache.itemsize))
     return found

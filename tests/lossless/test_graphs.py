@@ -81,21 +81,27 @@ def test_graphs_change_nothing(make_small_engine, expected, replays, dtype, prop
     )
     assert engine.graphs.count > 0
     assert answers(engine) == expected(dtype, proposer, shape, head)
-    assert replays["verify"] > 5
-    assert (replays["draft"] > 5) == (proposer in ("head", "combined"))
+    assert replays["verify"] > 3
+    assert (replays["draft"] > 3) == (proposer in ("head", "combined"))
     engine._pool.invariants([])
 
 
 def test_what_fits_no_graph_runs_without(make_small_engine, expected, replays):
     """More requests, more rows and longer ones than recorded; and then drafts that begin with many unread rows."""
     plain = [own for own, *_ in expected(torch.float32, "none", None, "eagle3, whole vocabulary")]
-    sizes = [{"graph_batches": [2]}, {"graph_rows": [1]}, {"graph_context": 30}]
+    sizes = [{"graph_batches": [2]}, {"graph_rows": [3]}, {"graph_context": 45}]
     for limits in sizes:
         engine = make_small_engine(torch.float32, "head", threads=1, max_batch=5, graphs="on", **limits)
         replays.clear()
+        verify = engine._runner.verify
+
+        def counted(*arguments, verify=verify):
+            replays["all"] += 1
+            return verify(*arguments)
+
+        engine._runner.verify = counted
         assert ids(engine.generate(PROMPTS, PARAMS)) == plain
-        steps = engine.stats.speculation.steps
-        assert 0 < replays["verify"] < steps
+        assert 0 < replays["verify"] < replays["all"], limits
 
 
 def test_new_proposers_are_recorded(make_small_engine, replays):

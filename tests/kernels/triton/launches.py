@@ -111,6 +111,7 @@ CASES = {
     "verify, fp8 cache": partial(attend, 128, whole=False, cache_dtype=torch.float8_e4m3fn),
     "verify, head size 64": partial(attend, 64, whole=False, dtype=torch.float16),
     "verify, head size 80": partial(attend, 80, whole=False),
+    "verify, head size 96": partial(attend, 96, whole=False),
     "verify, head size 256": partial(attend, 256, whole=False),
     "prefill, head size 256": partial(attend, 256, whole=True),
     "one page": partial(attend, 128, whole=False, short=True, window=1),

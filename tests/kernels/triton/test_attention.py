@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from kernels.move import read_slots
 from kernels.reference import attention as oracle
 from kernels.rows import AttentionRows
 from kernels.tiles import TiledAttention
+from kernels.triton import attention
 from kernels.triton.attention import Blocking, TritonAttention
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -175,3 +178,13 @@ def test_the_torch_form_reads_and_writes_8_bits_too(whole):
         q, narrow.double(), table, committed, counts, page_size=16, scale=64**-0.5, ancestors=ancestors
     )
     assert (actual.double() - expected).abs().max() < 2e-3 * expected.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("counts", [(5, 5), (7,), (1, 1, 1), (5, 2, 9)])
+def test_blocks_hold_rows_of_one_request_each(counts):
+    blocks = attention._blocks(counts, 3, torch.device("cpu")).tolist()
+    rows = [range(first, first + count) for first, count in blocks]
+    assert [row for own in rows for row in own] == list(range(sum(counts)))
+    ends = set(itertools.accumulate(counts))
+    assert all(1 <= len(own) <= 3 and not ends & set(own[1:]) for own in rows)
+    assert len(blocks) == sum(-(-count // 3) for count in counts)

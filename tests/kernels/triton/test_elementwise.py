@@ -124,8 +124,8 @@ def test_rotate_and_write_is_what_its_parts_are(monkeypatch, dtype, heads, kv_he
     assert torch.equal(written[:, :, others], cache[:, :, others])
 
 
-def test_keys_and_values_are_written_in_8_bits(monkeypatch):
-    """To within the rounding of e4m3; the interpreter's own may cut where a GPU rounds to nearest."""
+def test_keys_and_values_are_written_in_8_bits():
+    """Rounded to nearest as torch rounds; what is too large is e4m3's largest. Moves take them as they are."""
     qkv = random(3, 8, 16, dtype=torch.float32)
     qkv[0, 6, 3], qkv[1, 5, 2] = 1e4, -1e4
     rotary = torch.ones(3, 1, 16, device=DEVICE), torch.zeros(3, 1, 16, device=DEVICE)
@@ -135,7 +135,7 @@ def test_keys_and_values_are_written_in_8_bits(monkeypatch):
     assert torch.equal(q, qkv[:, :4])
     wide = torch.stack([qkv[:, 4:6], qkv[:, 6:]]).transpose(1, 2).clamp(-448, 448)
     stored = read_slots(cache, slots).float()
-    assert ((stored - wide).abs() <= wide.abs() / 8 + 2.0**-9).all()
+    assert torch.equal(stored, wide.to(torch.float8_e4m3fn).float())
     assert stored.abs().max() == 448
     move_slots(cache[None], slots, torch.tensor([0, 3, 4], device=DEVICE))
     assert torch.equal(read_slots(cache, torch.tensor([0, 3, 4], device=DEVICE)).float(), stored)

@@ -35,9 +35,13 @@ def kernels_used(monkeypatch):
 def test_speculation_changes_no_token(kernels_used, make_small_engine):  # noqa: F811
     plain = make_small_engine(torch.float32, "none", max_batch=1, threads=1)
     expected = [ids(plain.generate([prompt], params))[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
-    drafts = {"draft_model": None, "head": {"tree_width": 3, "tree_nodes": 6}}  # chains that are right, and trees
+    # chains that are right; and trees, through graphs
+    drafts = {"draft_model": None, "head": {"tree_width": 3, "tree_nodes": 6}}
+    graphs = {"draft_model": {}, "head": {"graphs": "on", "graph_batches": [2], "graph_rows": [7]}}
     for proposer, shape in drafts.items():
-        engine = make_small_engine(torch.float32, proposer, shape, threads=1, prefill_chunk=16)
+        engine = make_small_engine(
+            torch.float32, proposer, shape, threads=1, prefill_chunk=16, max_batch=2, **graphs[proposer]
+        )
         completions = engine.generate(PROMPTS, PARAMS)
         assert ids(completions) == expected
         assert all(completion.stats.drafted > 0 for completion in completions)
