@@ -18,7 +18,8 @@ from infer.costs import Costs
 from infer.proposers.base import NOTHING, Budget
 from infer.survival import Survival
 
-MARGIN = 0.03  # by which drafting must beat plain decoding, and a new plan the one in force
+MARGIN = 0.08  # by which drafting must beat plain decoding: what its costs leave out, such as reading prompts
+STAYS = 0.03  # by which a new plan must beat the one in force
 KEPT_STEPS = 8  # a plan stands that long while the batch stays as it is
 QUIET_STEPS = 32  # and so long if nobody is drafted for
 PROBE_SHARE = 0.005  # of the time without drafts, spent on finding out whether they would pay again
@@ -217,7 +218,7 @@ def best_plan(
             plans[depth] = Plan(budgets, depth, float(speeds[best]), plain)
     chosen = max(plans.values(), key=lambda own: own.speed)
     in_force = plans.get(depth_in_force)
-    if in_force is not None and chosen.speed < in_force.speed * (1 + MARGIN):
+    if in_force is not None and chosen.speed < in_force.speed * (1 + STAYS):
         chosen = in_force
     return chosen if chosen.speed > plain * (1 + MARGIN) else plans[0]
 
