@@ -290,6 +290,7 @@ class BenchConfig:
     file: str | None = None  # prompts: a file as data.path of training; null: held-out lines of the demo corpus
     columns: Any = None  # our names for that file's own columns: {prompt: question}
     peers: str = ".peers"  # where scripts/peers.sh built vLLM and llama.cpp
+    compile: bool = True  # vLLM compiles its model, which takes it minutes at every start; false: it runs eager
 
     def __post_init__(self) -> None:
         check_head_and_proposer(self.head, self.proposer)
@@ -332,6 +333,7 @@ class ServedConfig:
     file: str | None = None  # as of BenchConfig
     columns: Any = None
     peers: str = ".peers"
+    compile: bool = True
 
     def __post_init__(self) -> None:
         check_head_and_proposer(self.head, self.proposer)

@@ -64,7 +64,7 @@ def agreeing(ours: list[list[int]], theirs: list[list[int]], ends: tuple[int, ..
 def measure(
     config: BenchConfig, systems: dict[str, System], prompts: list[list[int]], ends: tuple[int, ...]
 ) -> Results:
-    """`ends`: the target's end-of-text ids."""
+    """`ends`: the target's end-of-text ids. Ctrl-C ends it with what has been measured."""
     from tqdm import tqdm
 
     results: Results = {}
@@ -73,38 +73,60 @@ def measure(
         for temperature, concurrency in itertools.product(config.temperatures, config.concurrency):
             cells = {name: Cell() for name in systems}
             groups = [prompts[start : start + concurrency] for start in range(0, len(prompts), concurrency)]
-            for name, system in systems.items():
-                bar.set_description(f"{name} at {concurrency}, warm-up")
-                system.prepare()
-                system.run(groups[0], temperature)
-                bar.update()
-            for _ in range(config.rounds):
-                reference: list[list[int]] | None = None
-                base = None
-                for name, system in systems.items():
-                    bar.set_description(f"{name} at {concurrency}, temperature {temperature}")
-                    system.prepare()
-                    begin = time.perf_counter()
-                    answers = [system.run(group, temperature) for group in groups]
-                    seconds = time.perf_counter() - begin
-                    ids = [row for answer, _ in answers for row in answer]
-                    cell = cells[name]
-                    speed = sum(map(len, ids)) / seconds
-                    cell.tokens_per_s.append(speed)
-                    lengths = [length for _, length in answers if length is not None]
-                    cell.acceptance_length = sum(lengths) / len(lengths) if lengths else None
-                    if name == "off":
-                        reference, base = ids, speed
-                    if base is not None:
-                        cell.ratios.append(speed / base)
-                    if reference is not None and is_ours(name):
-                        cell.identical = cell.identical is not False and ids == reference
-                    elif reference is not None and not temperature:
-                        same, of = cell.agreement or (0, 0)
-                        cell.agreement = same + agreeing(reference, ids, ends), of + len(ids)
-                    bar.update()
+            try:
+                warm_up(systems, groups[0], temperature, bar)
+                for _ in range(config.rounds):
+                    run_round(systems, cells, groups, temperature, ends, bar)
+            except KeyboardInterrupt:
+                print("interrupted: the report is of what was measured until now", file=sys.stderr)
+                if all(cell.tokens_per_s for cell in cells.values()):
+                    results.setdefault(temperature, {})[concurrency] = cells
+                break
             results.setdefault(temperature, {})[concurrency] = cells
     return results
+
+
+def warm_up(systems: dict[str, System], group: list[list[int]], temperature: float, bar: Any) -> None:
+    for name, system in systems.items():
+        bar.set_description(f"{name}, {len(group)} at once, warm-up")
+        system.prepare()
+        system.run(group, temperature)
+        bar.update()
+
+
+def run_round(
+    systems: dict[str, System],
+    cells: dict[str, Cell],
+    groups: list[list[list[int]]],
+    temperature: float,
+    ends: tuple[int, ...],
+    bar: Any,
+) -> None:
+    """Every system once on all groups, into its cell."""
+    reference: list[list[int]] | None = None
+    base = None
+    for name, system in systems.items():
+        bar.set_description(f"{name}, {len(groups[0])} at once, temperature {temperature}")
+        system.prepare()
+        begin = time.perf_counter()
+        answers = [system.run(group, temperature) for group in groups]
+        seconds = time.perf_counter() - begin
+        ids = [row for answer, _ in answers for row in answer]
+        cell = cells[name]
+        speed = sum(map(len, ids)) / seconds
+        cell.tokens_per_s.append(speed)
+        lengths = [length for _, length in answers if length is not None]
+        cell.acceptance_length = sum(lengths) / len(lengths) if lengths else None
+        if name == "off":
+            reference, base = ids, speed
+        if base is not None:
+            cell.ratios.append(speed / base)
+        if reference is not None and is_ours(name):
+            cell.identical = cell.identical is not False and ids == reference
+        elif reference is not None and not temperature:
+            same, of = cell.agreement or (0, 0)
+            cell.agreement = same + agreeing(reference, ids, ends), of + len(ids)
+        bar.update()
 
 
 def slower_than_plain(results: Results, slack: float) -> list[str]:
@@ -248,6 +270,8 @@ def main(config: BenchConfig) -> None:
     with ExitStack() as stack:
         systems = make_systems(config, engine, stack)
         results = measure(config, systems, prompts, engine.target.config.eos_token_ids)
+    if not results:
+        raise KeyboardInterrupt
     print_table(results)
     report = document(config, results, engine.target)
     if config.save is not None:

@@ -12,8 +12,9 @@ OUT_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 # The converter knows pre-tokenizers by a list of published models; who asks by token ids needs none, so one is named.
 CONVERT = """
 import sys
-tree, *sys.argv = sys.argv[1:]
+tree, packages, *sys.argv = sys.argv[1:]
 sys.path[:0] = [tree, tree + "/gguf-py"]
+sys.path.append(packages)
 from conversion.base import TextModel
 import convert_hf_to_gguf
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
@@ -38,9 +39,8 @@ def _convert(peers: Path, folder: Path, dtype: str, options: list[str]) -> Path:
     tree, partial = peers / "llama.cpp/source/vendor/llama.cpp", out.with_suffix(".partial")
     out.parent.mkdir(exist_ok=True)
     words = ["convert_hf_to_gguf.py", str(folder), "--outfile", str(partial), "--outtype", OUT_TYPES[dtype], *options]
-    ran = subprocess.run(
-        [sys.executable, "-c", CONVERT, str(tree), *words], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", CONVERT, str(tree), str(peers / "llama.cpp/python"), *words]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode:
         raise ValueError(f"{folder}: llama.cpp's converter failed: " + "\n".join(ran.stderr.splitlines()[-8:]))
     partial.replace(out)

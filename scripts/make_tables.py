@@ -209,10 +209,7 @@ TABLES: dict[str, Callable[[Cell], str]] = {
     "generate": by_concurrency,
     "shapes": by_temperature,
     "heads": by_head,
-    "wide-vllm": by_program,
-    "wide-llama": by_program,
-    "wide-chat": by_program,
-    "wide-long": by_program,
+    "wide-programs": by_program,
     "demo-programs": by_program,
     "served": by_load,
 }

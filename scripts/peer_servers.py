@@ -219,6 +219,8 @@ def vllm_command(
     command += ["--served-model-name", config.model.name, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", config.model.dtype, "--max-model-len", str(context), "--max-num-seqs", str(slots)]
     command += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+    if not config.compile:
+        command += ["--enforce-eager"]
     if source == "ngram":
         lookup = f'"prompt_lookup_min": {config.proposer.ngram_min}, "prompt_lookup_max": {config.proposer.ngram_max}'
         command += ["--speculative-config", f'{{"method": "ngram", "num_speculative_tokens": {depth}, {lookup}}}']

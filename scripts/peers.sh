@@ -39,6 +39,8 @@ make_llama_cpp() {
         "${HEADWAY_PYTHON:-python3}" -m pip download -q --no-deps --no-binary :all: -d "$folder" "llama-cpp-python==$LLAMA_CPP"
         tar -xzf "$folder"/llama_cpp_python-*.tar.gz -C "$folder/source" --strip-components=1
     fi
+    # what its converter imports and Headway does not have
+    "${HEADWAY_PYTHON:-python3}" -m pip install -q --no-deps --upgrade --target "$folder/python" sentencepiece
     say "building llama-server (six minutes on two cores)"
     cmake -S "$source" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \
         -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_TESTS=OFF >"$folder/cmake.log"

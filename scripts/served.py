@@ -34,6 +34,7 @@ from scripts.bench_prompts import read_prompts
 from scripts.peer_servers import Server, context_of, end_as_interrupted, make_server
 
 WARM_UP_S, REST_S = 4.0, 0.5
+SETTINGS = ("loads", "seconds", "slots", "prompt_tokens", "max_tokens", "file")
 
 
 @dataclass
@@ -189,6 +190,14 @@ def show(name: str, level: Level) -> None:
     )
 
 
+def save(config: ServedConfig, document: dict[str, Any]) -> None:
+    if config.save is not None:
+        file = result_file(config.save, config.model.name, document["machine"])
+        document["results"] = earlier(file, document) | document["results"]
+        file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        print(f"written: {file.relative_to(Path(HERE).parent)}")
+
+
 def earlier(file: Path, document: dict[str, Any]) -> dict[str, Any]:
     """The systems of a result of today, taken with the same settings. Raises ValueError if they differ."""
     if not file.is_file():
@@ -211,28 +220,22 @@ def main(config: ServedConfig) -> None:
     folder = resolve_checkpoint(config.model.path_or_hub_id, config.model.revision)
     prompts = read_prompts(config, Tokenizer.load(folder))
     end_as_interrupted()
-    capacity, results = config.capacity, dict[str, Any]()
-    for name in config.systems:
-        context = context_of(config.prompt_tokens, config.max_tokens)
-        with make_server(name, config, slots=config.slots, context=context) as server:
-            levels, capacity = asyncio.run(measure(server, config, prompts, capacity))
-        results[name] = [asdict(level) for level in levels]
-    settings = {
-        key: getattr(config, key) for key in ("loads", "seconds", "slots", "prompt_tokens", "max_tokens", "file")
-    }
+    capacity = config.capacity
     document: dict[str, Any] = {
         "name": config.save,
         "machine": describe_machine(),
         "target": {"fingerprint": fingerprint(folder), "dtype": config.model.dtype},
-        "settings": settings,
+        "settings": {key: getattr(config, key) for key in SETTINGS},
         "capacity": capacity,
-        "results": results,
+        "results": {},
     }
-    if config.save is not None:
-        file = result_file(config.save, config.model.name, document["machine"])
-        document["results"] = earlier(file, document) | results
-        file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        print(f"written: {file.relative_to(Path(HERE).parent)}")
+    for name in config.systems:
+        context = context_of(config.prompt_tokens, config.max_tokens)
+        with make_server(name, config, slots=config.slots, context=context) as server:
+            levels, capacity = asyncio.run(measure(server, config, prompts, capacity))
+        document["capacity"] = capacity
+        document["results"][name] = [asdict(level) for level in levels]
+        save(config, document)
     print(json.dumps(document), flush=True)
 
 
