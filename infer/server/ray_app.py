@@ -101,7 +101,8 @@ def application(config: ServeConfig, api_keys: Sequence[str]) -> Any:
     if 0 < gpus < server.replicas:
         raise ValueError(f"server.replicas={server.replicas}: each needs a GPU, and there are {gpus}")
     share = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": min(1.0, there["CPU"] / server.replicas)}
-    return Replica.options(
+    deployment: Any = Replica  # what Ray's decorators have made of it
+    return deployment.options(
         num_replicas=server.replicas,
         # A full replica hands on to the next; the rest waits for a place, and what is beyond that gets Ray's 503.
         max_ongoing_requests=config.engine.max_batch + server.max_waiting,
