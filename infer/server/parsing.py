@@ -89,7 +89,8 @@ class ChatParser:
             return False
         if self._thinking and text.startswith(THINK):
             self._buffer, self._state = text.removeprefix(THINK), "reasoning"
-            self._span = (self._pushed - len(self._buffer),) * 2
+            begin = self._pushed - len(self._buffer)
+            self._span = begin, begin
         elif style is not None and style.bare and text.startswith(("{", style.begin)):
             self._buffer = text.removeprefix(style.begin) if text.startswith(style.begin) else self._buffer
             self._state = "call"

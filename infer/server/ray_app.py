@@ -95,12 +95,18 @@ def serve_replicas(config: ServeConfig, *, port: int, api_keys: Sequence[str], o
 
 
 def application(config: ServeConfig, api_keys: Sequence[str]) -> Any:
-    server, gpus = config.server, ray.cluster_resources().get("GPU", 0) > 0 and config.model.device != "cpu"
-    return Replica.options(
+    """Raises ValueError for more replicas than GPUs, for which Ray would wait without end."""
+    server, there = config.server, ray.cluster_resources()
+    gpus = 0 if config.model.device == "cpu" else int(there.get("GPU", 0))
+    if 0 < gpus < server.replicas:
+        raise ValueError(f"server.replicas={server.replicas}: each needs a GPU, and there are {gpus}")
+    share = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": min(1.0, there["CPU"] / server.replicas)}
+    deployment: Any = Replica  # what Ray's decorators have made of it
+    return deployment.options(
         num_replicas=server.replicas,
         # A full replica hands on to the next; the rest waits for a place, and what is beyond that gets Ray's 503.
         max_ongoing_requests=config.engine.max_batch + server.max_waiting,
         max_queued_requests=server.max_waiting,
         graceful_shutdown_timeout_s=server.drain_s,
-        ray_actor_options={"num_cpus": 0 if gpus else 1, "num_gpus": 1 if gpus else 0},
+        ray_actor_options=share,
     ).bind(config, tuple(api_keys))
