@@ -76,18 +76,19 @@ def record_graphs(
     if not wants_graphs(config, shard):
         return None
     proposer, limit = default
-    combined = isinstance(proposer, CombinedProposer)
-    drafting = proposer.sources if isinstance(proposer, CombinedProposer) else (proposer,)
+    sources = proposer.sources if isinstance(proposer, CombinedProposer) else (proposer,)
+    used = head if head in sources else None
+    trees = len(sources) > 1 or (used is not None and used.shape is not None)
     buckets = buckets_for(config, min(MAX_NODES, 1 + limit.nodes), min(context, config.graph_context))
     memory = GraphMemory(shard.device)
     verify = VerifyGraphs(shard, runner.pool, buckets, proposer.aux_layers, memory)
-    work = verify.recordings(trees=combined or (proposer is head and head.shape is not None))
+    work = verify.recordings(trees=trees)
     runner.graphs = verify
-    own = head.module.attention if head is not None else None
-    served = own is None or has_kernel(shard, own.num_heads, own.num_kv_heads, own.head_dim)
-    if head is not None and head in drafting and head.drafts_by_step and served:
-        head.graphs = DraftGraphs(head, runner.pool, buckets, limit.depth, memory)
-        work += head.graphs.recordings()
+    if used is not None and used.drafts_by_step:
+        own = used.module.attention
+        if own is None or has_kernel(shard, own.num_heads, own.num_kv_heads, own.head_dim):
+            used.graphs = DraftGraphs(used, runner.pool, buckets, limit.depth, memory)
+            work += used.graphs.recordings()
     return Recorded(len(work), memory.record(work, "decoding"))
 
 

@@ -68,13 +68,14 @@ def correctness(device: torch.device) -> list[dict[str, Any]]:
                 true = oracle.paged_attention(new[0].cpu(), cache.cpu(), table.cpu(), [start], [nodes], **given)
                 found.append(close("attention", f"{kind} of {nodes} at {start}, {name}", actual, true, BOUND[dtype]))
             found += bits(name, (q, k, v, cache, table), start, nodes, tree)
-    return [*found, eight_bits(*sizes[0], dtypes[-1], start, nodes, device)]
+    return [*found, eight_bits(sizes[0], dtypes[-1], start, nodes, device)]
 
 
 def eight_bits(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, start: int, nodes: int, device: torch.device
+    sizes: tuple[int, int, int], dtype: torch.dtype, start: int, nodes: int, device: torch.device
 ) -> dict[str, Any]:
-    """A chain over keys and values in fp8, against float64 on what was stored."""
+    """A chain over keys and values in fp8, against float64 on what was stored. `sizes`: of LLAMA's kind."""
+    heads, kv_heads, dim = sizes
     q, k, v, cache, table = make([start + nodes], heads, kv_heads, dim, dtype, device)
     narrow, new = cache.to(torch.float8_e4m3fn), (q[:nodes], k[:nodes], v[:nodes])
     actual = planned((*new, narrow, table), [start], [nodes])(*new, narrow, dim**-0.5)
