@@ -60,12 +60,11 @@ def repeat_kv(x: Tensor, groups: int) -> Tensor:
 def visible(starts: Tensor, slots: Tensor | None = None) -> Tensor:
     """bool `[B, 1, T, T]`: what each slot of packed documents sees: itself and what is before it in its own.
 
-    starts `[B, T]`: the slot at which a slot's document begins. With `slots` `[M]` the rows of these alone.
+    starts `[B, T]`: the slot at which a slot's document begins. With `slots` `[M]` or `[B, M]` the rows of these alone.
     """
     columns = torch.arange(starts.shape[1], device=starts.device)
-    if slots is None:
-        slots = columns
-    return ((columns >= starts[:, slots, None]) & (columns <= slots[:, None])).unsqueeze(1)
+    slots = (columns if slots is None else slots).expand(len(starts), -1)
+    return ((columns >= starts.gather(1, slots)[..., None]) & (columns <= slots[..., None])).unsqueeze(1)
 
 
 class CausalAttention:
@@ -108,10 +107,13 @@ class TrainingTimeTestAttention:
         self._values: dict[int, list[Tensor]] = {}
 
     def begin_step(self, step: int, slots: Tensor | None = None) -> None:
-        """`slots` `[M]`, ascending: those that this step runs on, for the steps after 0; None for all of them."""
+        """`slots`: those that this step runs on, for the steps after 0; None for all of them.
+
+        `[M]`, ascending, or `[B, M]`, each row's own, the same for all of these steps.
+        """
         assert step == self._step + 1, "training-time-test steps run in order"
         self._step = step
-        if self._slots is not None and slots is not None and len(slots) < len(self._slots):
+        if self._slots is not None and slots is not None and slots.shape[-1] < self._slots.shape[-1]:
             kept = torch.searchsorted(self._slots, slots)
             for entries in (*self._keys.values(), *self._values.values()):
                 entries[1:] = [entry[:, :, kept] for entry in entries[1:]]
@@ -129,7 +131,9 @@ class TrainingTimeTestAttention:
             out = F.scaled_dot_product_attention(q, keys[0], values[0], attn_mask=seen, is_causal=seen is None)
             return out.transpose(1, 2).flatten(2)
         T, scale = keys[0].shape[2], q.shape[3] ** -0.5
-        starts = self._starts if self._starts is not None else torch.zeros(1, T, dtype=torch.int64, device=q.device)
+        starts = self._starts
+        if starts is None:
+            starts = torch.zeros(len(q), T, dtype=torch.int64, device=q.device)
         seen = visible(starts, self._slots)
         scores = (q @ keys[0].transpose(2, 3) * scale).masked_fill(~seen, float("-inf"))  # [B, h, rows, T]
         own = torch.stack([(q * key).sum(-1) * scale for key in keys[1:]], dim=-1)  # [B, h, rows, k]

@@ -69,6 +69,22 @@ def step_masks(assistant: Tensor, steps: int) -> Tensor:
     return torch.stack(masks)
 
 
+def served_slots(start: Tensor) -> Tensor:
+    """start `[B, T]`, as `served` -> `[B, M]`: each row's served slots, ascending, M the most of any row.
+
+    Rows with fewer are filled with others of theirs; every answer has at least one.
+    """
+    most = max(1, int(start.sum(-1).max()))
+    return (~start).long().argsort(dim=-1, stable=True)[:, :most]
+
+
+def at(x: Tensor, slots: Tensor) -> Tensor:
+    """x `[B, T, ...]` at `slots`, `[M]` for all rows or `[B, M]` -> `[B, M, ...]`."""
+    if slots.ndim == 1:
+        return x[:, slots]
+    return x.gather(1, slots.view(*slots.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
+
+
 def sample_sizes(slots: int, steps: int, ratio: float, least: float) -> list[int]:
     """How many of `slots` each depth of a parallel head is trained on: all at 0, then max(ratio ** d, least) of them.
 

@@ -112,3 +112,13 @@ def test_batches_are_rows_side_by_side() -> None:
     both = torch.stack([ASSISTANT, ASSISTANT.roll(1)])
     assert torch.equal(alignment.served(both)[0], alignment.served(ASSISTANT))
     assert torch.equal(alignment.step_masks(both, 3)[:, 1], alignment.step_masks(ASSISTANT.roll(1), 3))
+
+
+def test_only_served_slots_are_drafted_from() -> None:
+    start = torch.tensor([[0, 1, 0, 1, 1, 0], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0]]).bool()
+    slots = alignment.served_slots(start)
+    assert slots.tolist() == [[1, 3, 4], [4, 0, 1], [0, 1, 2]]
+    x = torch.arange(36).view(3, 6, 2)
+    assert alignment.at(x, slots)[1, :, 0].tolist() == [20, 12, 14]
+    assert torch.equal(alignment.at(x, torch.tensor([2, 4])), x[:, [2, 4]])
+    assert alignment.served_slots(torch.zeros(2, 4).bool()).shape == (2, 1)

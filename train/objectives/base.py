@@ -105,17 +105,18 @@ class Objective(nn.Module):
         number = masks[0].flatten().cumsum(0).view_as(masks[0]) - 1
         aux = features.aux if generator is None else self._noisy(features.aux, generator)
         columns = None if generator is None else self.columns(first, length, generator)
-        every = torch.arange(first, length, device=masks.device)
+        slots = alignment.served_slots(masks[0]) if columns is None else None
         sums, total = [], batch.ids.new_zeros((), dtype=torch.float32)
-        states = draft_states(self.head, batch.ids, aux, self.steps, first, columns, batch.starts)
+        states = draft_states(self.head, batch.ids, aux, self.steps, first, columns, batch.starts, slots)
         for step, state in enumerate(states):
-            kept = every if columns is None else columns[step]
-            mask = masks[step][:, kept]
-            rows = alignment.shift_left(number, step)[:, kept][mask]
-            parts = self._compare(state[mask], weights[step][:, kept][mask], rows, teacher, step, metrics)
+            kept = slots if columns is None else columns[step]
+            assert kept is not None
+            mask, weight = alignment.at(masks[step], kept), alignment.at(weights[step], kept)
+            rows = alignment.at(alignment.shift_left(number, step), kept)[mask]
+            parts = self._compare(state[mask], weight[mask], rows, teacher, step, metrics)
             # a sample of the slots stands for all of them
-            scale = self.config.step_weight**step * len(every) / max(1, len(kept))
-            total = total + scale * parts[0] / denominators[step].clamp(min=1)
+            share = 1.0 if columns is None else max(1, len(kept)) / (length - first)
+            total = total + self.config.step_weight**step / share * parts[0] / denominators[step].clamp(min=1)
             sums.append(torch.stack([mask.sum().float(), *(value.detach() for value in parts[1:])]))
         return total, StepSums(*torch.stack(sums, dim=1))
 
