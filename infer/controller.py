@@ -137,7 +137,7 @@ class Controller:
     def outlook(self, drafter: str, allowed: Budget, batch: int) -> bool:
         nodes, depth = allowed
         levels = np.arange(1, depth + 1) if nodes == depth else np.array([depth])
-        rows = batch * (1.0 + (levels if nodes == depth else np.array([nodes])))
+        rows = batch * (1.0 + np.array(levels if nodes == depth else [nodes], dtype=np.float64))
         tokens = batch * (1 + np.cumsum(self.survival.chances("", drafter, depth))[levels - 1])
         drafting = np.array([self.costs.draft(drafter, batch, level) for level in levels.tolist()])
         speeds = tokens / (self.costs.verify(batch, rows) + drafting)

@@ -145,6 +145,7 @@ def transformers_systems(config: BenchConfig, path: str) -> dict[str, System]:
 
     drafter: Any = None
     if "hf_assisted" in wanted:
+        assert config.proposer.draft_model is not None
         drafter = AutoModelForCausalLM.from_pretrained(config.proposer.draft_model, dtype=dtype).eval()
 
     def assisted(prompts: list[list[int]], temperature: float) -> Answer:

@@ -80,13 +80,14 @@ def search(study_name: str, trials: int, fixed: list[str], free: dict[str, Sugge
 
     try:
         import optuna
+        from optuna.storages.journal import JournalFileBackend
     except ImportError as error:
         raise ValueError(f"{error}; pip install 'headway[sweep]'") from None
     config = compose("train", TrainConfig, fixed)
     folder = resolve_path(config.output_dir) / "sweeps" / study_name
     folder.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    journal = optuna.storages.journal.JournalFileBackend(str(folder / "journal.log"))
+    journal = JournalFileBackend(str(folder / "journal.log"))
     study = optuna.create_study(
         study_name=study_name,
         storage=optuna.storages.JournalStorage(journal),

@@ -24,7 +24,7 @@ def draw_plots(folder: Path, measured: Measured | None = None, speeds: Mapping[i
 
     losses = over_steps({"train/loss": "training", "eval/loss": "held-out"})
     taus = over_steps({"eval/tau_engine": "τ, engine", "eval/tau_simulated": "τ, simulated"})
-    title = {"title": folder.name}
+    title: dict[str, Any] = {"title": folder.name}
     written = [
         draw_curves(folder / "loss.png", losses, "step", "loss", **title),
         # the simulated one lies on the engine's, as it should

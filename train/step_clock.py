@@ -27,7 +27,7 @@ class StepClock:
         self.start()
 
     def start(self) -> None:
-        self._begun, self._seconds = time.perf_counter(), dict.fromkeys(PARTS, 0.0)
+        self._begun, self._seconds = time.perf_counter(), {part: 0.0 for part in PARTS}
 
     @property
     def elapsed(self) -> float:

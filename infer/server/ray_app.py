@@ -28,7 +28,7 @@ ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 APPLICATION = "headway"
 
 
-@serve.deployment(request_router_config=RequestRouterConfig(request_router_class=ROUTER))
+@serve.deployment(request_router_config=RequestRouterConfig(request_router_class=ROUTER))  # pyright: ignore[reportArgumentType]
 @serve.ingress()
 class Replica:
     """Raises what loading the engine raises; Ray then says that the deployment failed."""
