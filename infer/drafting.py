@@ -81,10 +81,17 @@ class Drafting:
         request.upkeep = Upkeep.WHOLE if pays else Upkeep.NONE
         (followed.add if pays else followed.discard)(request.request_id)
         parent = request.parent
-        if pays and parent is not None and parent.phase is Phase.DECODE:
-            filled = self.synced(parent) if parent.upkeep is Upkeep.WHOLE else 0
-            if filled < len(request.prompt_ids) - 1:
-                request.parent = None  # whose pages the drafter has not read
+        if pays and parent is not None and parent.phase is Phase.DECODE and not self._caught_up(parent):
+            request.parent = None  # its pages are not filled
+
+    def _caught_up(self, request: Request) -> bool:
+        """Lets its drafter read all that is committed; False if that has not followed it from the start."""
+        if request.upkeep is Upkeep.WHOLE:
+            try:
+                self._of(request).catch_up(request)
+            except Exception as error:
+                self._give_up(request, error)
+        return request.upkeep is Upkeep.WHOLE
 
     def grant(self, request: Request, planner: Planner, load: int) -> Budget:
         """What it is drafted for in this step. Wakes a drafter that has let go of it, or lets go."""

@@ -66,6 +66,10 @@ class Proposer(Protocol):
 
     def release(self, request: Request) -> None: ...
 
+    def catch_up(self, request: Request) -> None:
+        """Fills its own layers for every committed position of the request."""
+        ...
+
     def wake(self, request: Request) -> None:
         """Of the request, released or never committed, what is committed from now on is all there will be."""
         ...
@@ -91,6 +95,9 @@ class WithoutLayers:
         pass
 
     def release(self, request: Request) -> None:
+        pass
+
+    def catch_up(self, request: Request) -> None:
         pass
 
     def wake(self, request: Request) -> None:

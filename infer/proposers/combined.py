@@ -44,6 +44,10 @@ class CombinedProposer:
         for source in self.sources:
             source.release(request)
 
+    def catch_up(self, request: Request) -> None:
+        for source in self.sources:
+            source.catch_up(request)
+
     def wake(self, request: Request) -> None:
         for source in self.sources:
             source.wake(request)

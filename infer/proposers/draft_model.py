@@ -72,6 +72,10 @@ class DraftModelProposer:
         self._seen.pop(request.request_id, None)
         self._agreed.pop(request.request_id, None)
 
+    def catch_up(self, request: Request) -> None:
+        if request.computed <= self.context:
+            self._read([request], [request.computed])
+
     def wake(self, request: Request) -> None:
         pass  # it reads the whole text with its next draft
 

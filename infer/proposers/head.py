@@ -159,6 +159,10 @@ class HeadProposer:
         self._forget_features(request)
         self._base.pop(request.request_id, None)
 
+    def catch_up(self, request: Request) -> None:
+        if self.kv_layers and self._count(request):
+            self._read_pending([request])
+
     def wake(self, request: Request) -> None:
         """Its layers begin with a page: what lies before is seen by nobody."""
         if self.kv_layers:
