@@ -8,7 +8,7 @@ tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,8 +81,10 @@ def named_checkpoint(folder: Path, name: str, cure: str) -> Path | None:
     return path
 
 
-def load_checkpoint(path: Path, expected: Mapping[str, Tensor]) -> Checkpoint:
-    """What `save_checkpoint` wrote. Raises ValueError where it cannot be read or has other tensors than `expected`."""
+def load_checkpoint(path: Path, expected: Mapping[str, Tensor], keys: Collection[str] = ()) -> Checkpoint:
+    """What `save_checkpoint` wrote. Raises ValueError where it cannot be read, has other tensors than `expected` or
+    lacks one of the `keys` of its state.
+    """
     try:
         module, optimizer, random = (load_file(path / f"{name}.safetensors") for name in FILES)
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
@@ -91,6 +93,8 @@ def load_checkpoint(path: Path, expected: Mapping[str, Tensor]) -> Checkpoint:
     if module.keys() != expected.keys():
         names = sorted(module.keys() ^ expected.keys())
         raise ValueError(f"{path}: of another head; these tensors are on one side only: {', '.join(names[:8])}")
+    if missing := ", ".join(sorted(set(keys) - state.keys())):
+        raise ValueError(f"{path}: of another version, without {missing}; begin anew with another run=<name>")
     return Checkpoint(module, optimizer, random, state)
 
 

@@ -41,6 +41,7 @@ from train.stopping import Interrupted, StopRequest
 from train.trackers import Results, Trackers, make_trackers
 
 TRIAL_STEPS = 3  # timed to turn minutes into steps
+STATE = ("tokens", "skipped", "best", "evaluated", "data_hash", "processes")  # of a checkpoint, beside its step
 SHOWN_TEXTS = 2  # in the report
 SHOWN_ROWS = 16  # of a batch that went wrong
 
@@ -276,7 +277,7 @@ class Run:
         if path is None:
             return
         placement = self.prepared.placement
-        loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(placement.trained))
+        loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(placement.trained), STATE)
         state = loaded.state
         if state["data_hash"] != self.prepared.data_hash or state["processes"] != self.accelerator.num_processes:
             raise ValueError(
@@ -293,14 +294,8 @@ class Run:
         tensors = self.prepared.placement.state()
         if not self.accelerator.is_main_process:
             return
-        state = {
-            "tokens": self.tokens,
-            "skipped": self.skipped,
-            "best": self.best,
-            "evaluated": self.evaluated,
-            "data_hash": self.prepared.data_hash,
-            "processes": self.accelerator.num_processes,
-        }
+        known = self.prepared.data_hash, self.accelerator.num_processes
+        state = dict(zip(STATE, (self.tokens, self.skipped, self.best, self.evaluated, *known), strict=True))
         folder, keep = self.folder / "checkpoints", self.config.keep_checkpoints
         checkpoint.save_checkpoint(folder, self.step, *tensors, state, keep=keep, best=best)
 

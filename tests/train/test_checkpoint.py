@@ -121,6 +121,8 @@ def test_what_cannot_be_restored_is_named(tmp_path: Path) -> None:
     other = nn.Sequential(nn.Linear(4, 3))
     with pytest.raises(ValueError, match=r"of another head; these tensors are on one side only: 0.bias, 1\.bias"):
         load(path, other, torch.optim.AdamW(other.parameters()))
+    with pytest.raises(ValueError, match="step-000001: of another version, without best, tokens; begin anew"):
+        checkpoint.load_checkpoint(path, checkpoint.module_tensors(module), ("step", "tokens", "best"))
     (path / "optimizer.safetensors").write_bytes(b"cut")
     with pytest.raises(ValueError, match="step-000001: this checkpoint cannot be read"):
         load(path, module, optimizer)
