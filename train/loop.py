@@ -41,7 +41,7 @@ from train.stopping import Interrupted, StopRequest
 from train.trackers import Results, Trackers, make_trackers
 
 TRIAL_STEPS = 3  # timed to turn minutes into steps
-STATE: tuple[str, ...] = ("tokens", "skipped", "best", "evaluated", "data_hash", "processes")  # of a checkpoint, beside its step
+STATE: tuple[str, ...] = ("tokens", "skipped", "best", "evaluated", "data_hash", "processes")  # of a checkpoint
 SHOWN_TEXTS = 2  # in the report
 SHOWN_ROWS = 16  # of a batch that went wrong
 
