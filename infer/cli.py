@@ -113,6 +113,18 @@ def help_text(command: str, schema: type) -> str:
     return "\n".join(lines)
 
 
+def take_words(words: Sequence[str], own: dict[str, str]) -> list[str]:
+    """Sets the keys of `own` that a script answers itself from its `key=value` words; answers the other words."""
+    others = []
+    for word in words:
+        key, _, value = word.partition("=")
+        if key in own:
+            own[key] = value
+        else:
+            others.append(word)
+    return others
+
+
 def quote_free_text(argument: str, schema: type) -> str:
     """`prompt=def main(x):` is not Hydra's grammar; quoted for Hydra it is, and means what was typed."""
     key, equals, text = argument.partition("=")

@@ -160,8 +160,9 @@ class Controller:
         self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
         if rows == batch:
             self._credit += PROBE_SHARE * whole
+            return
         deep = [own for own in self._candidates if own.ready and own.request_id in self.current.budgets]
-        if rows > batch and deep and len({own.drafter for own in deep}) == 1:
+        if deep and len({own.drafter for own in deep}) == 1:
             self.costs.learn_draft(deep[0].drafter, len(deep), self.current.depth, drafting)
 
     def forget(self, request_id: str) -> None:

@@ -125,13 +125,9 @@ def main() -> int:
         print(__doc__)
         return 0
     own = {"study": "sweep", "trials": "20"}
-    words = []
-    for word in sys.argv[1:]:
-        key, _, value = word.partition("=")
-        if key in own:
-            own[key] = value
-        else:
-            words.append(word)
+    from infer.cli import take_words
+
+    words = take_words(sys.argv[1:], own)
     try:
         if not own["trials"].isdigit() or own["trials"] == "0":
             raise ValueError(f"trials={own['trials']}: must be a number of at least 1")

@@ -85,13 +85,9 @@ def main() -> int:
     from scripts.bench import describe_machine, result_file
 
     own = {"heads": HEADS, "against": "[]", "save": ""}
-    words = []
-    for word in sys.argv[1:]:
-        key, _, value = word.partition("=")
-        if key in own:
-            own[key] = value
-        else:
-            words.append(word)
+    from infer.cli import take_words
+
+    words = take_words(sys.argv[1:], own)
     against = own["against"].strip("[]")
     # the same key twice is an error of Hydra's: the later word takes the earlier one's place
     instead = {word.partition("=")[0]: word for word in against.split(",") if word}
