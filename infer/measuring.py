@@ -26,11 +26,11 @@ from infer.request import Request
 
 log = logging.getLogger(__name__)
 
-VERSION = 1  # of what is measured and how
-PROMPT_TOKENS = 32
-REPEATS = 3
+VERSION = 2  # of what is measured and how
+PROMPT_TOKENS = 96
+REPEATS = 5
 ROWS_PER_REQUEST = (1, 2, 4, 6, 9, 17, 33, 64)
-PLAIN_TOKENS = REPEATS + 2  # that requests emit while they are measured
+PLAIN_TOKENS = REPEATS + 4  # that requests emit while they are measured
 
 
 class Measurable(Protocol):
@@ -80,15 +80,23 @@ def measure(
             try:
                 if len(requests) < batch:  # the pool holds no more
                     return table(batches, verify, around, drafts)
+                settle(engine, requests)
+                drafts[name].append(draft_curve(engine, requests, limit))
                 if batch not in batches:
                     curve = verify_curve(engine, requests, widest, max_rows)
                     batches.append(batch)
                     verify.append(curve)
-                    around.append(max(0.0, timed(engine.step) - curve.seconds[0]))
-                drafts[name].append(draft_curve(engine, requests, limit))
+                    around.append(max(0.0, timed([engine.step])[0] - curve.seconds[0]))
             finally:
                 engine.dismiss(requests)
     return table(batches, verify, around, drafts)
+
+
+def settle(engine: Measurable, requests: Sequence[Request]) -> None:
+    """Leaves two tokens for a drafter to read, about what there is between two drafts, instead of the prompts."""
+    engine.try_draft(requests, Budget(1, 1))
+    engine.step()
+    engine.step()
 
 
 def table(
@@ -104,27 +112,32 @@ def verify_curve(engine: Measurable, requests: Sequence[Request], widest: int, m
     batch = len(requests)
     widths = sorted({1, 2, widest, *(width for width in ROWS_PER_REQUEST if width <= widest)})
     widths = [width for width in widths if width <= 2 or width * batch <= max_rows]
-    seconds = [timed(lambda width=width: engine.try_verify(requests, width - 1)) for width in widths]
-    return Curve(tuple(float(batch * width) for width in widths), tuple(seconds))
+    works = [lambda width=width: engine.try_verify(requests, width - 1) for width in widths]
+    return Curve(tuple(float(batch * width) for width in widths), timed(works))
 
 
 def draft_curve(engine: Measurable, requests: Sequence[Request], limit: Budget) -> Curve:
     depths = sorted({1, (limit.depth + 1) // 2, limit.depth})
     chain = limit.nodes == limit.depth
     asked = [Budget(depth if chain else limit.nodes, depth) for depth in depths]
-    seconds = [timed(lambda budget=budget: engine.try_draft(requests, budget)) for budget in asked]
-    return Curve(tuple(map(float, depths)), tuple(seconds))
+    works = [lambda budget=budget: engine.try_draft(requests, budget) for budget in asked]
+    # Between two drafts the target has filled the caches with its own weights.
+    return Curve(tuple(map(float, depths)), timed(works, between=lambda: engine.try_verify(requests, 0)))
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Seconds, the median of a few after one that warms up."""
-    work()
-    seconds = []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+def timed(
+    works: Sequence[Callable[[], object]], *, between: Callable[[], object] = lambda: None
+) -> tuple[float, ...]:
+    """Seconds of each: the median of a few after one that warms up, in turns, so that a disturbance meets them all."""
+    seconds: list[list[float]] = [[] for _ in works]
+    for turn in range(1 + REPEATS):
+        for work, own in zip(works, seconds, strict=True):
+            between()
+            begin = time.perf_counter()
+            work()
+            if turn:
+                own.append(time.perf_counter() - begin)
+    return tuple(map(statistics.median, seconds))
 
 
 def kept_table(folder: Path, key: Mapping[str, Any], make: Callable[[], CostTable]) -> CostTable:

@@ -14,19 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.library import KINDS, LANES, library
-from kernels.triton import in_use
+from kernels.triton import INTERPRETED, in_use
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x `[..., H]` over its root mean square (arXiv 1910.07467), statistics in fp32 as HF's Llama computes them."""
-    if _in_triton(x, weight):
-        from kernels.triton import elementwise as gpu
-
-        return gpu.rms_norm(_rows(x), weight, eps).view(x.shape)
-    native = _native(x.shape[-1], x, weight)
-    if native is None:
-        return F.rms_norm(x, weight.shape, weight, eps)
     size = x.shape[-1]
+    native = _native(size, x, weight)
+    if native is None:
+        if _in_triton(x, weight):
+            from kernels.triton import elementwise as gpu
+
+            return gpu.rms_norm(_rows(x), weight, eps).view(x.shape)
+        return F.rms_norm(x, weight.shape, weight, eps)
     rows = _rows(x)
     out = torch.empty(x.shape, dtype=x.dtype)
     native.rms_norm(
@@ -73,12 +73,12 @@ def embed_norm_gelu(
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`[..., 2 I]`, gate and up beside each other -> silu(gate) * up `[..., I]`."""
     size = gate_up.shape[-1] // 2
-    if _in_triton(gate_up):
-        from kernels.triton import elementwise as gpu
-
-        return gpu.silu_mul(_rows(gate_up)).view(*gate_up.shape[:-1], size)
     native = _native(size, gate_up)
     if native is None:
+        if _in_triton(gate_up):
+            from kernels.triton import elementwise as gpu
+
+            return gpu.silu_mul(_rows(gate_up)).view(*gate_up.shape[:-1], size)
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
     gate_up = gate_up.contiguous()
@@ -109,6 +109,8 @@ def _rows(x: Tensor) -> Tensor:
 
 def _in_triton(*tensors: Tensor) -> bool:
     first = tensors[0]
+    if first.device.type == "cpu" and not INTERPRETED:  # asked for some seventy times a step
+        return False
     plain = first.is_floating_point() and all(tensor.dtype is first.dtype for tensor in tensors)
     return plain and not torch.is_grad_enabled() and in_use(first.device)
 
@@ -118,6 +120,7 @@ def _native(size: int, *tensors: Tensor) -> ctypes.CDLL | None:
     first = tensors[0]
     if first.device.type != "cpu" or size % LANES or first.dtype not in KINDS or torch.is_grad_enabled():
         return None
-    if any(tensor.dtype is not first.dtype for tensor in tensors):
-        return None
-    return library()
+    for tensor in tensors:
+        if tensor.dtype is not first.dtype:
+            return None
+    return None if INTERPRETED and in_use(first.device) else library()

@@ -20,7 +20,8 @@ import torch
 SWITCH = "HEADWAY_KERNELS"
 INTERPRET = "TRITON_INTERPRET"
 
-if os.environ.get(INTERPRET) == "1":
+INTERPRETED = os.environ.get(INTERPRET) == "1"
+if INTERPRETED:
     import kernels.triton.interpreter  # noqa: F401
 
 
