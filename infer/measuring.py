@@ -125,9 +125,7 @@ def draft_curve(engine: Measurable, requests: Sequence[Request], limit: Budget) 
     return Curve(tuple(map(float, depths)), timed(works, between=lambda: engine.try_verify(requests, 0)))
 
 
-def timed(
-    works: Sequence[Callable[[], object]], *, between: Callable[[], object] = lambda: None
-) -> tuple[float, ...]:
+def timed(works: Sequence[Callable[[], object]], *, between: Callable[[], object] = lambda: None) -> tuple[float, ...]:
     """Seconds of each: the median of a few after one that warms up, in turns, so that a disturbance meets them all."""
     seconds: list[list[float]] = [[] for _ in works]
     for turn in range(1 + REPEATS):

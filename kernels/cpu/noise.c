@@ -70,3 +70,50 @@ void gumbel_noise(const int64_t *keys, const int64_t *ids, float *out, int64_t r
         }
     }
 }
+
+INLINE uint32_t row_key(int64_t low, int64_t high, int64_t position) {
+    return mix(mix(mix((uint32_t)low) ^ (uint32_t)high) ^ (uint32_t)position);
+}
+
+INLINE void choose_rows(
+    const void *logits, const float *temperature, const int64_t *low, const int64_t *high, const int64_t *positions,
+    const int64_t *ids, int64_t *out, int64_t rows, int64_t stride, int64_t size, int kind
+) {
+    for (int64_t row = 0; row < rows; row++) {
+        uint32_t key = row_key(low[row], high[row], positions[row]);
+        int sampled = temperature[row] > 0.0f;
+        vec divisor = splat(sampled ? temperature[row] : 1.0f), best = splat(-__builtin_inff());
+        ivec at = {0}, lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        for (int64_t v = 0; v < size; v += LANES) {
+            vec value = load(logits, row * stride + v, kind) / divisor;
+            if (sampled) {
+                uint32_t lanes[LANES];
+                for (int64_t i = 0; i < LANES; i++)
+                    lanes[i] = ids ? (uint32_t)ids[v + i] : (uint32_t)(v + i);
+                uvec id;
+                memcpy(&id, lanes, sizeof id);
+                value += gumbel(mix_lanes((mix_lanes(id) + key * 0x9E3779B1u) ^ key));
+            }
+            ivec better = value > best;
+            best = choose_lanes(better, value, best);
+            at = ((lane + (int32_t)v) & better) | (at & ~better);
+        }
+        float most = max_lanes(best);
+        int64_t chosen = size;
+        for (int i = 0; i < LANES; i++)
+            if (best[i] == most && at[i] < chosen) chosen = at[i];
+        out[row] = chosen;
+    }
+}
+
+/* What kernels/choose.py chooses where nothing restricts the law: logits [rows, size], size a multiple of 16, rows
+ * `stride` elements apart; temperature, the seeds' halves and positions [rows]; ids [size] of the columns, or null. */
+void choose(
+    const void *logits, const float *temperature, const int64_t *low, const int64_t *high, const int64_t *positions,
+    const int64_t *ids, int64_t *out, int64_t rows, int64_t stride, int64_t size, int64_t kind
+) {
+    if (kind == FLOAT32)
+        choose_rows(logits, temperature, low, high, positions, ids, out, rows, stride, size, FLOAT32);
+    else
+        choose_rows(logits, temperature, low, high, positions, ids, out, rows, stride, size, BFLOAT16);
+}

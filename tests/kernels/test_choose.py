@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from kernels.choose import ChoiceParameters, choose, restrict
+from kernels.choose import ChoiceParameters, choice_keys, choose, restrict
+from kernels.cpu.library import library
 from kernels.noise import gumbel_noise
 from tests.laws import Z, chi_square_excess, sampling_law
 
@@ -90,6 +91,20 @@ def test_greedy_and_sampled_rows_mix():
     chosen = choose(logits, mixed, torch.arange(6))
     assert torch.equal(chosen[::2], logits[::2].argmax(-1))
     assert torch.equal(chosen[1::2], choose(logits, parameters(6), torch.arange(6))[1::2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ids", [None, torch.arange(64) * 3 + 1])
+def test_the_form_in_c_chooses_what_the_rule_written_out_does(dtype, ids):
+    generator = torch.Generator().manual_seed(1)
+    logits = (4 * torch.randn(200, 80, generator=generator)).to(dtype)[:, :64]  # rows with a gap
+    logits[::3, 5:60] = -torch.inf  # as a grammar leaves them
+    logits[1::3] = logits[1::3].round()  # ties
+    mixed = parameters(200, 0.7, seeds=torch.arange(200) * 2**31 + 7)
+    mixed.temperature[::4], mixed.restricts = 0, False
+    positions = torch.arange(200) * 1000
+    assert library() is not None
+    assert torch.equal(choose(logits, mixed, positions, ids), choice_keys(logits, mixed, positions, ids).argmax(-1))
 
 
 def test_a_row_is_chosen_alike_in_any_batch():
