@@ -18,6 +18,7 @@ Sizes = TypeVar("Sizes", float, NDArray[np.float64])
 
 LEARNS = 0.05  # share of the newest step in a correction
 TRUSTED = (0.2, 5.0)  # a step this far off its prediction says nothing: someone else used the machine
+EXTRA = (0.5, 2.0)  # so far the correction of further rows may go
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,15 @@ class Costs:
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
-        self._step = 1.0
+        self._around = Curve(tuple(map(float, table.batches)), table.around)
+        self._plain = self._extra = 1.0  # corrections of a plain step's seconds, and of what further rows add to them
         self._draft: dict[str, float] = {}
 
     def verify(self, batch: int, rows: Sizes) -> Sizes:
         """Seconds of a step of `batch` requests and so many rows, all but its drafting."""
-        around = Curve(tuple(map(float, self.table.batches)), self.table.around)
-        return self._step * (self.table.at(batch, self.table.verify, rows) + around(float(batch)))
+        plain = self.table.at(batch, self.table.verify, float(batch))
+        extra = self.table.at(batch, self.table.verify, rows) - plain
+        return self._plain * (plain + self._around(float(batch))) + self._extra * extra
 
     def draft(self, drafter: str, batch: int, depth: int) -> float:
         """Seconds of drafting `depth` deep for `batch` requests; 0 for a drafter that was not measured."""
@@ -91,20 +94,24 @@ class Costs:
         return self._draft.get(drafter, 1.0) * float(self.table.at(batch, curves, float(depth)))
 
     def learn(self, *, batch: int, rows: int, seconds: float) -> None:
-        """A step without prefill took so long, its drafting set aside."""
-        self._step = corrected(self._step, seconds, float(self.verify(batch, float(rows))))
+        """A step without prefill took so long, its drafting set aside.
+
+        What it took longer than expected is divided among the plain step and the further rows as their seconds are
+        (normalised least mean squares).
+        """
+        expected, plain = float(self.verify(batch, float(rows))), float(self.verify(batch, float(batch)))
+        extra = expected - plain
+        if not trusted(seconds, expected):
+            return
+        share = LEARNS * (seconds - expected) / (plain**2 + extra**2)
+        self._plain *= 1 + share * plain
+        self._extra = min(max(self._extra * (1 + share * extra), EXTRA[0]), EXTRA[1])
 
     def learn_draft(self, drafter: str, batch: int, depth: int, seconds: float) -> None:
         predicted = self.draft(drafter, batch, depth)
-        if predicted:
-            self._draft[drafter] = corrected(self._draft.get(drafter, 1.0), seconds, predicted)
+        if trusted(seconds, predicted):
+            self._draft[drafter] = self._draft.get(drafter, 1.0) * (1 + LEARNS * (seconds / predicted - 1))
 
 
-def corrected(factor: float, seconds: float, predicted: float) -> float:
-    """The factor moved towards what would have predicted `seconds`."""
-    if predicted <= 0:
-        return factor
-    ratio = seconds / predicted
-    if not TRUSTED[0] < ratio < TRUSTED[1]:
-        return factor
-    return factor * (1 + LEARNS * (ratio - 1))
+def trusted(seconds: float, predicted: float) -> bool:
+    return predicted > 0 and TRUSTED[0] < seconds / predicted < TRUSTED[1]

@@ -109,7 +109,7 @@ class Drafting:
         if request.upkeep is not Upkeep.NONE:
             self._idle[known] = self._idle.get(known, 0) + 1
             others = len(self._followed.get(name, ())) > 1
-            if self._idle[known] >= PATIENCE and others and not planner.outlook(name, self._limits[name], load):
+            if self._idle[known] % PATIENCE == 0 and others and not planner.outlook(name, self._limits[name], load):
                 self.release(request)
                 request.upkeep = Upkeep.NONE
         return NOTHING

@@ -51,13 +51,23 @@ def test_costs_lie_between_the_measured_batches_and_are_corrected_by_steps():
     assert costs.verify(32, 64.0) == pytest.approx(75.0)
     assert costs.draft("head", 2, 3) == pytest.approx(6.0)
     assert costs.draft("ngram", 2, 3) == 0.0
-    for _ in range(200):
-        costs.learn(batch=1, rows=3, seconds=28.0)
+    for _ in range(600):  # a plain step takes half as long again, a further row too
+        costs.learn(batch=1, rows=1, seconds=18.0)
+        costs.learn(batch=1, rows=8, seconds=28.5)
         costs.learn_draft("head", 2, 3, 3.0)
-    assert costs.verify(1, 1.0) == pytest.approx(24.0, rel=0.01)
+    assert costs.verify(1, 1.0) == pytest.approx(18.0, rel=0.01)
+    assert costs.verify(1, 8.0) == pytest.approx(28.5, rel=0.01)
     assert costs.draft("head", 1, 1) == pytest.approx(1.0, rel=0.01)
     costs.learn(batch=1, rows=1, seconds=1000.0)  # the machine stood still; that says nothing
-    assert costs.verify(1, 1.0) == pytest.approx(24.0, rel=0.01)
+    assert costs.verify(1, 1.0) == pytest.approx(18.0, rel=0.01)
+
+
+def test_a_machine_that_becomes_slower_while_everyone_drafts_makes_plain_steps_dearer_too():
+    costs = make_costs(row=1.0, draft=2.0)
+    for _ in range(600):
+        costs.learn(batch=1, rows=8, seconds=2 * 19.0)
+    assert costs.verify(1, 8.0) == pytest.approx(38.0, rel=0.01)
+    assert 18.0 < costs.verify(1, 1.0) < 30.0
 
 
 @given(
