@@ -18,10 +18,13 @@ from infer.costs import Costs
 from infer.proposers.base import NOTHING, Budget
 from infer.survival import Survival
 
-MARGIN = 0.08  # by which drafting must beat plain decoding: what its costs leave out, such as reading prompts
+# By what drafting must beat plain decoding: what its costs leave out. Drafters read prompts; and requests that are
+# drafted for end at different times, so that the last of them share their steps with fewer.
+PROMPTS, STRAGGLERS = 0.08, 0.1
 STAYS = 0.03  # by which a new plan must beat the one in force
-KEPT_STEPS = 8  # a plan stands that long while the batch stays as it is
+KEPT_STEPS = 8  # a plan stands that long while the batch stays about as it is
 QUIET_STEPS = 32  # and so long if nobody is drafted for
+LEFT = 0.75  # of the requests it was made for, as many must be left
 PROBE_SHARE = 0.005  # of the time without drafts, spent on finding out whether they would pay again
 
 
@@ -53,7 +56,7 @@ class Planner(Protocol):
         ...
 
     def outlook(self, drafter: str, allowed: Budget, batch: int) -> bool:
-        """Whether drafting for a batch of so many requests, of which nothing particular is known, would pay."""
+        """Whether drafting for a batch of about so many requests, of which nothing particular is known, would pay."""
         ...
 
     def budget(self, request_id: str, allowed: Budget) -> Budget: ...
@@ -111,7 +114,7 @@ class Plan:
 
 
 class Controller:
-    """Plans stand for a few steps, or until the batch changes."""
+    """Plans stand for a few steps, or until the batch changes much."""
 
     def __init__(self, costs: Costs, survival: Survival) -> None:
         self.costs, self.survival = costs, survival
@@ -122,26 +125,41 @@ class Controller:
         self._probing = False
         self._credit = 0.0  # seconds that may be spent on probes
         self._turn = 0
+        self._verdicts: dict[tuple[str, int], bool] = {}  # by drafter and batch, whether the last plan had it draft
 
     def plan(self, decoding: tuple[str, ...], ask: Callable[[], Sequence[Candidate]]) -> None:
         if self._probing:  # for one step
             self.current, self._probing = replace(self.current, budgets={}), False
         self._age += 1
-        if decoding != self._decoding or self._age >= (KEPT_STEPS if self.current.budgets else QUIET_STEPS):
+        if self._outdated(decoding):
             self._decoding, self._candidates, self._age = decoding, ask(), 0
             depth = self.current.depth
             self.current = best_plan(len(decoding), self._candidates, self.costs, self.survival, depth)
+            drafted_for = {own.drafter for own in self._candidates if own.request_id in self.current.budgets}
+            for drafter in {own.drafter for own in self._candidates}:
+                self._verdicts[drafter, about(len(decoding))] = drafter in drafted_for
         if self._candidates and not self.current.budgets:
-            self._probing = self._probe(len(decoding), self._candidates)
+            self._probing = self._probe(decoding, self._candidates)
+
+    def _outdated(self, decoding: tuple[str, ...]) -> bool:
+        """By its age, by requests that it does not know, or because too few are left of those that it was made for."""
+        if self._age >= (KEPT_STEPS if self.current.budgets else QUIET_STEPS):
+            return True
+        if decoding == self._decoding:
+            return False
+        return len(decoding) < LEFT * len(self._decoding) or not set(decoding) <= set(self._decoding)
 
     def outlook(self, drafter: str, allowed: Budget, batch: int) -> bool:
+        decided = self._verdicts.get((drafter, about(batch)))
+        if decided is not None:
+            return decided
         nodes, depth = allowed
         levels = np.arange(1, depth + 1) if nodes == depth else np.array([depth])
         rows = batch * (1.0 + np.array(levels if nodes == depth else [nodes], dtype=np.float64))
         tokens = batch * (1 + np.cumsum(self.survival.chances("", drafter, depth))[levels - 1])
         drafting = np.array([self.costs.draft(drafter, batch, level) for level in levels.tolist()])
         speeds = tokens / (self.costs.verify(batch, rows) + drafting)
-        return bool(speeds.max() > (1 + MARGIN) * batch / self.costs.verify(batch, float(batch)))
+        return bool(speeds.max() > (1 + margin(batch)) * batch / self.costs.verify(batch, float(batch)))
 
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         own = self.current.budgets.get(request_id, NOTHING)
@@ -174,8 +192,9 @@ class Controller:
         speedup = plan.speed / plan.plain if plan.plain else 1.0
         return Forecast(plan.depth if plan.budgets else 0, speedup, self.survival.bias)
 
-    def _probe(self, batch: int, candidates: Sequence[Candidate]) -> bool:
+    def _probe(self, decoding: tuple[str, ...], candidates: Sequence[Candidate]) -> bool:
         """Drafts for one request, in turn, as soon as the steps without drafts have paid for it."""
+        batch = len(decoding)
         plain = self.costs.verify(batch, float(batch))
         ready = [own for own in candidates if own.ready] or candidates
         chosen = ready[self._turn % len(ready)]
@@ -185,9 +204,20 @@ class Controller:
         if price > self._credit:
             return False
         self._turn += 1
+        if chosen.request_id not in decoding:  # it has ended since
+            return False
         self._credit -= price
         self.current = replace(self.current, budgets={chosen.request_id: chosen.allowed})
         return True
+
+
+def about(batch: int) -> int:
+    """Batches that are decided alike: up to twice as large."""
+    return batch.bit_length()
+
+
+def margin(batch: int) -> float:
+    return PROMPTS + STRAGGLERS * (1 - 1 / max(batch, 1))
 
 
 def best_plan(
@@ -221,7 +251,7 @@ def best_plan(
     in_force = plans.get(depth_in_force)
     if in_force is not None and chosen.speed < in_force.speed * (1 + STAYS):
         chosen = in_force
-    return chosen if chosen.speed > plain * (1 + MARGIN) else plans[0]
+    return chosen if chosen.speed > plain * (1 + margin(batch)) else plans[0]
 
 
 class Piece(NamedTuple):

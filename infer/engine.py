@@ -275,11 +275,11 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One round: drafts and verifies every decoding request, and brings prompts forward by a chunk."""
-        begin = time.perf_counter()
         outputs = self._expire()
         decoding = [request for request in self._scheduler.running if request.phase is Phase.DECODE]
         known = tuple(request.request_id for request in decoding)
         self._planner.plan(known, lambda: self._drafting.candidates(decoding))
+        begin = time.perf_counter()
         step = self._scheduler.schedule()
         for request in step.prefills:
             if request.queued_s is None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.controller import MARGIN, PROBE_SHARE, STAYS, Candidate, Controller, best_plan
+from infer.controller import PROBE_SHARE, STAYS, Candidate, Controller, best_plan, margin
 from infer.costs import Costs, CostTable, Curve
 from infer.measuring import kept_table
 from infer.proposers.base import NOTHING, Budget
@@ -89,7 +89,7 @@ def test_no_plan_of_chains_is_much_better_than_the_chosen_one(rates, row, draft)
     asked = tuple(plan.budgets.get(str(index), NOTHING).depth for index in range(batch))
     best = max(speed(depths) for depths in itertools.product(range(depth + 1), repeat=batch))
     assert plan.speed == pytest.approx(speed(asked), rel=1e-6)
-    assert plan.speed >= best / (1 + MARGIN) / (1 + STAYS)
+    assert plan.speed >= best / (1 + margin(batch)) / (1 + STAYS)
     assert plan.speed >= speed((0,) * batch)
 
 
