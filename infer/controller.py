@@ -20,7 +20,7 @@ from infer.survival import Survival
 
 # By what drafting must beat plain decoding: what its costs leave out. Drafters read prompts; and requests that are
 # drafted for end at different times, so that the last of them share their steps with fewer.
-PROMPTS, STRAGGLERS = 0.08, 0.1
+PROMPTS, STRAGGLERS = 0.08, 0.15
 STAYS = 0.03  # by which a new plan must beat the one in force
 KEPT_STEPS = 8  # a plan stands that long while the batch stays about as it is
 QUIET_STEPS = 32  # and so long if nobody is drafted for

@@ -11,8 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 UNKNOWN = 0.5  # conditional acceptance of a drafter of which nothing is known
-OWN_FADES, DRAFTERS_FADE = 0.94, 0.98  # of evidence, with every draft
-PRIOR_WEIGHT = 4.0  # a drafter's share counts like that many drafts of the request's own
+OWN_FADES, DRAFTERS_FADE = 0.94, 0.995  # of evidence, with every draft
+LATELY = 0.98  # the same of the calibration that is shown
+OWN_WEIGHT = 4.0  # a drafter's share counts like that many drafts of the request's own
+# What training measured counts like so many drafts. The first after a prompt, a whole batch's at once, are worse than
+# those within the model's own text, and would else put an end to drafting.
+PRIOR_WEIGHT = 32.0
 
 
 @dataclass
@@ -58,8 +62,8 @@ class Survival:
         self._known.clear()
         self._drafters.setdefault(drafter, Shares(DRAFTERS_FADE)).record(depth, accepted)
         self._requests.setdefault((request_id, drafter), Shares(OWN_FADES)).record(depth, accepted)
-        self._expected = DRAFTERS_FADE * self._expected + expected
-        self._emitted = DRAFTERS_FADE * self._emitted + accepted
+        self._expected = LATELY * self._expected + expected
+        self._emitted = LATELY * self._emitted + accepted
 
     def chances(self, request_id: str, drafter: str, depth: int) -> tuple[float, ...]:
         """By depth from 1 to `depth`, the chance that a draft survives to it."""
@@ -70,9 +74,10 @@ class Survival:
 
     def _chances(self, request_id: str, drafter: str, depth: int) -> tuple[float, ...]:
         known = self._drafters.get(drafter) or Shares(DRAFTERS_FADE)
-        prior = known.conditional(depth, self._priors.get(drafter, ()), PRIOR_WEIGHT)
+        measured = self._priors.get(drafter, ())
+        prior = known.conditional(depth, measured, PRIOR_WEIGHT if measured else OWN_WEIGHT)
         own = self._requests.get((request_id, drafter))
-        conditional = prior if own is None else own.conditional(depth, prior, PRIOR_WEIGHT)
+        conditional = prior if own is None else own.conditional(depth, prior, OWN_WEIGHT)
         chances, chance = [], 1.0
         for share in conditional:
             chance *= share
