@@ -80,7 +80,7 @@ class Confidence:
 
     def __init__(self, survival: Survival) -> None:
         self.prices: Prices | None = None
-        self.levels = 0  # that were drafted last
+        self.counts: list[int] = []  # by level, chains that took part in the last draft
         self._survival = survival
         self._maps = {False: Calibration(), True: Calibration()}  # by whether a request samples
         self._drafts: dict[str, Drafted] = {}
@@ -90,7 +90,7 @@ class Confidence:
         """Their chains begin, `depths[b]` deep at most. Those of block verification, whose length must not depend on
         what was drafted, and those that are others' drafts too, are left alone.
         """
-        self.levels = 0
+        self.counts = []
         for request, depth in zip(requests, depths, strict=True):
             self._drafts.pop(request.request_id, None)
             params = request.params
@@ -100,7 +100,7 @@ class Confidence:
 
     def judge(self, requests: Sequence[Request], log_probabilities: Sequence[float]) -> list[Verdict]:
         """One more token was drafted for each of these, with that log-probability. A chain's first is always kept."""
-        self.levels += 1
+        self.counts.append(len(requests))
         verdicts, surplus = [], 0.0
         for request, value in zip(requests, log_probabilities, strict=True):
             draft = self._drafts.get(request.request_id)

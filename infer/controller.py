@@ -172,8 +172,11 @@ class Controller:
             return
         deep = [own for own in self._candidates if own.ready and own.request_id in self.current.budgets]
         if deep and len({own.drafter for own in deep}) == 1:
-            judged = self.confidence is not None and deep[0].drafter == DRAFTER
-            depth = self.confidence.levels if self.confidence is not None and judged else self.current.depth
+            depth = self.current.depth
+            if self.confidence is not None and deep[0].drafter == DRAFTER:
+                depth, counts = len(self.confidence.counts), self.confidence.counts
+                if any(count != len(deep) for count in counts):
+                    return  # the table knows nothing of levels with fewer
             self.costs.learn_draft(deep[0].drafter, len(deep), depth, drafting)
 
     def forget(self, request_id: str) -> None:

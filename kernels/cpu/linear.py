@@ -13,6 +13,7 @@ from kernels.quantise import NarrowFormat
 
 FORMATS = {"int4": 0, "int8": 1, "fp8": 2}  # linear.c
 PANEL = 64  # outputs that it works on at once
+CHUNK = 64 * PANEL  # outputs packed at a time, which takes 32 bits a weight
 PARALLEL_WORK = 2**18  # multiply-adds below which waking a second thread costs more than it saves
 
 
@@ -83,8 +84,11 @@ def packed(stored: Tensor, weight_format: NarrowFormat) -> Tensor:
     """`[N, K]` in 8 bits -> words `[N / 64, K / held, 64]` int32, each of `held` weights, in pairs (linear.c)."""
     bits = 4 if weight_format == "int4" else 8
     held = 32 // bits
-    values = panels(stored.view(torch.uint8).int() & (2**bits - 1)).unflatten(1, (-1, held))
-    words = torch.zeros_like(values[:, :, 0])
-    for place in range(held):
-        words |= values[:, :, place] << (bits * (place // 2) + 16 * (place % 2))
-    return words.contiguous()
+    found = []
+    for rows in stored.split(CHUNK):
+        values = panels(rows.view(torch.uint8).int() & (2**bits - 1)).unflatten(1, (-1, held))
+        words = torch.zeros_like(values[:, :, 0])
+        for place in range(held):
+            words |= values[:, :, place] << (bits * (place // 2) + 16 * (place % 2))
+        found.append(words)
+    return torch.cat(found)

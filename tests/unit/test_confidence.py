@@ -37,6 +37,7 @@ def test_chances_learn_what_a_drafters_confidence_is_worth(temperature):
         draft(confidence, own, [math.log(value) for value in said])
         right = next((place for place in range(DEPTH) if chance.random() > truth[said[place]]), DEPTH)
         expected = confidence.settle("0", DEPTH, right)
+        assert expected is not None
         confidence._survival.record("0", "head", DEPTH, right, expected)
         if turn >= 1000:
             hoped, emitted = hoped + expected, emitted + right
@@ -44,6 +45,7 @@ def test_chances_learn_what_a_drafters_confidence_is_worth(temperature):
     for said, right in truth.items():
         draft(confidence, own, [math.log(said)])
         assert confidence._drafts["0"].chances == pytest.approx([right], abs=0.1)
+    assert confidence.errors is not None
     ours, plain = confidence.errors
     assert ours < 0.85 * plain
     other = request(temperature=1.0 - temperature)
@@ -91,11 +93,14 @@ def test_the_controller_opens_chains_at_the_prices_of_its_plan():
     controller.plan(("0", "1", "2"), lambda: candidates)
     assert controller.budget("0", Budget(DEPTH, DEPTH)) == Budget(DEPTH, DEPTH)
     speed, prices = controller.current.speed, confidence.prices
+    assert prices is not None
     assert prices.row == pytest.approx(0.5 * speed)
     assert prices.step == pytest.approx(0.0)
     assert prices.level == pytest.approx(0.3 * speed)
     draft(confidence, request("0"), [-0.1] * 3)
     controller.drafted("0", "head", 3, 3)
-    assert controller.forecast.errors == confidence.errors != (0.0, 0.0)
+    assert confidence.errors is not None
+    assert controller.forecast is not None
+    assert controller.forecast.errors == confidence.errors
     controller.forget("0")
     assert confidence._drafts == {}

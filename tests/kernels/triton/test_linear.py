@@ -47,6 +47,7 @@ def test_weights_of_8_and_4_bits(in_triton, dtype, weight_format):
     """x lies in wider rows."""
     weight, offset, linear = make(160, 64, dtype, weight_format=weight_format)
     stored, scale = quantise(weight, weight_format)
+    assert offset is not None
     x = torch.randn(5, 320, device=DEVICE).to(dtype)[:, 160:]
     expected = x.double() @ widen(stored, scale).double().T + offset.double()
     assert (linear(x).double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
