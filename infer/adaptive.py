@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from infer.confidence import DRAFTER, Confidence
 from infer.controller import Controller
 from infer.costs import Costs, CostTable
 from infer.measuring import kept_table, measure
 from infer.proposers.base import Budget
+from infer.proposers.head import HeadProposer
 from infer.survival import Survival
 from kernels.cpu.library import cache_folder, processor
 
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 COSTLY = ("head", "draft_model")  # drafters that run a model; whatever else drafts is measured if it is the default
 
 
-def make_controller(engine: Engine, limits: Mapping[str, Budget], survival: Survival) -> Controller:
+def make_controller(
+    engine: Engine, limits: Mapping[str, Budget], survival: Survival, head: HeadProposer | None
+) -> Controller:
     """`limits`: what each of the engine's proposers drafts at most. Measuring takes some seconds, the first time."""
     drafters = {name: limit for name, limit in limits.items() if name in (engine.proposer_name, *COSTLY)}
     target, config = engine.target, engine.config
@@ -49,4 +53,8 @@ def make_controller(engine: Engine, limits: Mapping[str, Budget], survival: Surv
             max_rows=config.max_rows,
         )
 
-    return Controller(Costs(kept_table(cache_folder(), key, make)), survival)
+    costs = Costs(kept_table(cache_folder(), key, make))
+    if head is None or engine.proposer_name != DRAFTER or not head.judges_chains:
+        return Controller(costs, survival)
+    head.confidence = Confidence(survival)
+    return Controller(costs, survival, head.confidence)

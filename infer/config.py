@@ -18,10 +18,10 @@ from infer.config_checks import FREE_TEXT, at_least, one_of, resolve_path
 from infer.head_config import HEAD_NAMES, HEADS, HeadConfig
 
 if TYPE_CHECKING:
-    from kernels.linear import WeightFormat
+    from kernels.quantise import WeightFormat
 
 DTYPES = ("float32", "bfloat16", "float16")
-WEIGHTS = ("same", "int8", "fp8")
+WEIGHTS = ("same", "int8", "fp8", "int4")
 PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synthetic", "none")
 SOURCES = ("head", "ngram", "suffix", "draft_model")
 OWN_SYSTEMS = ("off", *SOURCES, "combined", *HEAD_NAMES)  # of a bench; scripts/bench_systems.py says what they are
@@ -135,7 +135,7 @@ class EngineConfig:
     max_rows: int = 512  # rows of one target forward: drafts and prefill chunks together
     prefix_cache: bool = True  # requests share the KV of common beginnings (of one tenant: SamplingParams.cache_salt)
     exact: bool = True  # the same bits for a row in any batch (DESIGN section 6)
-    weights: str = "same"  # of the target's linear layers: "int8" or "fp8" hold them in 8 bits, which changes the text
+    weights: str = "same"  # of the target's linear layers: "int8", "fp8" or "int4" (by group), which changes the text
     kv_dtype: str = "same"  # of keys and values: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the text
     threads: int | None = None  # CPU threads of a step, ranks together; null: one or torch's own number, as measured
     graphs: str = "auto"  # CUDA graphs of decoding and drafting: auto (on a GPU) | on | off; no token changes

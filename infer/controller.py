@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from infer.confidence import DRAFTER, Confidence, Prices
 from infer.costs import Costs
 from infer.proposers.base import NOTHING, Budget
 from infer.survival import Survival
@@ -43,6 +44,7 @@ class Forecast(NamedTuple):
     depth: int  # of the deepest drafts, 0 where nobody drafts
     speedup: float  # over plain decoding, by its own figures
     bias: float  # accepted tokens over those expected, lately; 1 is right
+    errors: tuple[float, float] | None = None  # of the chances (infer/confidence.py), where drafts are judged
 
 
 class Planner(Protocol):
@@ -114,10 +116,12 @@ class Plan:
 
 
 class Controller:
-    """Plans stand for a few steps, or until the batch changes much."""
+    """Plans stand for a few steps, or until the batch changes much. With `confidence` they say for whom chains are
+    drafted, and each is as long as its tokens' chances make it.
+    """
 
-    def __init__(self, costs: Costs, survival: Survival) -> None:
-        self.costs, self.survival = costs, survival
+    def __init__(self, costs: Costs, survival: Survival, confidence: Confidence | None = None) -> None:
+        self.costs, self.survival, self.confidence = costs, survival, confidence
         self.current = Plan({}, 0, 0.0, 0.0)
         self._decoding: tuple[str, ...] = ()
         self._candidates: Sequence[Candidate] = ()
@@ -138,8 +142,12 @@ class Controller:
             drafted_for = {own.drafter for own in self._candidates if own.request_id in self.current.budgets}
             for drafter in {own.drafter for own in self._candidates}:
                 self._verdicts[drafter, about(len(decoding))] = drafter in drafted_for
+            if self.confidence is not None and self.current.budgets:
+                self._leave_to(self.confidence)
         if self._candidates and not self.current.budgets:
             self._probing = self._probe(decoding, self._candidates)
+            if self.confidence is not None:
+                self.confidence.prices = None
 
     def _outdated(self, decoding: tuple[str, ...]) -> bool:
         """By its age, by requests that it does not know, or because too few are left of those that it was made for."""
@@ -167,7 +175,8 @@ class Controller:
 
     def drafted(self, request_id: str, drafter: str, depth: int, accepted: int) -> None:
         if depth:
-            expected = sum(self.survival.chances(request_id, drafter, depth))
+            judged = self.confidence.settle(request_id, depth, accepted) if self.confidence is not None else None
+            expected = sum(self.survival.chances(request_id, drafter, depth)) if judged is None else judged
             self.survival.record(request_id, drafter, depth, accepted, expected)
             if self._probing:  # what it brought pays for others, and a good surprise for a new plan
                 batch = len(self._decoding)
@@ -181,16 +190,36 @@ class Controller:
             return
         deep = [own for own in self._candidates if own.ready and own.request_id in self.current.budgets]
         if deep and len({own.drafter for own in deep}) == 1:
-            self.costs.learn_draft(deep[0].drafter, len(deep), self.current.depth, drafting)
+            depth = self.current.depth
+            if self.confidence is not None and deep[0].drafter == DRAFTER:
+                depth, counts = len(self.confidence.counts), self.confidence.counts
+                if any(count != len(deep) for count in counts):
+                    return  # the table knows nothing of levels with fewer
+            self.costs.learn_draft(deep[0].drafter, len(deep), depth, drafting)
 
     def forget(self, request_id: str) -> None:
         self.survival.forget(request_id)
+        if self.confidence is not None:
+            self.confidence.forget(request_id)
 
     @property
     def forecast(self) -> Forecast | None:
         plan = self.current
         speedup = plan.speed / plan.plain if plan.plain else 1.0
-        return Forecast(plan.depth if plan.budgets else 0, speedup, self.survival.bias)
+        errors = self.confidence.errors if self.confidence is not None else None
+        return Forecast(plan.depth if plan.budgets else 0, speedup, self.survival.bias, errors)
+
+    def _leave_to(self, confidence: Confidence) -> None:
+        """Opens the planned chains as far as they may go, at the prices of a row and of a level of drafts."""
+        batch, planned = len(self._decoding), self.current
+        judged = {own.request_id: own.allowed for own in self._candidates if own.drafter == DRAFTER}
+        budgets = {name: judged.get(name, budget) for name, budget in planned.budgets.items()}
+        rows = batch + sum(budget.nodes for budget in planned.budgets.values())
+        row = (self.costs.verify(batch, 2.0 * rows) - self.costs.verify(batch, float(rows))) / rows
+        one, all_ = (self.costs.draft(DRAFTER, n, 2) - self.costs.draft(DRAFTER, n, 1) for n in (1, batch))
+        step = max(0.0, all_ - one) / max(1, batch - 1)
+        confidence.prices = Prices(*(planned.speed * max(0.0, cost) for cost in (row, step, one - step)))
+        self.current = replace(planned, budgets=budgets)
 
     def _probe(self, decoding: tuple[str, ...], candidates: Sequence[Candidate]) -> bool:
         """Drafts for one request, in turn, as soon as the steps without drafts have paid for it."""

@@ -261,9 +261,11 @@ class Engine:
         default = self._proposers.get(name, (NoProposer(), NOTHING))
         self.graphs = record_graphs(self.config, self._shard, self._runner, self._head, default, context=self.context)
         self._planner: Planner = AsAllowed()
+        if self._head is not None:
+            self._head.confidence = None
         if self.proposer_config.adaptive and name != "none":
             limits = {own: limit for own, (_, limit) in self._proposers.items()}
-            self._planner = make_controller(self, limits, self._survival)
+            self._planner = make_controller(self, limits, self._survival, self._head)
 
     def add_proposer(self, proposer: Proposer, limit: Budget) -> None:
         """Makes a proposer of your own the default one, under its own name. Only while idle; it keeps no KV."""
@@ -293,7 +295,7 @@ class Engine:
                 outputs += self._stepping.prefill(step.prefills, step.chunks)
         if step.decodes and not step.prefills:
             whole, drafting = time.perf_counter() - begin, self._drafting.seconds - drafting
-            self._planner.stepped(len(step.decodes), rows, drafting, whole)
+            self._planner.stepped(len(step.decodes), self._stepping.rows, drafting, whole)
         return outputs
 
     def generate(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from infer.kv_layers import KVLayers, LayerShape, kv_dtype
 from infer.memory import free_bytes
-from kernels.linear import WeightFormat
+from kernels.quantise import WeightFormat
 from kernels.rows import AttentionRows
 from models.layers import Linear, pack
 from models.targets.llama import LlamaTarget, TargetOutput

@@ -46,11 +46,13 @@ class Stepping:
         self._runner, self._pool, self._drafting, self._stats = runner, pool, drafting, stats
         self._context, self._rates = context, rates
         self._expired, self._finish, self._drafted = expired, finish, drafted
+        self.rows = 0  # that the last decoding verified
 
     def decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
         tree = without_forbidden(self._drafting.propose(requests, budgets), requests)
         self._publish(requests)
         lengths = tree.length.tolist()
+        self.rows = sum(lengths)
         aux, choices, verdicts = self.judge(requests, tree)
         starts = [request.computed for request in requests]
         if not tree.is_chain:

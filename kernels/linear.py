@@ -1,33 +1,32 @@
 """Linear layers for serving. Contract: the bits of a row do not depend on how many rows share the call.
 
 On a CUDA device it is one Triton kernel with one order along K (kernels/triton/linear.py), for a prompt's rows as for
-one. On a CPU the weight is prepacked for oneDNN, whose rows agree for every count >= 2 (shared fact, probed at start-up
-by `assert_row_invariant`), so a single row is padded to two. Elsewhere rows go through in blocks of one fixed size, so
-that every call of the library has the same shape.
+one. On a CPU weights of 4 and 8 bits go through one in C (kernels/cpu/linear.c), wider ones are prepacked for oneDNN,
+whose rows agree for every count >= 2 (shared fact, probed at start-up by `assert_row_invariant`), so a single row is
+padded to two. Elsewhere rows go through in blocks of one fixed size, so that every call of the library has the same
+shape.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.cpu.linear import NativeLinear, supported
+from kernels.quantise import WeightFormat, pack_nibbles, quantise, widen
 from kernels.triton import in_use
 
 ROW_BLOCK = 64
 ONEDNN = (torch.float32, torch.bfloat16)
-WeightFormat = Literal["same", "int8", "fp8"]
-LARGEST = {"int8": 127.0, "fp8": 448.0}
-STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 class PackedLinear:
     """`y = x Wᵀ + b` for x `[..., K]`, W `[N, K]`; row-invariant in the sense above if `exact`. fp32, bf16 and fp16.
 
-    `weight_format`: int8 or fp8 hold a weight in 8 bits with a scale per output feature. Where no kernel reads these,
-    they are widened again, which saves no memory.
+    `weight_format`: int8 and fp8 hold a weight in 8 bits, int4 in 4 (kernels/quantise.py). Where no kernel reads these
+    (fp16 on a CPU, sizes that are no multiple of 8, no C compiler), they are widened again, which saves no memory.
+    Raises ValueError for int4 if no group of weights divides K.
     """
 
     def __init__(
@@ -36,22 +35,30 @@ class PackedLinear:
         self.out_features, self.in_features = weight.shape
         self._bias, self._exact, self._scale = bias, exact, None
         self._triton = in_use(weight.device) and (exact or weight_format != "same")
+        self._native: NativeLinear | None = None
+        dtype, device = weight.dtype, weight.device
         if weight_format != "same":
-            stored, scale = quantise(weight, weight_format)
+            weight, scale = quantise(weight, weight_format)
             if self._triton:
-                weight, self._scale = stored, scale
+                weight, self._scale = (pack_nibbles(weight) if weight_format == "int4" else weight), scale
+            elif supported(self.in_features, dtype, device):
+                self._native = NativeLinear(weight, scale, bias, weight_format, dtype)
+                self.bytes = self._native.bytes
+                return
             else:
-                weight = (stored.float() * scale[:, None]).to(weight.dtype)
-        self._onednn = not self._triton and weight.device.type == "cpu" and weight.dtype in ONEDNN
+                weight = widen(weight, scale).to(dtype)
+        self._onednn = not self._triton and device.type == "cpu" and dtype in ONEDNN
         if self._onednn:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         else:
             self._weight = weight.contiguous() if self._triton else weight
-        self.bytes = weight.numel() * weight.element_size()
+        self.bytes = sum(own.numel() * own.element_size() for own in (weight, self._scale) if own is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
-        if self._triton:
+        if self._native is not None:
+            out = self._native(rows)
+        elif self._triton:
             out = self._rows_triton(rows)
         else:
             out = self._rows_onednn(rows) if self._onednn else self._rows_blocked(rows)
@@ -77,15 +84,9 @@ class PackedLinear:
         return torch.cat([F.linear(block, self._weight, self._bias) for block in padded.split(ROW_BLOCK)])[:count]
 
 
-def quantise(weight: Tensor, weight_format: Literal["int8", "fp8"]) -> tuple[Tensor, Tensor]:
-    """weight `[N, K]` -> its nearest multiples in 8 bits and fp32 scales `[N]`: the row's largest becomes the format's.
-
-    A row of zeros keeps scale 1.
-    """
-    most = weight.float().abs().amax(1)
-    scale = torch.where(most > 0, most / LARGEST[weight_format], 1.0)
-    scaled = weight.float() / scale[:, None]
-    return (scaled.round() if weight_format == "int8" else scaled).to(STORED[weight_format]), scale
+def reads_narrow(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a kernel reads weights of 8 and 4 bits as they are stored, for rows of `dtype`; else they are widened."""
+    return in_use(device) or supported(inputs, dtype, device)
 
 
 def assert_row_invariant(linear: PackedLinear, dtype: torch.dtype, device: torch.device) -> Tensor:

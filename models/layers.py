@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.elementwise import add_rms_norm, rms_norm, rotate, silu_mul
-from kernels.linear import PackedLinear, WeightFormat
+from kernels.linear import PackedLinear
+from kernels.quantise import WeightFormat
 from models.config import RopeConfig
 
 __all__ = ["GatedMLP", "Linear", "RMSNorm", "RotaryEmbedding", "pack", "rope_frequencies", "rotate"]

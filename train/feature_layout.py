@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.linear import quantise
+from kernels.quantise import quantise
 from models.targets.llama import LAST, LlamaTarget
 from train.config import OfflineFeaturesConfig
 from train.features import Features, TopTokens, stored_layers

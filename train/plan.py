@@ -18,7 +18,8 @@ import torch
 
 from infer.config_checks import resolve_path
 from infer.memory import free_bytes
-from kernels.triton import in_use
+from kernels.linear import reads_narrow
+from kernels.quantise import narrow_bytes
 from models.heads.base import Head
 from models.layers import Linear
 from models.targets import empty_target, resolve_checkpoint
@@ -157,7 +158,7 @@ def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: H
     if free is not None and needed > free:
         largest = max(parts, key=lambda name: parts[name])
         cure = {
-            "target": "model.dtype=bfloat16, engine.tensor_parallel=, a smaller target; on a GPU engine.weights=int8",
+            "target": "model.dtype=bfloat16, engine.tensor_parallel=, a smaller target, engine.weights=int8 or int4",
             "KV": "a smaller engine.max_tokens_in_cache, engine.max_batch or data.max_prompt_tokens",
             "head and optimiser": "a smaller head.draft_vocab_size or head",
             "features": "features.cache_gb=0 or features=offline" if cached else "a smaller batch_size",
@@ -169,13 +170,21 @@ def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: H
 
 
 def target_bytes(target: LlamaTarget, config: TrainConfig) -> int:
-    """Of this process's part: linear layers divided among ranks, and in 8 bits where a kernel reads these."""
-    item, ranks = target.norm.weight.element_size(), config.engine.tensor_parallel
-    narrow = 1 if config.engine.weights != "same" and in_use(device_of(config)) else item
-    linear = {id(m.weight): m.weight.numel() for m in target.modules() if isinstance(m, Linear)}
-    whole = sum(p.numel() for p in {id(p): p for p in target.parameters()}.values()) - sum(linear.values())
+    """Of this process's part: linear layers divided among ranks, and in few bits where a kernel reads these."""
+    dtype, ranks = target.norm.weight.dtype, config.engine.tensor_parallel
+    weight_format, device = config.engine.weight_format, device_of(config)
+
+    def size(linear: Linear) -> int:
+        outputs, inputs = linear.weight.shape
+        if weight_format == "same" or not reads_narrow(inputs, dtype, device):
+            return outputs * inputs * dtype.itemsize
+        return narrow_bytes(outputs, inputs, weight_format)
+
+    linear = {id(m.weight): m for m in target.modules() if isinstance(m, Linear)}
+    whole = sum(p.numel() for p in {id(p): p for p in target.parameters()}.values())
+    whole -= sum(m.weight.numel() for m in linear.values())
     tied = target.embed_tokens.weight.numel() if target.config.tie_word_embeddings else 0
-    return sum(linear.values()) * narrow // ranks + (whole + tied) * item
+    return sum(size(m) for m in linear.values()) // ranks + (whole + tied) * dtype.itemsize
 
 
 def features_in_memory(config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> int:

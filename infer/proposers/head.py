@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from infer.confidence import Confidence
 from infer.config import ProposerConfig
 from infer.constraint import narrowed
 from infer.kv_cache import KVPool
@@ -72,6 +73,12 @@ class HeadProposer:
         self._read: set[str] = set()
         self._base: dict[str, int] = {}  # the first slot of requests of which it was not given all
         self.graphs: DraftGraphs | None = None
+        self.confidence: Confidence | None = None  # says, if given, when a chain is long enough
+
+    @property
+    def judges_chains(self) -> bool:
+        """Whether it drafts chains whose tokens are known one by one, so that they can end early."""
+        return self.shape is None and self.drafts_by_step and self.graphs is None
 
     @property
     def module(self) -> Head:
@@ -198,6 +205,8 @@ class HeadProposer:
         laws: dict[int, list[Tensor]] = {}
         drafts: list[list[int]] = [[] for _ in requests]
         going, depth = list(range(len(requests))), 0
+        if self.confidence is not None:
+            self.confidence.start(requests, [budget.depth for budget in budgets])
         while True:
             batch = [requests[index] for index in going]
             logits = self._head.logits(state, depth)
@@ -206,11 +215,18 @@ class HeadProposer:
             positions = torch.tensor([len(request.tokens) - 1 + depth for request in batch], device=state.device)
             for place, row in self._laws(batch, logits, parameters).items():
                 laws.setdefault(going[place], []).append(row)
-            tokens = self._choose(logits, positions, parameters)
-            for index, token in zip(going, tokens.tolist(), strict=True):
-                drafts[index].append(token)
+            if self.confidence is None:
+                tokens, verdicts = self._choose(logits, positions, parameters), None
+            else:
+                best, values = self._best(logits, positions, parameters, 1)
+                tokens, verdicts = best[:, 0], self.confidence.judge(batch, values[:, 0].tolist())
             depth += 1
-            still = [place for place, index in enumerate(going) if budgets[index].depth > depth]
+            still = []
+            for place, (index, token) in enumerate(zip(going, tokens.tolist(), strict=True)):
+                if verdicts is None or verdicts[place].keep:
+                    drafts[index].append(token)
+                if budgets[index].depth > depth and (verdicts is None or verdicts[place].go_on):
+                    still.append(place)
             if not still:
                 break
             if len(still) < len(going):

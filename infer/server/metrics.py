@@ -107,6 +107,12 @@ class EngineCounters(Collector):
                 ("expected_speedup", "Over plain decoding, as the controller expects it", now.forecast.speedup),
                 ("draft_calibration", "Accepted tokens over those expected, lately", now.forecast.bias),
             ]
+            if now.forecast.errors is not None:
+                own, plain = now.forecast.errors
+                gauges += [
+                    ("draft_brier_score", "Mean squared error of drafted tokens' chances, lately", own),
+                    ("draft_brier_score_by_history", "The same by depth and history alone", plain),
+                ]
         counters = [
             ("num_preemptions", "Requests put back to make room", now.preemptions),
             ("prompt_tokens", "Tokens of prompts", now.prompt_tokens),

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-SOURCES = ("vec.h", "attention.c", "noise.c", "rows.c")
+SOURCES = ("vec.h", "attention.c", "linear.c", "noise.c", "rows.c")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
 HERE = Path(__file__).parent
 LANES = 16  # floats that vec.h works on at once; sizes that are no multiple of it go the torch way
@@ -105,6 +105,7 @@ SIGNATURES = {
     "rms_norm": [_P, _P, _P, _I, _I, _I, _F, _I],
     "silu_mul": [_P, _P, _I, _I, _I],
     "rotate": [_P, _P, _P, _P, _I, _I, _I, _I, _I],
+    "linear": [_P],
 }
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # vec.h
 

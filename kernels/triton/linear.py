@@ -5,7 +5,8 @@ A tile is `W [BLOCK_N, BLOCK_K] @ xᵀ [BLOCK_K, BLOCK_M]`: weights are the left
 Hopper's tensor cores take, and rows the right side, which may be 16. So every number of rows, a prompt's too, goes
 through the same instructions in the same order along K, with one accumulator per answer; BLOCK_N and BLOCK_M are free.
 No split along K. Weights of 8 bits are widened to x's dtype, which both formats fit into exactly, and their scale per
-output feature multiplies the sum at the end.
+output feature multiplies the sum at the end. Those of 4 bits come group by group (kernels/quantise.py): a group's sum,
+its low nibbles first, times its scale, is added to those before it.
 """
 
 from __future__ import annotations
@@ -67,6 +68,35 @@ def product(
 
 
 @triton.jit
+def grouped_product(
+    weights, scales, inputs, in_n, in_m, K,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Likewise of weights in 4 bits: pointers to the first group's bytes `[BLOCK_N, GROUP / 2]`, to the first scales
+    `[BLOCK_N]` and to the inputs of the group's first half `[GROUP / 2, BLOCK_M]`.
+    """
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for _ in range(0, K, GROUP):
+        pairs = tl.load(weights, mask=in_n[:, None], other=0)
+        first = tl.load(inputs, mask=in_m[None, :], other=0.0)
+        second = tl.load(inputs + GROUP // 2, mask=in_m[None, :], other=0.0)
+        low, high = (pairs << 4) >> 4, pairs >> 4  # int8: the sign comes along
+        if UPCAST:
+            low, high, first, second = (
+                low.to(tl.float32), high.to(tl.float32), first.to(tl.float32), second.to(tl.float32),
+            )  # fmt: skip
+        else:
+            low, high = low.to(first.dtype), high.to(first.dtype)
+        part = tl.dot(low, first, input_precision="ieee")
+        part = tl.dot(high, second, part, input_precision="ieee")
+        total += part * tl.load(scales, mask=in_n, other=0.0)[:, None]
+        weights += GROUP // 2
+        scales += 1
+        inputs += GROUP
+    return total
+
+
+@triton.jit
 def linear_kernel(
     x,
     weight,
@@ -81,6 +111,7 @@ def linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WHOLE_K: tl.constexpr,
+    GROUP: tl.constexpr,
     SCALED: tl.constexpr,
     BIASED: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -89,9 +120,14 @@ def linear_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     in_n, in_m = n < N, m < rows
-    weights = weight + n.to(tl.int64)[:, None] * K + k[None, :]
     inputs = x + m.to(tl.int64)[None, :] * x_stride + k[:, None]
-    total = product(weights, inputs, in_n, in_m, K, BLOCK_N, BLOCK_M, BLOCK_K, WHOLE_K, UPCAST)
+    if GROUP:
+        weights = weight + n.to(tl.int64)[:, None] * (K // 2) + k[None, :]
+        scales = scale + n.to(tl.int64) * (K // GROUP)
+        total = grouped_product(weights, scales, inputs, in_n, in_m, K, BLOCK_N, BLOCK_M, GROUP, UPCAST)
+    else:
+        weights = weight + n.to(tl.int64)[:, None] * K + k[None, :]
+        total = product(weights, inputs, in_n, in_m, K, BLOCK_N, BLOCK_M, BLOCK_K, WHOLE_K, UPCAST)
     if SCALED:
         total = total * tl.load(scale + n, mask=in_n, other=0.0)[:, None]
     if BIASED:
@@ -103,9 +139,11 @@ def linear_kernel(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
     """x `[M, K]` of rows that lie anywhere, weight `[N, K]`, bias `[N]`, scale fp32 `[N]` -> `[M, N]` in x's dtype.
 
-    fp32, fp16 or bf16; with `scale` the weight is int8 or float8_e4m3fn.
+    fp32, fp16 or bf16; with `scale` the weight is int8 or float8_e4m3fn, or with one `[N, K / group]` int8 `[N, K / 2]`
+    of two nibbles each (`pack_nibbles`).
     """
-    rows, (outputs, inputs) = x.shape[0], weight.shape
+    rows, inputs, outputs = x.shape[0], x.shape[1], weight.shape[0]
+    group = inputs // scale.shape[1] if scale is not None and scale.ndim == 2 else 0
     tile = tile_for(rows, x.dtype, weight.dtype)
     out = x.new_empty(rows, outputs)
     grid = (triton.cdiv(rows, tile.m), triton.cdiv(outputs, tile.n))
@@ -121,9 +159,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor 
         outputs,
         BLOCK_N=tile.n,
         BLOCK_M=tile.m,
-        BLOCK_K=tile.k,
+        BLOCK_K=group // 2 or tile.k,
         WHOLE_K=inputs % tile.k == 0,
-        SCALED=scale is not None,
+        GROUP=group,
+        SCALED=scale is not None and not group,
         BIASED=bias is not None,
         UPCAST=x.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1",
         num_warps=tile.warps,

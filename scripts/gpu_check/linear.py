@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kernels.linear import PackedLinear, WeightFormat, quantise
+from kernels.linear import PackedLinear
+from kernels.quantise import WeightFormat, quantise, widen
 from scripts.gpu_check.measure import close, same, timed
 
 BOUND = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -18,7 +19,7 @@ SHAPES = {  # of Llama-3.1-8B: inputs and outputs
     "down": (14336, 4096),
     "LM head": (4096, 128256),
 }
-FORMATS: tuple[WeightFormat, ...] = ("same", "int8", "fp8")
+FORMATS: tuple[WeightFormat, ...] = ("same", "int8", "fp8", "int4")
 
 
 def correctness(device: torch.device) -> list[dict[str, Any]]:
@@ -31,12 +32,9 @@ def correctness(device: torch.device) -> list[dict[str, Any]]:
         for weight_format in FORMATS:
             case = f"{inputs} x {outputs}, {dtype}, weights {weight_format}"
             linear = PackedLinear(weight, bias, weight_format=weight_format)
-            wide = weight.double()
-            if weight_format != "same":
-                stored, scale = quantise(weight, weight_format)
-                wide = stored.double() * scale.double()[:, None]
+            wide = weight if weight_format == "same" else widen(*quantise(weight, weight_format))
             whole = linear(x)
-            found.append(close("linear", case, whole, x.double() @ wide.T + bias.double(), BOUND[dtype]))
+            found.append(close("linear", case, whole, x.double() @ wide.double().T + bias.double(), BOUND[dtype]))
             for rows in (1, 2, 15, 16, 17, 33, 64, 65, 200) if on_gpu else (1, 17, 65):
                 found.append(same("linear, bits", f"{rows} rows of {most}, {case}", linear(x[-rows:]), whole[-rows:]))
     return found

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from infer.confidence import Confidence, Prices
 from infer.config import ProposerConfig
 from infer.controller import AsAllowed
 from infer.proposers.base import NOTHING, Budget
 from infer.proposers.head import KEPT_ROWS
 from infer.request import SamplingParams, Upkeep
+from infer.survival import Survival
 from tests.lossless.leftovers import assert_nothing_left
 from tests.lossless.plain import GREEDY, SAMPLED, ids
 
@@ -73,6 +75,41 @@ def test_no_plan_changes_a_token(make_engine, prompts, proposer, head, shape, pa
         assert_nothing_left(engine)
     engine.set_proposer("none")
     assert planned == [ids(engine.generate(few, long))] * 2
+
+
+class AtAnyPrice(AsAllowed):
+    """Chains end where made-up prices, other ones in every step, would have them end."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance, self.confidence = random.Random(seed), Confidence(Survival())
+        self.depths: set[int] = set()
+
+    def plan(self, decoding, ask) -> None:
+        self.confidence.prices = Prices(*(self.chance.random() ** 3 for _ in range(3)))
+
+    def drafted(self, request_id: str, drafter: str, depth: int, accepted: int) -> None:
+        self.confidence.settle(request_id, depth, accepted)
+        self.depths.add(depth)
+
+
+@pytest.mark.parametrize(
+    ("head", "params"), [(None, GREEDY), ("eagle", SAMPLED), ("mlp", replace(SAMPLED, acceptance="block"))]
+)
+def test_no_price_changes_a_token(make_engine, prompts, head, params):
+    engine = make_engine(proposer="head", head=head, max_batch=3)
+    engine._planner = planner = AtAnyPrice(seed=2)
+    engine._head.confidence = planner.confidence
+    few = [*prompts[2:4], *prompts[5:7]]
+    priced = ids(engine.generate(few, params))
+    assert engine.stats.proposer_failures == 0
+    engine._head.confidence = None
+    assert priced == ids(engine.generate(few, params))
+    if params.acceptance != "block":  # whose chains are as long as they may be
+        assert {1, 2, 3, 4} <= planner.depths
+        assert planner.confidence.errors is not None
+        engine.set_proposer("none")
+        assert priced == ids(engine.generate(few, params))
+    assert_nothing_left(engine)
 
 
 class Switch(AsAllowed):
@@ -167,9 +204,15 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     assert set(table.drafts) == {"head"}
     assert all(seconds > 0 for curve in (*table.verify, *table.drafts["head"]) for seconds in curve.seconds)
     assert table.verify[3].sizes[0] == 8.0
+    assert engine._head.confidence is controller.confidence is not None
     assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
     assert engine._survival._requests == {}
 
+    brier, by_history = engine.stats.forecast.errors
+    assert 0 < brier < 1
+    assert 0 < by_history < 1
+    engine.set_proposer("none")
+    assert engine._head.confidence is None
     engine.set_proposer("head")
     assert "measuring" not in capfd.readouterr().err
     assert engine._planner.costs.table == table

@@ -1,4 +1,4 @@
-"""A target that is divided among ranks, or held in 8 bits: its features, and a head trained on them."""
+"""A target that is divided among ranks, or held in few bits: its features, and a head trained on them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from infer.cli import compose
-from kernels.linear import quantise
-from models.layers import Linear
+from infer.memory import weight_bytes
+from kernels.quantise import NarrowFormat, quantise, widen
+from models.layers import Linear, pack
 from models.targets import load_target
 from models.targets.llama import LAST
 from train.checkpoint import latest_checkpoint, load_file
@@ -18,6 +19,7 @@ from train.config import TrainConfig
 from train.data import Sequences
 from train.features import compute_features
 from train.loop import train
+from train.plan import target_bytes
 from train.preparation import open_engine
 
 AUX = (2, 4, 5, LAST)
@@ -62,22 +64,26 @@ def test_two_ranks_give_the_bits_of_one(
     assert started_here() == []
 
 
-def test_in_8_bits_features_are_those_of_the_rounded_weights(
-    settings: list[str], responses: Sequences, tiny_target_folder: Path
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_features_are_those_of_the_rounded_weights(
+    settings: list[str], responses: Sequences, tiny_target_folder: Path, weights: NarrowFormat
 ) -> None:
     rounded = load_target(str(tiny_target_folder))
+    settings = [*settings, f"engine.weights={weights}"]
+    planned = target_bytes(rounded, compose("train", TrainConfig, settings))
     with torch.no_grad():
         for module in rounded.modules():
             if isinstance(module, Linear):
-                stored, scale = quantise(module.weight, "int8")
-                module.weight.copy_(stored.float() * scale[:, None])
-    found = features_of([*settings, "engine.weights=int8"], responses)
+                module.weight.copy_(widen(*quantise(module.weight, weights)))
+    found = features_of(settings, responses)
     batches = [responses.packed([[0, 3], [5]]), responses.batch([1])]
     parts = [torch.stack(compute_features(rounded, batch, AUX).aux).flatten(0, 2) for batch in batches]
     logits = [rounded.logits(part[-20:]) for part in parts]
     wanted = torch.cat([part.flatten() for part in (*parts, *logits)])
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(found, features_of(settings, responses), atol=1e-2)
+    assert not torch.allclose(found, features_of(settings[:-1], responses), atol=1e-2)
+    pack(rounded, weight_format=weights)
+    assert planned == pytest.approx(weight_bytes(rounded), rel=0.05)
 
 
 def test_what_does_not_go_with_a_divided_or_rounded_target_is_refused() -> None:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from kernels.choose import ChoiceParameters
-from kernels.linear import LARGEST, STORED
+from kernels.quantise import LARGEST, STORED
 from kernels.rotary import QKNorm
 from kernels.rows import AttentionRows
 from kernels.shape import Shaping
@@ -42,6 +42,11 @@ def multiply(rows, weight_format=None, dtype=BF16):
     scale = None if weight_format is None else empty(4096, dtype=torch.float32)
     stored = STORED[weight_format] if weight_format in LARGEST else dtype
     linear(empty(rows, 14336, dtype=dtype), empty(4096, 14336, dtype=stored), None, scale)
+
+
+def multiply_int4(rows, dtype=BF16, group=128):
+    scale = empty(4096, 14336 // group, dtype=torch.float32)
+    linear(empty(rows, 14336, dtype=dtype), empty(4096, 14336 // 2, dtype=torch.int8), None, scale)
 
 
 def residuals(rows):
@@ -125,6 +130,9 @@ CASES = {
     "linear, 512 rows": partial(multiply, 512),
     "linear, 16 rows, int8": partial(multiply, 16, "int8"),
     "linear, 16 rows, fp8": partial(multiply, 16, "fp8"),
+    "linear, 16 rows, int4": partial(multiply_int4, 16),
+    "linear, 512 rows, int4": partial(multiply_int4, 512),
+    "linear, 16 rows, int4, small groups": partial(multiply_int4, 16, group=32),
     "add and norm": lambda: elementwise.add_rms_norm(empty(4, 4096), empty(4, 4096), empty(4096), 1e-5),
     "norms beside each other": lambda: elementwise.norm_beside(
         empty(4, 4096), empty(4, 4096), empty(4096), empty(4096), 1e-5

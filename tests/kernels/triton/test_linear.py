@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.linear import PackedLinear, assert_row_invariant, quantise
+from kernels.linear import PackedLinear, assert_row_invariant
+from kernels.quantise import quantise, widen
+from tests.kernels.narrow import ERROR
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -31,30 +33,22 @@ def test_it_matches_float64_for_any_number_of_rows(in_triton, dtype, inputs, out
         assert (actual.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("dtype", "weight_format"), [(torch.float32, "same"), (torch.float16, "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "weight_format"), [(torch.float32, "same"), (torch.float16, "int8"), (torch.float16, "int4")]
+)
 def test_a_row_has_the_same_bits_alone_and_in_a_prompt(in_triton, dtype, weight_format):
     _, _, linear = make(96, 128, dtype, weight_format=weight_format)
     assert_row_invariant(linear, dtype, DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("weight_format", ["int8", "fp8"])
-@pytest.mark.parametrize("switch", ["triton", "torch"])
-def test_weights_of_8_bits(monkeypatch, dtype, weight_format, switch):
-    """With the kernel and, widened again, without it; x lies in wider rows."""
-    monkeypatch.setenv("HEADWAY_KERNELS", switch)
+@pytest.mark.parametrize("weight_format", ERROR)
+def test_weights_of_8_and_4_bits(in_triton, dtype, weight_format):
+    """x lies in wider rows."""
     weight, offset, linear = make(160, 64, dtype, weight_format=weight_format)
     stored, scale = quantise(weight, weight_format)
-    widened = stored.double() * scale.double()[:, None]
-    assert (widened - weight.double()).abs().max() / weight.abs().max() < {"int8": 0.005, "fp8": 0.04}[weight_format]
+    assert offset is not None
     x = torch.randn(5, 320, device=DEVICE).to(dtype)[:, 160:]
-    expected = x.double() @ widened.T + offset.double()
+    expected = x.double() @ widen(stored, scale).double().T + offset.double()
     assert (linear(x).double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
-    if switch == "triton":
-        assert linear.bytes == weight.numel()
-
-
-def test_a_weight_of_zeros_stays_zero():
-    stored, scale = quantise(torch.zeros(2, 8), "int8")
-    assert stored.count_nonzero() == 0
-    assert scale.tolist() == [1, 1]
+    assert linear.bytes == weight.numel() // (2 if weight_format == "int4" else 1) + 4 * scale.numel()

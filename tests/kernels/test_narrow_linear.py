@@ -1,0 +1,103 @@
+"""Weights of 8 and 4 bits: how they are rounded, and the CPU's kernel that reads them so, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.cpu.library import SWITCH, library
+from kernels.linear import PackedLinear, assert_row_invariant
+from kernels.quantise import group_size, pack_nibbles, quantise, widen
+from tests.kernels.narrow import ERROR
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def make(inputs, outputs, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(inputs)
+    weight = torch.randn(outputs, inputs, generator=generator) * inputs**-0.5
+    return weight.to(dtype), torch.randn(outputs, generator=generator).to(dtype)
+
+
+@pytest.fixture(params=["c", "torch"])
+def kernels(request, monkeypatch):
+    library.cache_clear()
+    if request.param == "torch":
+        monkeypatch.setenv(SWITCH, "torch")
+    elif library() is None:
+        pytest.fail("no C compiler on this machine")
+    yield request.param
+    library.cache_clear()
+
+
+@pytest.mark.parametrize("weight_format", ERROR)
+def test_every_weight_is_the_nearest_multiple_of_its_scale(weight_format):
+    weight, _ = make(320, 50)
+    weight[:, :64] *= 30  # of the first group alone
+    stored, scale = quantise(weight, weight_format)
+    groups = weight.unflatten(1, (-1, 64 if weight_format == "int4" else 320))
+    largest = groups.abs().amax(-1, keepdim=True)
+    error = (widen(stored, scale).view_as(groups) - groups).abs() / largest
+    assert 0 < error.max() <= ERROR[weight_format] * 1.001
+    assert scale.shape == ((50, 5) if weight_format == "int4" else (50,))
+
+
+@pytest.mark.parametrize("weight_format", ERROR)
+def test_a_weight_of_zeros_stays_zero(weight_format):
+    stored, scale = quantise(torch.zeros(2, 32), weight_format)
+    assert stored.float().count_nonzero() == 0
+    assert scale.unique().tolist() == [1]
+
+
+def test_groups_are_the_largest_that_divide_a_row():
+    assert [group_size(inputs) for inputs in (256, 4096, 192, 160, 32)] == [128, 128, 64, 32, 32]
+    with pytest.raises(ValueError, match=r"engine\.weights=int4: .* 100 inputs.*use engine\.weights=int8"):
+        PackedLinear(torch.zeros(8, 100), weight_format="int4")
+
+
+def test_two_nibbles_a_byte_hold_a_groups_two_halves():
+    stored = torch.randint(-7, 8, (3, 192)).to(torch.int8)
+    pairs = pack_nibbles(stored)
+    low, high = (pairs << 4) >> 4, pairs >> 4
+    assert pairs.shape == (3, 96)
+    assert torch.equal(torch.cat([low.view(3, 3, 32), high.view(3, 3, 32)], dim=2).view(3, 192), stored)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("weight_format", ERROR)
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 130), (160, 16), (384, 64)])
+def test_it_matches_float64_for_any_leading_shape(kernels, dtype, weight_format, inputs, outputs):
+    weight, bias = make(inputs, outputs, dtype)
+    wide = widen(*quantise(weight, weight_format)).double()
+    for offset in (None, bias):
+        linear = PackedLinear(weight, offset, weight_format=weight_format)
+        for shape in [(1,), (2, 3), (17,)]:
+            x = torch.randn(*shape, inputs).to(dtype)
+            expected = x.double() @ wide.T + (0 if offset is None else offset.double())
+            actual = linear(x)
+            assert (actual.shape, actual.dtype) == ((*shape, outputs), dtype)
+            assert (actual.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight_format", ERROR)
+def test_a_rows_bits_depend_neither_on_the_rows_beside_it_nor_on_threads(dtype, weight_format):
+    linear = PackedLinear(make(1024, 320, dtype)[0], weight_format=weight_format)
+    x, before = torch.randn(33, 1024).to(dtype), torch.get_num_threads()
+    answers = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            answers.append(linear(x))
+            assert_row_invariant(linear, dtype, CPU)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize(("weight_format", "bits"), [("int8", 8), ("fp8", 8), ("int4", 4)])
+def test_it_is_held_in_few_bits_where_the_kernel_reads_them(kernels, weight_format, bits):
+    weight, _ = make(512, 256, torch.bfloat16)
+    found = PackedLinear(weight, weight_format=weight_format).bytes * 8 / weight.numel()
+    assert found < bits * 1.1 if kernels == "c" else found == 16
