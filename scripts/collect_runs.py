@@ -55,12 +55,16 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 def curves(rows: list[dict[str, float]]) -> dict[str, Any]:
     """τ in the engine over tokens; of the last evaluation coverage and acceptance by position."""
-    tokens: dict[int, float] = {}
+    tokens = {0: 0.0}
     points, last = [], dict[str, float]()
     for row in rows:
         if "train/tokens" in row:
             tokens[int(row["step"])] = row["train/tokens"]
         if "eval/tau_engine" in row:
+            if int(row["step"]) not in tokens:
+                raise ValueError(
+                    f"step {row['step']} was evaluated and not logged: make eval_every a multiple of log_every"
+                )
             points.append([int(tokens[int(row["step"])]), round(row["eval/tau_engine"], 4)])
             last = row
     by_position = [round(last[key], 4) for key in sorted(key for key in last if key.startswith("eval/acceptance_"))]
