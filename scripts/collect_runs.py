@@ -39,13 +39,15 @@ def read_run(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder}: no {CONFIG}; give the folder of a training run")
     schemas = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
     config = load_config(folder / CONFIG, TrainConfig, schemas)
-    path = config.head.folder(config.output_dir, config.model.name) / "provenance.json"
+    head = config.head.folder(config.output_dir, config.model.name)
+    path = head / "provenance.json"
     record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if record.get("run") != config.run:
         raise ValueError(f"{folder}: {path} is not of this run; it has not finished, or another has its head.path")
     return {
         "settings": flatten(asdict(config)),
         **{key: record[key] for key in KEPT},
+        "draft_vocab_size": json.loads((head / "config.json").read_text(encoding="utf-8")).get("draft_vocab_size"),
         "data_hash": record["data_hash"],
         "data": record["data_counts"],
         "commit": record["git"]["commit"],

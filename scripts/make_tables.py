@@ -210,7 +210,7 @@ def plot_curves(result: Cell, path: Path) -> None:
 
     base, runs = result["base"], result["runs"]
     first = next(iter(runs))
-    only = {name: described(own["differs"]) for name, own in runs.items()}
+    only: dict[str, Cell] = {name: described(own["differs"]) for name, own in runs.items()}
     figure = Figure(figsize=(9, 6.4), layout="constrained")
     heads, answers, steps, words = figure.subplots(2, 2).flatten()
     for axes, key, unchanged in ((heads, "head", "head.name"), (answers, "data.responses", "data.responses")):
@@ -222,17 +222,18 @@ def plot_curves(result: Cell, path: Path) -> None:
         axes.legend(fontsize=7)
     heads.set_title("heads", fontsize=10)
     answers.set_title("the target's answers, or the data's", fontsize=10)
-    for axes, key, xlabel in (
-        (steps, "objective.steps", "steps of training-time test"),
-        (words, "head.draft_vocab_size", "draft vocabulary"),
+    for axes, key, of, xlabel in (
+        (steps, "objective.steps", lambda name: only[name].get("objective.steps", base["objective.steps"]), "K"),
+        (words, "head.draft_vocab_size", lambda name: runs[name]["draft_vocab_size"], "draft vocabulary"),
     ):
-        own = [(base[key], runs[first])] + [(only[n][key], runs[n]) for n in runs if only[n].keys() == {key}]
-        own.sort(key=lambda pair: pair[0])
-        for measured, name in (("acceptance_length", "greedy"), ("acceptance_length_sampled", "temperature 1")):
-            points = [(value, run[measured]["engine"]) for value, run in own]
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+        own = sorted((of(name), name) for name in runs if name == first or only[name].keys() == {key})
+        for measured, curve in (("acceptance_length", "greedy"), ("acceptance_length_sampled", "temperature 1")):
+            points = [(value, runs[name][measured]["engine"]) for value, name in own]
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=curve)
         axes.set(xlabel=xlabel, ylabel="τ in the engine", xticks=[value for value, _ in own])
         axes.legend(fontsize=7)
+    steps.set_title("steps of training-time test (K)", fontsize=10)
+    words.set_title("tokens that the head can draft", fontsize=10)
     for axes in (heads, answers, steps, words):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)

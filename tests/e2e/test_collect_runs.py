@@ -43,6 +43,7 @@ def test_what_differs_what_was_reached_and_what_is_drawn(runs, tmp_path, capsys)
     found = document["runs"]
     assert found["base"]["differs"] == {}
     assert found["few"]["differs"] == {"head.draft_vocab_size": 60}
+    assert [own["draft_vocab_size"] for own in found.values()] == [200, 60]
     assert found["few"]["coverage"] < found["base"]["coverage"] <= 1
     for own in found.values():
         tokens, taus = zip(*own["tau_over_tokens"], strict=True)
