@@ -29,7 +29,6 @@ from omegaconf import MISSING
 from torch import Tensor
 
 from infer.config_checks import at_least, one_of, resolve_path
-from models.config import read_json
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from models.targets.writing import save_target
@@ -43,10 +42,11 @@ from train.examples import Example
 from train.features import target_features
 from train.prompts import Prompts, Reader
 
-# The demo target's, Python comments, with an end after each answer. What was generated is trimmed as what was given.
+# Like the demo target's. The end of an answer is a token; texts are trimmed, so that what was generated reads as what
+# was given.
 CHAT_TEMPLATE = (
     "{% for message in messages %}# {{ message['role'] }}: {{ message['content'] | trim }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}# assistant:{% endif %}"
 )
 NOT_PREDICTED = -100  # cross_entropy's own mark
@@ -167,9 +167,7 @@ def export(model: LlamaTarget, folder: Path) -> None:
     model.to(torch.bfloat16)
     with atomic.replace_folder(folder) as staging:
         save_target(model, staging)
-        settings = staging / "tokenizer_config.json"
-        written = read_json(settings) | {"chat_template": CHAT_TEMPLATE}
-        settings.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        (staging / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")  # wins over tokenizer_config.json
 
 
 def train(config: ChatConfig) -> dict[str, Any] | None:

@@ -57,7 +57,7 @@ def test_a_grown_target_learns_to_answer_and_resumes_bit_for_bit(tiny_target_fol
 
     folder = tmp_path / "straight/target"
     own = Engine.load(ModelConfig(name="chat", path=str(folder), dtype="float32"))
-    assert own.tokenizer.render_chat([{"role": "user", "content": "1+1"}]) == "# user: 1+1\n# assistant:"
+    assert own.tokenizer.render_chat([{"role": "user", "content": " 1+1\n"}]) == "# user: 1+1# assistant:"
     (answer,) = own.generate(["1+1"], SamplingParams(max_tokens=4))
     assert answer.token_ids
 
