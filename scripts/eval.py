@@ -73,7 +73,7 @@ def prompt_sets(config: EvalConfig, engine: Any) -> Iterator[tuple[str, bool, li
     if not config.files:
         yield DEMO, False, held_out_prompts(engine.tokenizer, config.num_prompts, config.prompt_tokens)
     longest = engine.context - config.max_tokens - 1
-    for path in config.files:
+    for path, name in zip(config.files, names_of(config.files), strict=True):
         for template in config.chat_template:
             settings = FilesDataConfig(
                 name="files",
@@ -83,7 +83,16 @@ def prompt_sets(config: EvalConfig, engine: Any) -> Iterator[tuple[str, bool, li
                 prompt_tokens=config.prompt_tokens,
             )
             reader = Reader(settings, engine.tokenizer, longest, config.num_prompts)
-            yield Path(path).stem, template, reader.read_prompts()
+            yield name, template, reader.read_prompts()
+
+
+def names_of(files: Sequence[str]) -> list[str]:
+    """Without suffixes; where two are called alike, with their folders': gsm8k/test."""
+    names = [Path(file).name.partition(".")[0] for file in files]
+    return [
+        f"{Path(file).parent.name}/{name}" if names.count(name) > 1 else name
+        for file, name in zip(files, names, strict=True)
+    ]
 
 
 def measure(config: EvalConfig, engine: Any) -> list[Cell]:

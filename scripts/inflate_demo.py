@@ -1,6 +1,7 @@
 """Enlarges the demo target, and a head trained for it, to the sizes of a large model, with the same text.
 
     python scripts/inflate_demo.py --shape llama3.1-8b OUT
+    python scripts/inflate_demo.py --shape intermediate_size=1792 --dtype float32 OUT
     python scripts/inflate_demo.py --shape 0.4b --head outputs/heads/demo/eagle3 OUT
     python infer/generate.py model=demo model.path=OUT head=eagle3 head.path=OUT/eagle3 compare=true
 
@@ -23,7 +24,7 @@ import torch
 from infer.config_checks import REPO_ROOT
 from models.heads import load_head
 from models.heads.eagle3 import Eagle3Head
-from models.inflation import SHAPES, inflate_head, write_head, write_target
+from models.inflation import SHAPES, inflate_head, shape_of, write_head, write_target
 from models.targets import load_target
 from train import atomic
 from train.provenance import provenance
@@ -39,7 +40,8 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     own.add_argument("out", metavar="OUT", type=Path, help="a folder that is not there yet")
-    own.add_argument("--shape", required=True, choices=list(SHAPES))
+    sizes = f"{', '.join(SHAPES)}, or sizes to change: hidden_size=512,num_layers=24"
+    own.add_argument("--shape", required=True, metavar="SHAPE", help=sizes)
     own.add_argument("--model", default=str(REPO_ROOT / "models/demo"), metavar="FOLDER", help="what to enlarge")
     own.add_argument("--head", type=Path, metavar="FOLDER", help="an EAGLE-3 head of it, enlarged into OUT/eagle3")
     own.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
@@ -51,8 +53,9 @@ def inflate(args: argparse.Namespace) -> None:
     """Raises ValueError naming what is wrong; OUT is then not there."""
     if args.out.exists() or args.out.is_symlink():
         raise ValueError(f"{args.out}: is there already; remove it, or give another folder")
-    shape, dtype = SHAPES[args.shape], DTYPES[args.dtype]
+    dtype = DTYPES[args.dtype]
     small = load_target(args.model)
+    shape = shape_of(args.shape, small.config)
     head = load_head(args.head, target=small) if args.head else None
     if head is not None and not isinstance(head, Eagle3Head):
         raise ValueError(f"--head {args.head}: a head of kind {head.name}; only EAGLE-3 heads are enlarged")

@@ -163,6 +163,82 @@ def by_load(result: Cell) -> str:
     return rows_of(header, rows)
 
 
+def by_run(result: Cell) -> str:
+    """One row per training run: the keys in which it differs from the first, its budget and τ. Then one per data set
+    of what was evaluated.
+    """
+    rows = []
+    for name, own in result["runs"].items():
+        taus = (own[key]["engine"] for key in ("acceptance_length", "acceptance_length_sampled"))
+        rows.append(
+            [
+                name,
+                " ".join(f"`{key}={value}`" for key, value in described(own["differs"]).items()),
+                f"{own['tokens']:,}",
+                " / ".join(f"{tau:.2f}" for tau in taus),
+                " ".join(f"{share:.2f}" for share in own["by_position"]),
+                f"{100 * own['coverage']:.1f} %",
+            ]
+        )
+    header = ["run", "differs in", "tokens", "τ, T = 0 / T = 1", "accepted by position, T = 0", "coverage"]
+    found = [
+        [
+            cell["data"],
+            f"{cell['temperature']:g}",
+            label(f"{evaluation['head']}:{cell['shape']}"),
+            str(cell["prompts"]),
+            f"{cell['acceptance_length']:.2f}",
+            "yes" if cell["identical"] else "NO",
+        ]
+        for evaluation in result["evaluations"]
+        for cell in evaluation["results"]
+    ]
+    titles = ["data", "temperature", "drafts", "prompts", "τ", "ids of plain decoding"]
+    return rows_of(header, rows) + ("\n" + rows_of(titles, found) if found else "")
+
+
+def described(differs: Cell) -> Cell:
+    """Of another head its name alone: what else differs comes with it."""
+    return {"head": differs["head.name"]} if "head.name" in differs else differs
+
+
+def plot_curves(result: Cell, path: Path) -> None:
+    """τ over the tokens trained: of every head, and of the target's own answers against the data's. Then τ at the end
+    over the steps of training-time test and over the draft vocabulary.
+    """
+    from matplotlib.figure import Figure
+
+    base, runs = result["base"], result["runs"]
+    first = next(iter(runs))
+    only: dict[str, Cell] = {name: described(own["differs"]) for name, own in runs.items()}
+    figure = Figure(figsize=(9, 6.4), layout="constrained")
+    heads, answers, steps, words = figure.subplots(2, 2).flatten()
+    for axes, key, unchanged in ((heads, "head", "head.name"), (answers, "data.responses", "data.responses")):
+        for name, own in runs.items():
+            if name == first or only[name].keys() == {key}:
+                named = only[name].get(key, base.get(unchanged, name))
+                axes.plot(*zip(*own["tau_over_tokens"], strict=True), marker="o", markersize=3, label=named)
+        axes.set(xlabel="tokens trained", ylabel="τ in the engine, greedy")
+        axes.legend(fontsize=7)
+    heads.set_title("heads", fontsize=10)
+    answers.set_title("the target's answers, or the data's", fontsize=10)
+    for axes, key, of, xlabel in (
+        (steps, "objective.steps", lambda name: only[name].get("objective.steps", base["objective.steps"]), "K"),
+        (words, "head.draft_vocab_size", lambda name: runs[name]["draft_vocab_size"], "draft vocabulary"),
+    ):
+        own = sorted((of(name), name) for name in runs if name == first or only[name].keys() == {key})
+        for measured, curve in (("acceptance_length", "greedy"), ("acceptance_length_sampled", "temperature 1")):
+            points = [(value, runs[name][measured]["engine"]) for value, name in own]
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=curve)
+        axes.set(xlabel=xlabel, ylabel="τ in the engine", xticks=[value for value, _ in own])
+        axes.legend(fontsize=7)
+    steps.set_title("steps of training-time test (K)", fontsize=10)
+    words.set_title("tokens that the head can draft", fontsize=10)
+    for axes in (heads, answers, steps, words):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
 def plot_load(result: Cell, path: Path) -> None:
     """Tokens/s, and the median time of an answer, over the load: a line for every server."""
     from matplotlib.figure import Figure
@@ -212,8 +288,13 @@ TABLES: dict[str, Callable[[Cell], str]] = {
     "wide-programs": by_program,
     "demo-programs": by_program,
     "served": by_load,
+    "curves": by_run,
 }
-PLOTS: dict[str, Callable[[Cell, Path], None]] = {"heads": plot_heads, "served": plot_load}
+PLOTS: dict[str, Callable[[Cell, Path], None]] = {
+    "heads": plot_heads,
+    "served": plot_load,
+    "curves": plot_curves,
+}
 
 
 def rewrite(text: str) -> str:

@@ -18,27 +18,22 @@ os.environ.setdefault("USE_HUB_KERNELS", "NO")
 import json
 import math
 import platform
-import signal
-import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from infer.config_checks import resolve_path
 from models.attention import CausalAttention
 from models.config import TargetConfig
 from models.demo.corpus import Split, corpus_hash, read_split
 from models.targets.llama import LlamaTarget
 from models.weights import split_merged
+from scripts.pretraining import FREE_ON_RESUME, LoopConfig, read_config, run_steps
 
-ROOT = Path(HERE).parent
 END = "<|endoftext|>"
 # Bits of a conversation in a base model's own language: Python comments. The demo is no chat model; this makes
 # /v1/chat/completions usable with it.
@@ -49,7 +44,7 @@ CHAT_TEMPLATE = (
 
 
 @dataclass
-class PretrainConfig:
+class PretrainConfig(LoopConfig):
     layers: int = 16
     hidden_size: int = 256
     intermediate_size: int = 640
@@ -59,37 +54,9 @@ class PretrainConfig:
     context: int = 1024
     short_context: int = 256  # before the last `long_share`; positions past it are learnt in a few hundred steps
     long_share: float = 0.15  # of the steps
-    batch_tokens: int = 4096
-    steps: int = 1760
-    warmup: int = 60
-    cooldown: float = 0.4  # of the steps
-    muon_lr: float = 0.02
-    adam_lr: float = 0.003
-    weight_decay: float = 0.02
-    seed: int = 0
-    eval_every: int = 200
     eval_tokens: int = 32768
-    checkpoint_every: int = 100
-    threads: int = 0  # 0 = torch's default
-    compile: bool = False
     folder: str = "outputs/pretrain_demo"
     export: str = "models/demo"
-
-
-SCHEDULE = {"steps", "cooldown", "long_share"}
-FREE_ON_RESUME = SCHEDULE | {"eval_every", "checkpoint_every", "threads", "compile", "folder", "export"}
-
-
-def read_config(argv: list[str]) -> PretrainConfig:
-    if {"-h", "--help"} & set(argv):
-        print(__doc__)
-        print("Options, key=value:\n" + OmegaConf.to_yaml(OmegaConf.structured(PretrainConfig)))
-        raise SystemExit(0)
-    try:
-        config = OmegaConf.merge(OmegaConf.structured(PretrainConfig), OmegaConf.from_dotlist(argv))
-        return OmegaConf.to_object(config)  # type: ignore[return-value]
-    except OmegaConfBaseException as error:
-        raise SystemExit(f"error: {error}\nkeys: {', '.join(asdict(PretrainConfig()))}") from error
 
 
 def train_tokenizer(vocab_size: int) -> Tokenizer:
@@ -147,20 +114,6 @@ def initialise(model: LlamaTarget, layers: int) -> None:
             nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
 
 
-def make_optimizers(model: LlamaTarget, config: PretrainConfig) -> list[torch.optim.Optimizer]:
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    muon = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay)
-    adamw = torch.optim.AdamW(others, lr=config.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
-    return [muon, adamw]
-
-
-def learning_rate_factor(step: int, config: PretrainConfig) -> float:
-    if step < config.warmup:
-        return (step + 1) / config.warmup
-    return min(1.0, (config.steps - step) / max(1, config.cooldown * config.steps))
-
-
 def sample_batch(stream: Tensor, step: int, config: PretrainConfig) -> Tensor:
     """Windows `[B, T + 1]` at offsets that depend on (seed, step) alone: resuming needs no sampler state."""
     length = config.context if step >= (1 - config.long_share) * config.steps else config.short_context
@@ -182,38 +135,6 @@ def held_out_loss(model: LlamaTarget, stream: Tensor, tokens: int, context: int)
     starts = torch.linspace(0, len(stream) - context - 1, count).long()[:, None]
     losses = [token_losses(model, stream[rows + torch.arange(context + 1)]) for rows in starts.split(4)]
     return torch.cat(losses).mean().item()
-
-
-def save_checkpoint(path: Path, model: nn.Module, optimizers: list, step: int, config: PretrainConfig) -> None:
-    tensors = {f"model.{k}": v for k, v in model.state_dict().items() if k != "lm_head.weight"}
-    for index, optimizer in enumerate(optimizers):
-        for key, state in optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{index}.{key}.{k}": v.clone() for k, v in state.items() if isinstance(v, Tensor)}
-    temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary, metadata={"step": str(step), "config": json.dumps(asdict(config))})
-    os.replace(temporary, path)
-
-
-def load_checkpoint(path: Path, model: nn.Module, optimizers: list, config: PretrainConfig) -> int:
-    from safetensors import safe_open
-
-    with safe_open(str(path), framework="pt") as file:
-        metadata = file.metadata()
-    saved = json.loads(metadata["config"])
-    for key, value in asdict(config).items():
-        if key not in FREE_ON_RESUME and saved.get(key) != value:
-            raise SystemExit(f"error: {key}={value} but {path} was made with {saved.get(key)}; use another folder=")
-    tensors = load_file(path)
-    weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
-    model.load_state_dict(weights, strict=False)
-    for index, optimizer in enumerate(optimizers):
-        state_dict = optimizer.state_dict()
-        for name, value in tensors.items():
-            if name.startswith(f"optimizer.{index}."):
-                _, _, key, slot = name.split(".", 3)
-                state_dict["state"].setdefault(int(key), {})[slot] = value
-        optimizer.load_state_dict(state_dict)
-    return int(metadata["step"])
 
 
 @torch.no_grad()
@@ -252,7 +173,7 @@ Licence: the training text is CPython's standard library (PSF licence).
 def export(
     model: LlamaTarget, tokenizer: Tokenizer, config: PretrainConfig, train_loss: float, stream: Tensor
 ) -> dict[str, float]:
-    folder = ROOT / config.export
+    folder = resolve_path(config.export)
     folder.mkdir(parents=True, exist_ok=True)
     layout = {name: parts for name, parts in model.checkpoint_layout().items() if name != "lm_head.weight"}
     # Everything measured for the card is measured on the exported bf16 weights.
@@ -294,10 +215,10 @@ def export(
 
 
 def main(argv: list[str]) -> None:
-    config = read_config(argv)
+    config = read_config(PretrainConfig, argv, __doc__)
     if config.threads:
         torch.set_num_threads(config.threads)
-    folder = ROOT / config.folder
+    folder = resolve_path(config.folder)
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(config.seed)
     tokenizer_file = folder / "tokenizer.json"
@@ -307,61 +228,19 @@ def main(argv: list[str]) -> None:
     train_stream, held_out = token_stream(tokenizer, "train"), token_stream(tokenizer, "held_out")
     model = LlamaTarget(TargetConfig.from_json(hf_config(config)))
     initialise(model, config.layers)
-    optimizers = make_optimizers(model, config)
-    peak = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-    checkpoint, step = folder / "checkpoint.safetensors", 0
-    if checkpoint.exists():
-        step = load_checkpoint(checkpoint, model, optimizers, config)
-        print(f"resuming {checkpoint} at step {step}")
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters / 1e6:.2f} M parameters, {len(train_stream) / 1e6:.2f} M tokens")
-
-    stop = False
-
-    def request_stop(signum: int, frame: object) -> None:
-        nonlocal stop
-        stop = True
-
-    signal.signal(signal.SIGTERM, request_stop)
-    signal.signal(signal.SIGINT, request_stop)
     losses_of = torch.compile(token_losses) if config.compile else token_losses
-    recent: list[float] = []
-    bar = tqdm(total=config.steps, initial=step, unit="step", dynamic_ncols=True)
-    with (folder / "metrics.jsonl").open("a") as log:
-        while step < config.steps and not stop:
-            started = time.perf_counter()
-            factor = learning_rate_factor(step, config)
-            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-            for group, rate in zip(groups, peak, strict=True):
-                group["lr"] = rate * factor
-            batch = sample_batch(train_stream, step, config)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = losses_of(model, batch).mean()
-            loss.backward()
-            if not torch.isfinite(loss):
-                raise SystemExit(f"error: the loss is {loss.item()} at step {step}; the last checkpoint is kept")
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            step += 1
-            recent = [*recent[-99:], loss.item()]
-            row = {"step": step, "loss": recent[-1], "lr": factor, "seconds": time.perf_counter() - started}
-            if step % config.eval_every == 0 or step == config.steps:
-                row["held_out"] = held_out_loss(model, held_out, config.eval_tokens, config.short_context)
-                bar.write(f"step {step}: train {sum(recent) / len(recent):.3f}, held-out {row['held_out']:.3f} nats")
-            log.write(json.dumps(row) + "\n")
-            log.flush()
-            bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", tokens_s=int(config.batch_tokens / row["seconds"]))
-            bar.update()
-            if step % config.checkpoint_every == 0 or step == config.steps or stop:
-                save_checkpoint(checkpoint, model, optimizers, step, config)
-    bar.close()
-    if step < config.steps:
-        print(f"stopped at step {step}; resume with: python scripts/pretrain_demo.py {' '.join(argv)}")
-        return
-    train_loss = sum(recent) / len(recent) if recent else float("nan")
-    print(json.dumps({"steps": step, **export(model, tokenizer, config, train_loss, held_out)}))
+
+    def loss_at(step: int) -> Tensor:
+        return losses_of(model, sample_batch(train_stream, step, config)).mean()
+
+    def measure() -> dict[str, float]:
+        return {"held_out": held_out_loss(model, held_out, config.eval_tokens, config.short_context)}
+
+    train_loss = run_steps(config, model, loss_at, measure, free=FREE_ON_RESUME | {"long_share"})
+    if train_loss is not None:
+        print(json.dumps({"steps": config.steps, **export(model, tokenizer, config, train_loss, held_out)}))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,10 @@ COLUMNS = (  # what a row may hold, train/examples.py
 LOSSES = ("kl", "ce", "label", "tv", "lk", "lk_hybrid")  # train/objectives/losses.py
 
 
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 @dataclass
 class DataConfig:
     """Prompts and how the target continues them."""
@@ -72,7 +76,8 @@ class RowsDataConfig(DataConfig):
 
     responses: str = "regenerate"  # regenerate: the target writes them | given: the data's own are learnt
     held_out_share: float = 0.05  # of the conversations, chosen by their hash, where no held-out side is given
-    columns: Any = None  # our names for the data's own columns: {prompt: question}
+    # our names for the data's own columns: {prompt: question}; of several, {response: [answer, output]}, what a row has
+    columns: Any = None
     chat_template: bool = True  # a prompt is a user's message, if the target has a chat template; false: a plain text
     prompt_tokens: int = 64  # of a plain text, that the target continues; by them it is held out
     max_prompt_tokens: int = 2048  # rows with a longer prompt are left out, and counted; a later turn ends there
@@ -86,7 +91,8 @@ class RowsDataConfig(DataConfig):
         if not 0 < self.held_out_share < 1:
             raise ValueError(f"data.held_out_share={self.held_out_share}: must be between 0 and 1")
         columns = {} if self.columns is None else self.columns
-        if not isinstance(columns, dict) or not all(isinstance(theirs, str) for theirs in columns.values()):
+        named = [] if not isinstance(columns, dict) else [own for theirs in columns.values() for own in as_list(theirs)]
+        if not isinstance(columns, dict) or not all(isinstance(own, str) for own in named):
             raise ValueError(
                 f"data.columns={self.columns}: must be our names with the data's own: {{prompt: question}}"
             )
@@ -100,13 +106,14 @@ class RowsDataConfig(DataConfig):
 class FilesDataConfig(RowsDataConfig):
     path: Any = MISSING  # a file, folder or pattern, or a list of them; relative to the repository
     held_out_path: Any = None  # likewise; null: a share of `path`
+    interleave: bool = False  # false: one file after another | true: a row of each file in turn
 
     def __post_init__(self) -> None:
         super().__post_init__()
         given = {"path": self.path} if self.held_out_path is None else vars(self)
         for key in ("path", "held_out_path"):
             value = given.get(key, [""])
-            texts = value if isinstance(value, list) else [value]
+            texts = as_list(value)
             if not texts or not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"data.{key}={value}: must be a path or a list of paths")
 

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 from models.tokenizer import Message, Tokenizer
-from train.config import RowsDataConfig
+from train.config import RowsDataConfig, as_list
 
 FORMS = ("input_ids", "messages", "conversations", "turns", "prompt", "text")
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -75,8 +75,9 @@ def parse_row(row: object, data: RowsDataConfig, tokenizer: Tokenizer) -> tuple[
         raise ValueError("must be an object with named fields")
     row = {name: value for name, value in row.items() if value is not None}  # tables hold every column in every row
     for ours, theirs in (data.columns or {}).items():
-        if theirs in row:
-            row[ours] = row[theirs]
+        own = next((name for name in as_list(theirs) if name in row), None)
+        if own is not None:
+            row[ours] = row[own]
     form = next((form for form in FORMS if form in row), None)
     if form is None:
         raise ValueError(f"must hold one of {', '.join(FORMS)}; it holds {', '.join(map(str, row)) or 'nothing'}")

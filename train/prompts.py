@@ -59,6 +59,7 @@ class Reading:
 class Prompts:
     train: dict[int, Example]  # by key
     held_out: dict[int, Example]  # prompts as token ids
+    held_out_whole: dict[int, Example]  # the same as they were read, with any answers
     source: str  # what the data were made from, for the record
     reading: Reading
 
@@ -72,7 +73,7 @@ def read_prompts(config: TrainConfig, tokenizer: Tokenizer, context: int) -> Pro
         held_out = by_key(held_out_prompts(tokenizer, config.eval_prompts, data.prompt_tokens, config.seed))
         count = len(train) + len(held_out)
         reading = Reading(Counter(prompt=count), read=count, train=len(train), held_out=len(held_out))
-        return Prompts(train, held_out, f"demo corpus {corpus_hash()}", reading)
+        return Prompts(train, held_out, held_out, f"demo corpus {corpus_hash()}", reading)
     assert isinstance(data, FilesDataConfig | HubDataConfig)
     return Reader(data, tokenizer, longest_prompt(data, context), config.eval_prompts).read()
 
@@ -96,6 +97,7 @@ class Reader:
         self.reading = Reading()
         self.train: dict[int, Example] = {}
         self.held_out: dict[int, Example] = {}  # by prompt key
+        self.held_out_whole: dict[int, Example] = {}
         self._count = 0
 
     def read(self) -> Prompts:
@@ -115,7 +117,7 @@ class Reader:
         assert reading.read == reading.train + reading.held_out + reading.dropped.total(), "a row was lost"
         digest = content_key([[example.key for example in self.train.values()], list(self.held_out)])
         source = f"{name_of(self.data)} {digest:016x}"
-        return Prompts(self.train, self.held_out, source, reading)
+        return Prompts(self.train, self.held_out, self.held_out_whole, source, reading)
 
     def read_prompts(self) -> list[list[int]]:
         """Every row on the held-out side: the first prompts of up to `eval_prompts` of them. Raises ValueError."""
@@ -173,6 +175,7 @@ class Reader:
     def _hold_out(self, example: Example) -> None:
         """Acceptance is measured on the answer to its first prompt."""
         self.held_out[example.prompt_key] = Example(ids=tuple(first_prompt(example, self.tokenizer, self.longest)))
+        self.held_out_whole[example.prompt_key] = example
 
     def _hold_one_out(self) -> None:
         """Few rows, of which the hash chose none: the prompt that it would have chosen first."""

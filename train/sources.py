@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -38,7 +39,14 @@ def read_items(data: FilesDataConfig | HubDataConfig, *, held_out: bool) -> Iter
     key, given = ("data.held_out_path", data.held_out_path) if held_out else ("data.path", data.path)
     if given is None:
         return None
-    return (item for file in find_files(key, given) for item in read_file(file))
+    files = [read_file(file) for file in find_files(key, given)]
+    return in_turn(files) if data.interleave else itertools.chain.from_iterable(files)
+
+
+def in_turn(files: Sequence[Iterator[Item]]) -> Iterator[Item]:
+    """A row of each file, then the next of each; a file that has ended is passed over."""
+    for rows in itertools.zip_longest(*files):
+        yield from (row for row in rows if row is not None)
 
 
 def find_files(key: str, given: str | Iterable[str]) -> list[Path]:

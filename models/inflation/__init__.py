@@ -7,7 +7,7 @@ the acceptance length are those of the small model. New weights are random where
 from __future__ import annotations
 
 from models.inflation.head import inflate_head, write_head
-from models.inflation.shapes import SHAPES, Shape
+from models.inflation.shapes import SHAPES, Shape, shape_of
 from models.inflation.target import inflate_target, write_target
 
-__all__ = ["SHAPES", "Shape", "inflate_head", "inflate_target", "write_head", "write_target"]
+__all__ = ["SHAPES", "Shape", "inflate_head", "inflate_target", "shape_of", "write_head", "write_target"]

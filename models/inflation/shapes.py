@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,26 @@ SHAPES = {
     "llama3.2-1b": Shape(128256, 2048, 8192, 16, 32, 8, 64, 131072, tie_word_embeddings=True),
     "0.4b": Shape(32000, 1024, 4096, 24, 16, 8, 64, 4096, tie_word_embeddings=True, draft_vocab_size=8000),  # for CPUs
 }
+SIZES = tuple(item.name for item in fields(Shape) if item.type in (int, "int") and item.name != "draft_vocab_size")
+
+
+def shape_of(text: str, old: TargetConfig) -> Shape:
+    """A name in SHAPES, or sizes that differ from those of the model to enlarge: intermediate_size=1792,num_layers=24.
+
+    Raises ValueError for anything else.
+    """
+    if text in SHAPES:
+        return SHAPES[text]
+    own = {item.name: getattr(old, item.name) for item in fields(Shape) if item.name in SIZES}
+    for part in text.split(","):
+        key, equals, value = part.strip().partition("=")
+        if key not in SIZES or not equals or not value.isdecimal():
+            raise ValueError(
+                f"--shape {text}: must be one of {', '.join(SHAPES)}, or sizes as key=number with commas between; "
+                f"keys: {', '.join(SIZES)}"
+            )
+        own[key] = int(value)
+    return Shape(**own, tie_word_embeddings=old.tie_word_embeddings)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from scripts.eval import names_of
+
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_files_are_told_apart() -> None:
+    assert names_of(["a/own.jsonl", "/b/test.jsonl.xz", "c/test.jsonl"]) == ["own", "b/test", "c/test"]
 
 
 @pytest.mark.slow

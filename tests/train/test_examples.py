@@ -44,6 +44,10 @@ def test_columns_of_another_name(tiny_tokenizer: Tokenizer) -> None:
     assert parse({"question": "hi", "answer": "yes"}, tiny_tokenizer, columns=columns) == Example(
         messages=(USER, ANSWER)
     )
+    several = {"prompt": ["question", "instruction"], "response": ["answer", "output"]}
+    for names in (("question", "answer"), ("instruction", "output")):
+        row = dict(zip(names, ("hi", "yes"), strict=True))
+        assert parse(row, tiny_tokenizer, columns=several) == Example(messages=(USER, ANSWER))
 
 
 def test_tools_and_their_calls_are_kept(tiny_tokenizer: Tokenizer) -> None:

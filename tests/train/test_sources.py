@@ -52,6 +52,16 @@ def test_every_format_says_the_same(name: str, folder: Path) -> None:
     assert [item.place for item in items] == [f"{name}, {unit} {number}" for number in (1, 2, 3)]
 
 
+def test_files_in_turn(tmp_path: Path) -> None:
+    """A row of each, until all have ended."""
+    for name, count in (("a", 1), ("b", 3), ("c", 2)):
+        rows = [{"prompt": f"{name}{number}"} for number in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = {turn: [item.row["prompt"] for item in read(str(tmp_path), interleave=turn)] for turn in (False, True)}
+    assert found[False] == ["a0", "b0", "b1", "b2", "c0", "c1"]
+    assert found[True] == ["a0", "b0", "c0", "b1", "c1", "b2"]
+
+
 def test_folders_patterns_and_lists(folder: Path, tmp_path: Path) -> None:
     for name in ("one.jsonl", "two.json", "notes.md"):
         (tmp_path / name).write_bytes(LINES)

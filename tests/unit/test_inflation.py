@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from infer.head_config import Eagle3HeadConfig
 from infer.request import SamplingParams
 from models.attention import CausalAttention
 from models.config import TargetConfig, read_json
-from models.inflation import SHAPES, Shape, inflate_head, inflate_target, write_target
+from models.inflation import SHAPES, Shape, inflate_head, inflate_target, shape_of, write_target
 from models.inflation.shapes import enlarged
 from models.targets import load_target
 from scripts import inflate_demo
@@ -138,6 +139,17 @@ def test_written_folders_load_by_the_usual_paths(tmp_path, monkeypatch, tiny_tar
     assert texts[0] == texts[1]
     assert inflate_demo.main([*command, str(out)]) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+def test_sizes_may_be_given():
+    demo = TargetConfig.from_json(read_json(DEMO / "config.json"))
+    shape = shape_of("intermediate_size=1792,num_layers=20", demo)
+    new = enlarged(demo, shape)
+    assert new == replace(demo, intermediate_size=1792, num_layers=20)
+    assert shape_of("0.4b", demo) is SHAPES["0.4b"]
+    for text in ("1b", "hidden_size=", "hidden=512", "num_layers=-1"):
+        with pytest.raises(ValueError, match=re.escape(f"--shape {text}: must be one of llama3.1-8b")):
+            shape_of(text, demo)
 
 
 def test_shapes_are_those_of_the_models():

@@ -1,0 +1,127 @@
+"""What several training runs found, in one result file for the README's tables and plots.
+
+    python scripts/collect_runs.py save=curves outputs/base outputs/given outputs/steps-1 gsm8k.json
+
+A word is the folder of a finished run (train/run.py), or a file whose last line is the JSON document of
+scripts/eval.py. The first run is the one that the others are compared with: of each it is written down in which keys it
+differs, its τ in the engine over the tokens trained, and what its exported head reached. Without save= the document is
+printed alone, which is the last line of standard output in any case.
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
+import datetime
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from infer import config as infer_config
+from infer.cli import load_config, take_words
+from train import config as train_config
+from train.config import TrainConfig
+from train.run_folder import CONFIG, flatten
+from train.trackers import read_metrics
+
+USER_ERROR = 2
+NAMES = ("run", "head.path", "output_dir", "log_every", "eval_every", "checkpoint_every", "features.path", "tracker.")
+KEPT = ("steps", "tokens", "seconds", "trained_parameters", "acceptance_length", "acceptance_length_sampled")
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Raises ValueError for a folder without a finished run."""
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder}: no {CONFIG}; give the folder of a training run")
+    schemas = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
+    config = load_config(folder / CONFIG, TrainConfig, schemas)
+    head = config.head.folder(config.output_dir, config.model.name)
+    path = head / "provenance.json"
+    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if record.get("run") != config.run:
+        raise ValueError(f"{folder}: {path} is not of this run; it has not finished, or another has its head.path")
+    return {
+        "settings": flatten(asdict(config)),
+        **{key: record[key] for key in KEPT},
+        "draft_vocab_size": json.loads((head / "config.json").read_text(encoding="utf-8")).get("draft_vocab_size"),
+        "data_hash": record["data_hash"],
+        "data": record["data_counts"],
+        "commit": record["git"]["commit"],
+        **curves(read_metrics(folder)),
+    }
+
+
+def curves(rows: list[dict[str, float]]) -> dict[str, Any]:
+    """τ in the engine over tokens; of the last evaluation coverage and acceptance by position."""
+    tokens = {0: 0.0}
+    points, last = [], dict[str, float]()
+    for row in rows:
+        if "train/tokens" in row:
+            tokens[int(row["step"])] = row["train/tokens"]
+        if "eval/tau_engine" in row:
+            if int(row["step"]) not in tokens:
+                raise ValueError(
+                    f"step {row['step']} was evaluated and not logged: make eval_every a multiple of log_every"
+                )
+            points.append([int(tokens[int(row["step"])]), round(row["eval/tau_engine"], 4)])
+            last = row
+    by_position = [round(last[key], 4) for key in sorted(key for key in last if key.startswith("eval/acceptance_"))]
+    return {"tau_over_tokens": points, "by_position": by_position, "coverage": round(last["eval/coverage"], 4)}
+
+
+def differences(own: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """The keys whose values differ; of another head or objective its name alone, with the keys that both have."""
+    found = {key: value for key, value in own.items() if key in base and base[key] != value}
+    return {key: value for key, value in found.items() if not key.startswith(NAMES)}
+
+
+def collect(words: list[str]) -> dict[str, Any]:
+    from scripts.bench import describe_machine
+
+    evaluations = [json.loads(Path(word).read_text().splitlines()[-1]) for word in words if word.endswith(".json")]
+    folders = [Path(word) for word in words if not word.endswith(".json")]
+    if not folders:
+        raise ValueError("give the folder of at least one training run")
+    runs = {folder.name: read_run(folder) for folder in folders}
+    base = next(iter(runs.values()))["settings"]
+    settings = {name: own.pop("settings") for name, own in runs.items()}
+    for name, own in runs.items():
+        own["differs"] = differences(settings[name], base)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe_machine(),
+        "base": base,
+        "runs": runs,
+        "evaluations": [
+            {"head": found["config"]["head"]["name"], "results": found["results"]} for found in evaluations
+        ],
+    }
+
+
+def main() -> int:
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__)
+        return 0
+    own = {"save": ""}
+    words = take_words(sys.argv[1:], own)
+    from scripts.bench import result_file
+
+    try:
+        document = collect(words)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    if own["save"]:
+        file = result_file(own["save"], document["base"]["model.name"], document["machine"])
+        file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        print(f"written: {file}")
+    print(json.dumps(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""What the scripts that train a target share: schedule, optimisers, checkpoints, and the loop that can be stopped.
+
+Constant learning rate after a warm-up, then a linear cool-down: until it begins the trajectory does not depend on
+`steps`, so a run can be stopped and given another length. The layers' matrices are trained by Muon, all
+else by AdamW (both from torch.optim). Knows nothing about where batches come from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from infer.config_checks import resolve_path
+from models.targets.llama import LlamaTarget
+
+Optimizers = Sequence[torch.optim.Optimizer]
+RECENT = 100  # steps that the printed training loss is a mean of
+
+
+@dataclass
+class LoopConfig:
+    """Keys of every such script."""
+
+    batch_tokens: int = 4096
+    steps: int = 1760
+    warmup: int = 60
+    cooldown: float = 0.4  # of the steps
+    muon_lr: float = 0.02
+    adam_lr: float = 0.003
+    weight_decay: float = 0.02
+    seed: int = 0
+    eval_every: int = 200
+    checkpoint_every: int = 100
+    threads: int = 0  # 0 = torch's default
+    compile: bool = False
+    folder: str = "outputs/pretraining"  # checkpoint and metrics.jsonl
+    export: str = "outputs/target"
+
+
+FREE_ON_RESUME = {"steps", "cooldown", "eval_every", "checkpoint_every", "threads", "compile", "folder", "export"}
+C = TypeVar("C", bound=LoopConfig)
+
+
+def read_config(schema: type[C], argv: Sequence[str], doc: str | None) -> C:
+    """key=value words; -h prints `doc` and the keys. A mistake ends the program with a message that names the key."""
+    structured = OmegaConf.structured(schema)
+    if {"-h", "--help"} & set(argv):
+        print(doc)
+        print("Options, key=value:\n" + OmegaConf.to_yaml(structured))
+        raise SystemExit(0)
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(structured, OmegaConf.from_dotlist(list(argv))))  # type: ignore[return-value]
+    except MissingMandatoryValue as error:
+        raise SystemExit(f"error: {error.full_key} must be given, as {error.full_key}=...") from error
+    except (OmegaConfBaseException, ValueError) as error:
+        raise SystemExit(f"error: {error}\nkeys: {', '.join(structured)}") from error
+
+
+def make_optimizers(model: LlamaTarget, config: LoopConfig) -> list[torch.optim.Optimizer]:
+    inner = [(p.ndim == 2 and not n.startswith(("embed_tokens", "lm_head")), p) for n, p in model.named_parameters()]
+    matrices, others = ([p for own, p in inner if own == wanted] for wanted in (True, False))
+    muon = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay)
+    adamw = torch.optim.AdamW(others, lr=config.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+    return [muon, adamw]
+
+
+def learning_rate_factor(step: int, config: LoopConfig) -> float:
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    return min(1.0, (config.steps - step) / max(1, config.cooldown * config.steps))
+
+
+def save_checkpoint(path: Path, model: LlamaTarget, optimizers: Optimizers, step: int, config: LoopConfig) -> None:
+    tensors = {f"model.{name}": value.detach() for name, value in model.named_parameters()}  # a tied one once
+    for index, optimizer in enumerate(optimizers):
+        for key, state in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{index}.{key}.{k}": v.clone() for k, v in state.items() if isinstance(v, Tensor)}
+    temporary = path.with_suffix(".tmp")
+    save_file(tensors, temporary, metadata={"step": str(step), "config": json.dumps(asdict(config))})
+    os.replace(temporary, path)
+
+
+def load_checkpoint(
+    path: Path, model: LlamaTarget, optimizers: Optimizers, config: LoopConfig, free: set[str] = FREE_ON_RESUME
+) -> int:
+    """The step it was made at. Ends the program when a key that is not `free` was another."""
+    with safe_open(str(path), framework="pt") as file:
+        metadata = file.metadata()
+    saved = json.loads(metadata["config"])
+    for key, value in asdict(config).items():
+        if key not in free and saved.get(key) != value:
+            raise SystemExit(f"error: {key}={value} but {path} was made with {saved.get(key)}; use another folder=")
+    tensors = load_file(path)
+    weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
+    model.load_state_dict(weights, strict=False)
+    for index, optimizer in enumerate(optimizers):
+        state_dict = optimizer.state_dict()
+        for name, value in tensors.items():
+            if name.startswith(f"optimizer.{index}."):
+                _, _, key, slot = name.split(".", 3)
+                state_dict["state"].setdefault(int(key), {})[slot] = value
+        optimizer.load_state_dict(state_dict)
+    return int(metadata["step"])
+
+
+def run_steps(
+    config: LoopConfig,
+    model: LlamaTarget,
+    loss_at: Callable[[int], Tensor],
+    measure: Callable[[], dict[str, Any]],
+    *,
+    free: set[str] = FREE_ON_RESUME,
+) -> float | None:
+    """From the folder's checkpoint, if there is one, to config.steps. SIGTERM and SIGINT stop it, a checkpoint written.
+
+    `loss_at(step)`: the mean loss of that step's batch, under autocast. `measure()`: held-out metrics, `held_out` among
+    them. Returns the mean training loss of the last RECENT steps; None when stopped.
+    """
+    folder = resolve_path(config.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    optimizers = make_optimizers(model, config)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    peak = [group["lr"] for group in groups]
+    checkpoint, step = folder / "checkpoint.safetensors", 0
+    if checkpoint.exists():
+        step = load_checkpoint(checkpoint, model, optimizers, config, free)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        print(f"resuming {checkpoint} at step {step}")
+    stop = False
+
+    def request_stop(signum: int, frame: object) -> None:
+        nonlocal stop
+        stop = True
+
+    signal.signal(signal.SIGTERM, request_stop)
+    signal.signal(signal.SIGINT, request_stop)
+    recent: list[float] = []
+    bar = tqdm(total=config.steps, initial=step, unit="step", dynamic_ncols=True)
+    with (folder / "metrics.jsonl").open("a") as log:
+        while step < config.steps and not stop:
+            started = time.perf_counter()
+            factor = learning_rate_factor(step, config)
+            for group, rate in zip(groups, peak, strict=True):
+                group["lr"] = rate * factor
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_at(step)
+            loss.backward()
+            if not torch.isfinite(loss):
+                raise SystemExit(f"error: the loss is {loss.item()} at step {step}; the last checkpoint is kept")
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            step += 1
+            recent = [*recent[1 - RECENT :], loss.item()]
+            row = {"step": step, "loss": recent[-1], "lr": factor, "seconds": time.perf_counter() - started}
+            if step % config.eval_every == 0 or step == config.steps:
+                row |= measure()
+                bar.write(f"step {step}: train {sum(recent) / len(recent):.3f}, held-out {row['held_out']:.3f} nats")
+            log.write(json.dumps(row) + "\n")
+            log.flush()
+            bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", tokens_s=int(config.batch_tokens / row["seconds"]))
+            bar.update()
+            if step % config.checkpoint_every == 0 or step == config.steps or stop:
+                save_checkpoint(checkpoint, model, optimizers, step, config)
+    bar.close()
+    if step < config.steps:
+        print(f"stopped at step {step}; the same command goes on")
+        return None
+    return sum(recent) / len(recent) if recent else float("nan")

@@ -1,0 +1,71 @@
+"""Runs and an evaluation of the tiny target, as one result file, as tables and as a picture."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infer.cli import compose
+from scripts import collect_runs, make_tables
+from train.config import TrainConfig
+from train.loop import train
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = [
+    "data.num_sequences=8", "data.max_new_tokens=8", "data.prompt_tokens=8",
+    "sequence_length=16", "batch_size=4", "steps=4", "eval_every=2", "minutes=null", "eval_prompts=2",
+    "eval_max_tokens=8", "tracker=none", "precision=fp32", "engine.max_tokens_in_cache=512", "eval_draft_tokens=2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    for name, vocabulary in (("base", 200), ("few", 60)):
+        own = [f"model.path={tiny_target_folder}", f"output_dir={folder}", f"run={name}"]
+        own += [f"head.path={folder}/heads/{name}", f"head.draft_vocab_size={vocabulary}"]
+        train(compose("train", TrainConfig, [*WORDS, *own]))
+    return folder
+
+
+def test_what_differs_what_was_reached_and_what_is_drawn(runs, tmp_path, capsys):
+    cell = {"data": "sums", "temperature": 0.0, "shape": "chain5", "prompts": 3, "acceptance_length": 2.5}
+    evaluation = {"config": {"head": {"name": "eagle3"}}, "results": [{**cell, "identical": True}]}
+    (tmp_path / "eval.json").write_text("a table\n" + json.dumps(evaluation))
+    words = [str(runs / name) for name in ("base", "few")]
+    command = [sys.executable, "scripts/collect_runs.py", *words, str(tmp_path / "eval.json")]
+    document = json.loads(subprocess.check_output(command, cwd=ROOT, text=True).splitlines()[-1])
+
+    found = document["runs"]
+    assert found["base"]["differs"] == {}
+    assert found["few"]["differs"] == {"head.draft_vocab_size": 60}
+    assert [own["draft_vocab_size"] for own in found.values()] == [200, 60]
+    assert found["few"]["coverage"] < found["base"]["coverage"] <= 1
+    for own in found.values():
+        tokens, taus = zip(*own["tau_over_tokens"], strict=True)
+        assert tokens[0] == 0
+        assert tokens[-1] == own["tokens"] == 2 * tokens[1] > 0
+        assert min(taus) >= 1
+        assert len(own["by_position"]) == 2
+
+    table = make_tables.by_run(document)
+    assert "| few | `head.draft_vocab_size=60` |" in table
+    assert "| sums | 0 | eagle3, chain 5 | 3 | 2.50 | yes |" in table
+    found["few"]["differs"] |= {"head.name": "eagle", "objective.name": "eagle"}
+    assert "| few | `head=eagle` |" in make_tables.by_run(document)
+    make_tables.plot_curves(document, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_what_is_no_finished_run_is_named(runs, tmp_path):
+    with pytest.raises(ValueError, match=r"no config\.yaml"):
+        collect_runs.read_run(tmp_path)
+    half = tmp_path / "half"
+    half.mkdir()
+    (half / "config.yaml").write_text((runs / "base/config.yaml").read_text().replace("run: base", "run: half"))
+    with pytest.raises(ValueError, match="has not finished"):
+        collect_runs.read_run(half)
