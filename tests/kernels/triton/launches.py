@@ -16,6 +16,7 @@ from kernels.triton.attention import TritonAttention
 from kernels.triton.linear import linear
 from kernels.triton.move import move_slots
 from kernels.triton.rotary import rotate_and_write
+from kernels.triton.ttt_attention import TttAttention
 
 META = torch.device("meta")
 BF16 = torch.bfloat16
@@ -92,6 +93,18 @@ def accept():
     verify.accept(wide, narrow, narrow, wide, empty(8, dtype=torch.int64), wide)
 
 
+def unrolled(dim, *, dtype=BF16, short=False):
+    """The seventh step of a training-time test over some of the slots, forward and backward.
+
+    `short`: the second step of one slot, so that every number which may be 1 is, and becomes a constant.
+    """
+    batch, T, M, later = (1, 1, 1, 1) if short else (2, 4096, 3000, 6)
+    q = empty(batch, M, 32, dim, dtype=dtype).requires_grad_()
+    both = 2 * [empty(batch, T, 8, dim, dtype=dtype), *[empty(batch, M, 8, dim, dtype=dtype)] * later]
+    out = TttAttention.apply(q, *[empty(batch, M, dtype=torch.int32)] * 2, *both)
+    torch.autograd.grad(out, q, torch.empty_like(out))
+
+
 CASES = {
     "choose, greedy": partial(pick, 4, 128256, 1, sampled=False),
     "choose, sampled": partial(pick, 4, 128256, 1),
@@ -139,6 +152,10 @@ CASES = {
     "rotary": partial(rotate, False),
     "rotary and QK norm": partial(rotate, True),
     "rotary, fp8 cache": partial(rotate, True, torch.float8_e4m3fn),
+    "training-time test, head size 64": partial(unrolled, 64, dtype=torch.float16),
+    "training-time test, head size 128": partial(unrolled, 128),
+    "training-time test, head size 256": partial(unrolled, 256),
+    "training-time test, one slot": partial(unrolled, 128, short=True),
     "move": lambda: move_slots(
         empty(32, 2, 8, SLOTS, 128), empty(256, dtype=torch.int64), empty(256, dtype=torch.int64)
     ),
