@@ -11,7 +11,7 @@ from kernels.linear import LARGEST, STORED
 from kernels.rotary import QKNorm
 from kernels.rows import AttentionRows
 from kernels.shape import Shaping
-from kernels.triton import choose, elementwise, gather, residual, shape, verify
+from kernels.triton import acceptance, choose, elementwise, gather, residual, shape, verify
 from kernels.triton.attention import TritonAttention
 from kernels.triton.linear import linear
 from kernels.triton.move import move_slots
@@ -88,9 +88,17 @@ def shape_all():
     shape.shape(empty(4, 262144), Shaping(1.1, 0.3, 0.2, prompt, counts, index, counts, words))
 
 
-def accept():
+def accept(likely=None):
     wide, narrow = empty(8, 64, dtype=torch.int64), empty(8, 64, dtype=torch.int32)
-    verify.accept(wide, narrow, narrow, wide, empty(8, dtype=torch.int64), wide)
+    verify.accept(wide, narrow, narrow, wide, empty(8, dtype=torch.int64), wide, likely)
+
+
+def verify_blocks():
+    """Chains of five drawn tokens; of one that is certain, where every number that may be 1 is."""
+    numbers = dict.fromkeys(("rows", "ids", "counts", "places", "seeds", "roots", "out"), empty(4, dtype=torch.int64))
+    laws = empty(24, 128256, dtype=torch.float32)
+    for width in (5, 1):
+        acceptance.launch(laws, laws, **numbers, width=width, block=acceptance.BLOCK)
 
 
 def unrolled(dim, *, dtype=BF16, short=False):
@@ -116,6 +124,9 @@ CASES = {
     "shape": shape_all,
     "shape, a mask alone": lambda: shape.shape(empty(4, 128256), Shaping(allowed=empty(4, 4008, dtype=torch.int32))),
     "accept": accept,
+    "typical acceptance": lambda: accept(empty(8, 64, dtype=torch.bool)),
+    "entropies": lambda: acceptance.entropy(empty(24, 128256, dtype=torch.float32)),
+    "block verification": verify_blocks,
     "verify, head size 128": partial(attend, 128, whole=False),
     "verify a tree, head size 128": partial(attend, 128, whole=False, tree=True),
     "verify a tree by many programs": partial(attend, 128, whole=True, tree=True),
