@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from infer.lossy import DRAFTS, stream
+from infer.lossy import DRAFTS
 from infer.request import Request
+from kernels.acceptance import stream
 from kernels.choose import ChoiceParameters
 from kernels.noise import MASK32
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from infer import lossy
 from infer.choosing import Choices
 from infer.lossy import Verdict
 from infer.request import Request
 from infer.tree import DraftTree
+from kernels.acceptance import block, likely
 from kernels.choose import law
 from kernels.verify import accept
 
@@ -34,23 +36,55 @@ def verify(
     grid = choices.token.new_full(tree.token.shape, -1)
     grid[tree.inside.to(grid.device)] = choices.token
     grid = grid.cpu()
-    last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, grid).tolist()
-    chosen, verdicts, first = grid.tolist(), [], 0
+    blocks = [b for b, rule in enumerate(rules) if rule == "block" and tree.is_chain_of(b)]
+    typical = [b for b, rule in enumerate(rules) if rule == "typical"]
+    also = likely_nodes(tree, choices, typical) if typical else None
+    last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, grid, also).tolist()
+    verified = dict(zip(blocks, verify_blocks(requests, tree, choices, blocks), strict=True))
+    chosen, verdicts = grid.tolist(), []
     for b, (request, rule) in enumerate(zip(requests, rules, strict=True)):
-        count, root = lengths[b], request.computed
         if rule == "synthetic":
-            verdicts.append(lossy.synthetic(rates, count - 1, chosen[b], request.seed, root))
-        elif rule == "exact" or (rule == "block" and not tree.is_chain_of(b)):
+            verdicts.append(lossy.synthetic(rates, lengths[b] - 1, chosen[b], request.seed, request.computed))
+        elif b in verified:
+            accepted, bonus = verified[b]
+            verdicts.append(Verdict(list(range(accepted + 1)), bonus))
+        else:
             path = list(range(last[b] + 1)) if tree.is_chain else tree.path(b, last[b])
             verdicts.append(Verdict(path, chosen[b][last[b]]))
-        else:
-            tokens, parents = tree.token[b, :count].tolist(), tree.parent[b, :count].tolist()
-            rows = torch.arange(first, first + count, device=choices.shaped.device)
-            probabilities = law(choices.shaped[rows], choices.parameters and choices.parameters.rows(rows)).softmax(-1)
-            if rule == "block":
-                drawn = tree.laws.get(b)
-                verdicts.append(lossy.block(probabilities.cpu(), drawn, tokens[1:], request.seed, root))
-            else:
-                verdicts.append(lossy.typical(probabilities.cpu(), tokens, parents, chosen[b]))
-        first += count
     return verdicts
+
+
+def verify_blocks(
+    requests: Sequence[Request], tree: DraftTree, choices: Choices, wanted: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Of the requests `wanted`, whose drafts are chains: accepted tokens and the one after them."""
+    if not wanted:
+        return []
+    lengths, tokens = tree.length.tolist(), tree.token.tolist()
+    return block(
+        laws_of(tree, choices, wanted),
+        [tokens[b][1 : lengths[b]] for b in wanted],
+        [tree.laws.get(b) for b in wanted],
+        [requests[b].seed for b in wanted],
+        [requests[b].computed for b in wanted],
+    )
+
+
+def likely_nodes(tree: DraftTree, choices: Choices, wanted: Sequence[int]) -> Tensor:
+    """bool `[B, N]`: nodes of the requests `wanted` that typical acceptance takes."""
+    asked = torch.zeros_like(tree.inside)
+    asked[list(wanted)] = tree.inside[list(wanted)]
+    number = asked.flatten().cumsum(0).view_as(tree.token) - 1  # of a node's row among those of `wanted`
+    asked[:, 0] = False
+    above, laws = number.gather(1, tree.parent.clamp(min=0).long()), laws_of(tree, choices, wanted)
+    found = torch.zeros_like(asked)
+    found[asked] = likely(laws, above[asked].to(laws.device), tree.token[asked].to(laws.device)).cpu()
+    return found
+
+
+def laws_of(tree: DraftTree, choices: Choices, wanted: Sequence[int]) -> Tensor:
+    """The target's law `[R, V]` at every node of the requests `wanted` (ascending)."""
+    inside = torch.zeros_like(tree.inside)
+    inside[list(wanted)] = True
+    rows = inside[tree.inside].nonzero()[:, 0].to(choices.shaped.device)
+    return law(choices.shaped[rows], choices.parameters and choices.parameters.rows(rows)).softmax(-1)

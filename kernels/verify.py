@@ -12,17 +12,29 @@ from torch import Tensor
 from kernels.triton import in_use
 
 
-def accept(token: Tensor, parent: Tensor, depth: Tensor, ancestors: Tensor, length: Tensor, choice: Tensor) -> Tensor:
+def accept(
+    token: Tensor,
+    parent: Tensor,
+    depth: Tensor,
+    ancestors: Tensor,
+    length: Tensor,
+    choice: Tensor,
+    likely: Tensor | None = None,
+) -> Tensor:
     """All `[B, N]` (token, parent, depth, ancestors of a DraftTree, the target's choice per row), length `[B]`.
 
-    Returns `[B]`, the index of the last accepted node of each request (0 when no drafted token was accepted).
+    Nodes that are `likely` `[B, N]` bool are ok besides (typical acceptance): of paths of one length the one that ends
+    at the lowest node is taken. Returns `[B]`, the index of the last accepted node of each request (0 when no drafted
+    token was accepted).
     """
     if in_use(token.device):
         from kernels.triton import verify
 
-        return verify.accept(token, parent, depth, ancestors, length, choice)
+        return verify.accept(token, parent, depth, ancestors, length, choice, likely)
     nodes = torch.arange(token.shape[1], device=token.device)
     ok = token == choice.gather(1, parent.clamp(min=0).long())
+    if likely is not None:
+        ok |= likely
     ok[:, 0] = True
     ok &= nodes < length[:, None]
     ok_word = (ok.long() << nodes).sum(1)  # bit 63 makes the word negative, which the mask below does not mind

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.rotary import QKNorm
+from kernels.ttt_attention import repeat_kv, ttt_attention, visible
 
 
 class Attention(Protocol):
@@ -50,21 +51,6 @@ def project_of(attention: Attention) -> Project | None:
 def no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
     """What a head without attention is given."""
     raise AssertionError("this head attends to nothing")
-
-
-def repeat_kv(x: Tensor, groups: int) -> Tensor:
-    """`[B, nkv, T, D]` -> `[B, nkv * groups, T, D]`, each KV head repeated for its query heads."""
-    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
-
-
-def visible(starts: Tensor, slots: Tensor | None = None) -> Tensor:
-    """bool `[B, 1, T, T]`: what each slot of packed documents sees: itself and what is before it in its own.
-
-    starts `[B, T]`: the slot at which a slot's document begins. With `slots` `[M]` or `[B, M]` the rows of these alone.
-    """
-    columns = torch.arange(starts.shape[1], device=starts.device)
-    slots = (columns if slots is None else slots).expand(len(starts), -1)
-    return ((columns >= starts.gather(1, slots)[..., None]) & (columns <= slots[..., None])).unsqueeze(1)
 
 
 class CausalAttention:
@@ -116,29 +102,12 @@ class TrainingTimeTestAttention:
         if self._slots is not None and slots is not None and slots.shape[-1] < self._slots.shape[-1]:
             kept = torch.searchsorted(self._slots, slots)
             for entries in (*self._keys.values(), *self._values.values()):
-                entries[1:] = [entry[:, :, kept] for entry in entries[1:]]
+                entries[1:] = [entry[:, kept] for entry in entries[1:]]
         self._slots = slots
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
         assert window is None, "heads see everything"
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, heads, T, D]
-        groups = q.shape[1] // k.shape[1]
         keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
-        keys.append(repeat_kv(k, groups))
-        values.append(repeat_kv(v, groups))
-        if self._step == 0:
-            seen = None if self._starts is None else visible(self._starts)
-            out = F.scaled_dot_product_attention(q, keys[0], values[0], attn_mask=seen, is_causal=seen is None)
-            return out.transpose(1, 2).flatten(2)
-        T, scale = keys[0].shape[2], q.shape[3] ** -0.5
-        starts = self._starts
-        if starts is None:
-            starts = torch.zeros(len(q), T, dtype=torch.int64, device=q.device)
-        seen = visible(starts, self._slots)
-        scores = (q @ keys[0].transpose(2, 3) * scale).masked_fill(~seen, float("-inf"))  # [B, h, rows, T]
-        own = torch.stack([(q * key).sum(-1) * scale for key in keys[1:]], dim=-1)  # [B, h, rows, k]
-        weights = torch.cat([scores, own], dim=-1).float().softmax(-1).to(q.dtype)
-        out = weights[..., :T] @ values[0]
-        for index, value in enumerate(values[1:]):
-            out = out + weights[..., T + index, None] * value
-        return out.transpose(1, 2).flatten(2)
+        keys.append(k)
+        values.append(v)
+        return ttt_attention(q, keys, values, self._slots, self._starts).flatten(2)

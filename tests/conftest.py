@@ -18,7 +18,7 @@ os.environ.setdefault("WANDB_SILENT", "true")
 import contextlib
 import textwrap
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, which torch itself does late
 
+from tests.interpreted import INTERPRETED, scaled
+
 END = "<|endoftext|>"
 VOCAB_SIZE = 384
 CHAT_TEMPLATE = (
@@ -36,6 +38,15 @@ CHAT_TEMPLATE = (
 )
 
 MakeTarget = Callable[..., Path]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def probe_nothing() -> Iterator[None]:
+    """In Triton's interpreter an engine starts without trying out what exactness rests on, which takes it minutes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if INTERPRETED:
+            patch.setattr("infer.engine.probe_exactness", lambda *parts: None)
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,11 +87,11 @@ def make_target_folder(tmp_path_factory: pytest.TempPathFactory) -> MakeTarget:
 
         config = {
             "vocab_size": VOCAB_SIZE,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 8,  # the fewest on which the default aux layers differ
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            "hidden_size": scaled(64, 32),
+            "intermediate_size": scaled(128, 64),
+            "num_hidden_layers": scaled(8, 3),  # 8: the fewest on which the default aux layers differ
+            "num_attention_heads": scaled(4, 2),
+            "num_key_value_heads": scaled(2, 1),
             "max_position_embeddings": 512,
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": False,
@@ -130,7 +141,8 @@ def tiny_head_folder(tiny_target: Any, tmp_path_factory: pytest.TempPathFactory)
     from models.vocab import build_draft_vocab
 
     counts = torch.arange(VOCAB_SIZE).flip(0) % 7  # some order that is no prefix of the vocabulary
-    head = Eagle3Head(Eagle3Config.for_target(tiny_target.config, draft_vocab_size=128))
+    aux: dict[str, Any] = {} if tiny_target.config.num_layers >= 8 else {"aux_layers": (0, 1, 2)}
+    head = Eagle3Head(Eagle3Config.for_target(tiny_target.config, draft_vocab_size=128, **aux))
     head.set_vocabulary(*build_draft_vocab(counts, 128, forced_ids=[0]))
     head.initialise(tiny_target, from_target=True, seed=0)
     folder = tmp_path_factory.mktemp("head")

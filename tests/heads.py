@@ -80,6 +80,8 @@ def make_head(target: LlamaTarget, variant: str, *, seed: int = 4, **more: Any) 
     """A random head on the unpacked `target`; every parameter that usually starts at one or zero is moved off it."""
     name, options = VARIANTS[variant]
     kind = HEADS[name]
+    if target.config.num_layers < 8 and name in ("eagle3", "p-eagle"):
+        more = {"aux_layers": (0, 1, 2)} | more  # the defaults collide on so few layers
     head = kind(kind.config_class.for_target(target.config, **options | more))
     size = head.config.draft_vocab_size
     head.set_vocabulary(*build_draft_vocab(torch.arange(target.config.vocab_size) % 11, size, [0]))

@@ -342,7 +342,7 @@ class HeadProposer:
         own = law(logits[rows], parameters and parameters.rows(rows)).softmax(-1)
         whole = own.new_zeros(len(wanted), self._head.config.vocab_size)
         whole[:, self.draft_ids] = own
-        return dict(zip(wanted, whole.cpu(), strict=True))
+        return dict(zip(wanted, whole, strict=True))
 
     def _rows(self, requests: Sequence[Request], slots: Sequence[int], counts: Sequence[int]) -> AttentionRows:
         """Addresses `counts[b]` slots of each request from `slots[b]` on."""

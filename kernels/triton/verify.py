@@ -10,24 +10,38 @@ from torch import Tensor
 
 
 @triton.jit
-def last_accepted(token, parent, depth, ancestors, length, choice, out, width, N: tl.constexpr):
+def last_accepted(
+    token, parent, depth, ancestors, length, choice, likely, out, width, N: tl.constexpr, LIKELY: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     nodes = tl.arange(0, N)
     inside = nodes < tl.minimum(tl.load(length + row), width)
     places = row * width + nodes
     above = tl.maximum(tl.load(parent + places, mask=inside, other=0), 0)
     wanted = tl.load(choice + row * width + above, mask=inside, other=-1).to(tl.int64)
-    ok = inside & ((nodes == 0) | (tl.load(token + places, mask=inside, other=-2).to(tl.int64) == wanted))
+    ok = (nodes == 0) | (tl.load(token + places, mask=inside, other=-2).to(tl.int64) == wanted)
+    if LIKELY:
+        ok |= tl.load(likely + places, mask=inside, other=0) != 0
+    ok &= inside
     word = tl.sum(tl.where(ok, tl.full((N,), 1, tl.int64) << nodes.to(tl.int64), 0), axis=0)
     alive = inside & ((tl.load(ancestors + places, mask=inside, other=0) & ~word) == 0)
     reached = tl.where(alive, tl.load(depth + places, mask=inside, other=0).to(tl.int32), -1)
     tl.store(out + row, tl.min(tl.where(reached == tl.max(reached, axis=0), nodes, N), axis=0).to(tl.int64))
 
 
-def accept(token: Tensor, parent: Tensor, depth: Tensor, ancestors: Tensor, length: Tensor, choice: Tensor) -> Tensor:
+def accept(
+    token: Tensor,
+    parent: Tensor,
+    depth: Tensor,
+    ancestors: Tensor,
+    length: Tensor,
+    choice: Tensor,
+    likely: Tensor | None = None,
+) -> Tensor:
     """As kernels.verify.accept, on one device."""
     batch, width = token.shape
     out = torch.empty(batch, dtype=torch.int64, device=token.device)
-    tensors = (x.contiguous() for x in (token, parent, depth, ancestors, length, choice))
-    last_accepted[batch,](*tensors, out, width, N=triton.next_power_of_2(width), num_warps=1)
+    given = (token, parent, depth, ancestors, length, choice, token if likely is None else likely)
+    tensors, nodes = (x.contiguous() for x in given), triton.next_power_of_2(width)
+    last_accepted[batch,](*tensors, out, width, N=nodes, LIKELY=likely is not None, num_warps=1)
     return out

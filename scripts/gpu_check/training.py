@@ -1,13 +1,19 @@
-"""LM head and KL a chunk of slots at a time: value and gradients against the dense form in float64, and the time."""
+"""What training runs: value and gradients against the dense form in float64, and the time of both passes.
+
+LM head and KL a chunk of slots at a time; the attention of a training-time test.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kernels.ttt_attention import dense, ttt_attention
 from scripts.gpu_check.measure import close, timed
 from train.objectives.fused import chunked_sums
 from train.objectives.losses import SoftCrossEntropy
@@ -35,6 +41,14 @@ def fused(x: Tensor, weight: nn.Parameter, hidden: Tensor, theirs: Tensor, chunk
 
 
 def correctness(device: torch.device) -> list[dict[str, Any]]:
+    return check_loss(device) + check_attention(device)
+
+
+def timings(device: torch.device) -> list[dict[str, Any]]:
+    return time_loss(device) + time_attention(device)
+
+
+def check_loss(device: torch.device) -> list[dict[str, Any]]:
     slots, width, drafts, chunk = (700, 512, 4000, 256) if device.type == "cuda" else (20, 16, 50, 7)
     given = make(device, slots, width, drafts)
     x, weight, *_ = given
@@ -56,7 +70,7 @@ def correctness(device: torch.device) -> list[dict[str, Any]]:
     return found
 
 
-def timings(device: torch.device) -> list[dict[str, Any]]:
+def time_loss(device: torch.device) -> list[dict[str, Any]]:
     slots, width, drafts, chunk = (4096, 4096, 32000, 2048) if device.type == "cuda" else (20, 16, 50, 7)
     given = make(device, slots, width, drafts)
 
@@ -67,3 +81,73 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
 
     moved = 4 * sum(value.numel() for value in given)  # each once, in fp32; its products bound it, not its bytes
     return [timed("fused LM head and KL", f"{slots} x {width} x {drafts}, bf16", step, device, moved=moved)]
+
+
+class Unrolled(NamedTuple):
+    """A step of a training-time test: rows of some slots, two documents in each sequence."""
+
+    batch: int
+    length: int
+    rows: int
+    heads: int
+    kv_heads: int
+    dim: int
+    later: int
+    dtype: torch.dtype
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor, Tensor]:
+        """q, keys, values, slots, starts."""
+        generator = torch.Generator().manual_seed(0)
+
+        def random(rows: int, heads: int) -> Tensor:
+            own = torch.randn(self.batch, rows, heads, self.dim, generator=generator)
+            return own.to(device, self.dtype).requires_grad_()
+
+        q = random(self.rows, self.heads)
+        sizes = [self.length, *[self.rows] * self.later]
+        keys, values = ([random(size, self.kv_heads) for size in sizes] for _ in range(2))
+        slots = torch.randperm(self.length, generator=generator)[: self.rows].sort().values.expand(self.batch, -1)
+        starts = torch.zeros(self.batch, self.length, dtype=torch.int64)
+        starts[:, self.length // 3 :] = self.length // 3
+        return q, keys, values, slots.to(device), starts.to(device)
+
+
+def both_passes(attention: Callable[..., Tensor], q: Tensor, keys: list[Tensor], values: list[Tensor], *where: Tensor):
+    """The answer, and the gradients of all that it reads under one of ones."""
+    out = attention(q, keys, values, *where)
+    return out, *torch.autograd.grad(out, [q, *keys, *values], torch.ones_like(out))
+
+
+def check_attention(device: torch.device) -> list[dict[str, Any]]:
+    own = Unrolled(2, 40, 30, 4, 2, 20, 2, torch.float32)
+    cases = [(own, 1e-5)]
+    if device.type == "cuda":
+        large = Unrolled(2, 700, 500, 8, 2, 128, 3, torch.bfloat16)
+        sizes = [large._replace(dim=dim) for dim in (64, 80, 96, 128, 256)]
+        cases += [(size, 0.02) for size in sizes] + [(large._replace(dtype=torch.float32, heads=6), 1e-4)]
+    found = []
+    for case, bound in cases:
+        q, keys, values, *where = case.tensors(device)
+        wide = [x.detach().double().cpu().requires_grad_() for x in (q, *keys, *values)]
+        count, slots = len(keys), [x.cpu() for x in where]
+        true = both_passes(dense, wide[0], wide[1 : count + 1], wide[count + 1 :], *slots)
+        parts = both_passes(ttt_attention, q, keys, values, *where)
+        names = ["", ", by the queries"] + [
+            f", by {kind} of step {n}" for kind in ("keys", "values") for n in range(count)
+        ]
+        label = f"{case.rows} of {case.length} slots, step {case.later}, head size {case.dim}, {case.dtype}"
+        for name, mine, theirs in zip(names, parts, true, strict=True):
+            found.append(close("training-time test" + name, label, mine, theirs, bound))
+    return found
+
+
+def time_attention(device: torch.device) -> list[dict[str, Any]]:
+    """A head of Llama-3.1-8B's sizes in its last step of seven; and the torch form, which keeps all scores."""
+    case = Unrolled(1, 40, 30, 4, 2, 16, 2, torch.bfloat16)
+    if device.type == "cuda":
+        case = Unrolled(1, 4096, 4096, 32, 8, 128, 6, torch.bfloat16)
+    given = case.tensors(device)
+    label = f"{case.rows} rows, step {case.later}, {case.heads} heads, both passes"
+    moved = 2 * 2 * sum(x.numel() for x in (given[0], *given[1], *given[2]))  # read, and its gradient written
+    forms = {"training-time test": ttt_attention, "training-time test, torch": dense}
+    return [timed(name, label, partial(both_passes, form, *given), device, moved=moved) for name, form in forms.items()]

@@ -53,6 +53,25 @@ def test_accept_equals_the_walk(cases, seed):
         assert tree.path(b, node) == path
 
 
+@settings(max_examples=60, deadline=None)
+@given(trees(), st.integers(0, 2**31))
+def test_likely_nodes_are_taken_besides(case, seed):
+    """Typical acceptance (arXiv 2401.10774): the longest path of which each node is chosen or likely."""
+    token, parent = case
+    generator = torch.Generator().manual_seed(seed)
+    tree = DraftTree.from_parents(torch.tensor([token]), torch.tensor([parent]), torch.tensor([len(token)]))
+    choice = torch.randint(0, 3, (1, len(token)), generator=generator)
+    likely = torch.rand(1, len(token), generator=generator) < 0.5
+    depth, best = [0] + [-1] * (len(token) - 1), 0
+    for node in range(1, len(token)):
+        above = parent[node]
+        if depth[above] >= 0 and (token[node] == choice[0, above] or likely[0, node]):
+            depth[node] = depth[above] + 1
+            best = node if depth[node] > depth[best] else best
+    parts = tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice
+    assert int(accept(*parts, likely)) == best
+
+
 def test_chains_equal_trees_made_from_parents():
     chain = DraftTree.chains([7, 8], [list(range(63)), [5]])
     built = DraftTree.from_parents(chain.token, chain.parent, chain.length)

@@ -10,6 +10,7 @@ from infer.engine import Engine
 from models.heads import load_head, save_head
 from models.targets import load_target
 from tests.heads import make_head, memorise
+from tests.interpreted import scaled
 from tests.lossless.plain import GREEDY, SAMPLED, MakePlain, Plain, ids
 from tests.lossless.random_requests import VOCAB_SIZE
 from train.data import Sequences
@@ -24,7 +25,9 @@ def trained_head_folder(tiny_target, tiny_target_folder, tmp_path_factory, promp
         if name not in made:
             engine = Engine(load_target(str(tiny_target_folder)), proposer="none")
             answers = engine.generate([prompt for prompt in prompts if len(prompt) < 100], GREEDY)
-            rows = [(a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * 40) for a in answers]
+            rows = [
+                (a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * len(a.token_ids)) for a in answers
+            ]
             head = make_head(tiny_target, name, seed=3)
             memorise(head, engine.target, Sequences.of(rows), 5)
             made[name] = tmp_path_factory.mktemp("head")
@@ -78,8 +81,9 @@ def make_engine(tiny_target_folder, tiny_head_folder, trained_head_folder, make_
 def prompts():
     """Lengths around the page (16), the tile (256) and the chunk; some repeat themselves, so that n-grams match."""
     generator = torch.Generator().manual_seed(0)
-    cut = [torch.randint(1, 384, (n,), generator=generator).tolist() for n in (1, 2, 15, 16, 17, 70, 255, 256, 300)]
-    return [*cut, [5, 6, 7] * 12, [9] * 40]
+    lengths = scaled((1, 2, 15, 16, 17, 70, 255, 256, 300), (1, 2, 3, 5, 6, 7, 15, 16, 17))
+    cut = [torch.randint(1, 384, (n,), generator=generator).tolist() for n in lengths]
+    return [*cut, [5, 6, 7] * scaled(12, 4), [9] * scaled(40, 10)]
 
 
 @pytest.fixture(scope="session")
@@ -122,14 +126,12 @@ def make_small_engine(make_target_folder, tiny_tokenizer):
         **config,
     ) -> Engine:
         target = load_target(str(folder), dtype=dtype)
-        # the defaults collide on so few layers
-        aux_layers = {"aux_layers": (0, 1, 2)} if head.startswith(("eagle3", "p-eagle")) else {}
         sources = ["suffix", "head", "draft_model"]
         drafting = {"max_draft_tokens": 4, "ngram_min": 1, "suffix_nodes": 2000, "acceptance": [0.7, 0.4]}
         return Engine(
             target,
             tokenizer=tiny_tokenizer,
-            head=make_head(load_target(str(folder)), head, **aux_layers),
+            head=make_head(load_target(str(folder)), head),
             draft_model=load_target(str(folder if draft_model == "same" else other), dtype=dtype),
             proposer=proposer,
             config=EngineConfig(**config),

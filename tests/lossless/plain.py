@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, fields, replace
 from infer.engine import Engine
 from infer.logprobs import TokenLogprob
 from infer.request import Completion, SamplingParams, StepOutput
+from tests.interpreted import scaled
 
-GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, top_k=60, top_p=0.95, seed=7)
+GREEDY = SamplingParams(max_tokens=scaled(40, 6), ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=scaled(40, 6), ignore_eos=True, temperature=0.9, top_k=60, top_p=0.95, seed=7)
 
 
 def ids(completions: Iterable[Completion]) -> list[list[int]]:

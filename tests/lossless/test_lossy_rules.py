@@ -9,14 +9,20 @@ import torch
 
 from infer import lossy
 from infer.request import SamplingParams
+from infer.tree import DraftTree
+from kernels.acceptance import block_of, coin, draw, likely, stream
 from kernels.noise import MASK32, gumbel_noise
+from kernels.verify import accept
+from tests.interpreted import scaled
 from tests.laws import Z, chi_square_excess
+
+TOKENS = scaled(30, 8)
 
 
 def drawn_chain(draft, root_token, seed, root, length):
     """As a drafter does for block verification: under its own noise of this step."""
     tokens, token = [], root_token
-    high = torch.tensor([(seed >> 32) ^ lossy.stream(lossy.DRAFTS, root)])
+    high = torch.tensor([(seed >> 32) ^ stream(lossy.DRAFTS, root)])
     for index in range(length):
         row = draft(token)
         noise = gumbel_noise(torch.tensor([seed & MASK32]), high, torch.tensor([root + index]), torch.arange(len(row)))
@@ -34,9 +40,9 @@ def generate(target, draft, seed, count, *, certain=False, length=3):
         path = [text[-1], *tokens]
         laws = torch.stack([target(token) for token in path])
         drafts = None if certain else torch.stack([draft(token) for token in path[:-1]])
-        verdict = lossy.block(laws, drafts, tokens, seed, root)
-        text += [*tokens[: len(verdict.path) - 1], verdict.bonus]
-        steps.append(len(verdict.path))
+        accepted, bonus = block_of(laws, drafts, tokens, seed, root)
+        text += [*tokens[:accepted], bonus]
+        steps.append(1 + accepted)
     return text[1 : count + 1], steps
 
 
@@ -84,8 +90,8 @@ def test_the_bound_notices_a_wrong_law():
     counts = torch.zeros(V, dtype=torch.double)
     for run in range(3000):
         tokens = drawn_chain(lambda t: q, 0, run * 7_919 + (run << 33), 0, 1)
-        accepted = lossy.coin(run * 7_919, 0, 1) <= float(p[tokens[0]] / q[tokens[0]])
-        counts[tokens[0] if accepted else lossy.draw(p, run * 7_919, 0)] += 1  # draws from p, not from the residual
+        accepted = coin(run * 7_919, 0, 1) <= float(p[tokens[0]] / q[tokens[0]])
+        counts[tokens[0] if accepted else draw(p, run * 7_919, 0)] += 1  # draws from p, not from the residual
     assert chi_square_excess(counts, p) > Z
 
 
@@ -100,10 +106,10 @@ def test_block_runs_are_longer_than_rejection_by_token():
         tokens = drawn_chain(lambda t: q[t], 0, seed, 0, 4)
         path = [0, *tokens]
         laws, drafts = p[torch.tensor(path)], q[torch.tensor(path[:-1])]
-        block.append(len(lossy.block(laws, drafts, tokens, seed, 0).path))
+        block.append(1 + block_of(laws, drafts, tokens, seed, 0)[0])
         run_length = 1
         for index, token in enumerate(tokens):
-            if lossy.coin(seed, 0, index + 1) > float(laws[index, token] / drafts[index, token]):
+            if coin(seed, 0, index + 1) > float(laws[index, token] / drafts[index, token]):
                 break
             run_length += 1
         by_token.append(run_length)
@@ -115,25 +121,33 @@ def test_typical_acceptance_asks_less_where_the_target_is_uncertain():
     certain, uncertain = torch.full((V,), 0.02 / (V - 1)), torch.full((V,), 1 / V)
     certain[7] = 0.98
     law = torch.stack([uncertain, certain, certain, certain])
-    # a chain: any token after the uncertain root, then only the sure one
-    assert lossy.typical(law, [0, 3, 7, 9], [-1, 0, 1, 2], [5, 7, 7, 7]) == lossy.Verdict([0, 1, 2], 7)
-    assert lossy.typical(law, [0, 3, 8, 7], [-1, 0, 1, 2], [5, 7, 7, 7]) == lossy.Verdict([0, 1], 7)
+
+    def last(law, tokens, choice):
+        """The last accepted node of a chain after token 0."""
+        tree = DraftTree.chains([0], [tokens])
+        found = torch.tensor([[False, *likely(law, torch.arange(len(tokens)), torch.tensor(tokens)).tolist()]])
+        parts = tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, torch.tensor([choice])
+        return int(accept(*parts, found))
+
+    # any token after the uncertain root, then only the sure one
+    assert last(law, [3, 7, 9], [5, 7, 7, 7]) == 2
+    assert last(law, [3, 8, 7], [5, 7, 7, 7]) == 1
     # the target's own choice is always good enough
-    assert lossy.typical(law[1:], [0, 9, 7], [-1, 0, 1], [9, 7, 4]) == lossy.Verdict([0, 1, 2], 4)
+    assert last(law[1:], [9, 7], [9, 7, 4]) == 2
 
 
 @pytest.mark.parametrize("rule", ["block", "typical"])
 def test_through_the_engine(make_engine, prompts, rule):
     engine = make_engine(proposer="head", drafts=4, max_batch=8)
-    sampled = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.9, seed=5, acceptance=rule)
+    sampled = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, seed=5, acceptance=rule)
     completions = engine.generate(prompts, sampled)
     assert all(completion.acceptance == rule for completion in completions)
-    assert all(len(completion.token_ids) == 30 for completion in completions)
+    assert all(len(completion.token_ids) == TOKENS for completion in completions)
     assert sum(completion.stats.accepted for completion in completions) > 0
     again = engine.generate(prompts, sampled)
     assert [a.token_ids for a in again] == [c.token_ids for c in completions], "it can be repeated on one engine"
-    greedy = SamplingParams(max_tokens=30, ignore_eos=True, acceptance=rule)
-    plain = make_engine(proposer="none").generate(prompts, SamplingParams(max_tokens=30, ignore_eos=True))
+    greedy = SamplingParams(max_tokens=TOKENS, ignore_eos=True, acceptance=rule)
+    plain = make_engine(proposer="none").generate(prompts, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
     completions = engine.generate(prompts, greedy)
     assert [c.token_ids for c in completions] == [c.token_ids for c in plain]
     assert all(completion.acceptance == "exact" for completion in completions)
@@ -142,8 +156,8 @@ def test_through_the_engine(make_engine, prompts, rule):
 
 def test_beside_other_requests_nothing_changes(make_engine, prompts):
     """Lossy and exact requests share a batch, chains and trees."""
-    exact = SamplingParams(max_tokens=25, ignore_eos=True, temperature=0.9, seed=5)
-    block = SamplingParams(max_tokens=25, ignore_eos=True, temperature=0.9, seed=5, acceptance="block")
+    exact = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, seed=5)
+    block = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, seed=5, acceptance="block")
     expected = [c.token_ids for c in make_engine(proposer="none").generate(prompts, exact)]
     engine = make_engine(shape={"tree_width": 3}, max_batch=8)
     asked = [block if index % 2 else exact for index in range(len(prompts))]
@@ -156,7 +170,7 @@ def test_beside_other_requests_nothing_changes(make_engine, prompts):
 
 def test_block_verification_in_the_engine_follows_the_targets_law(make_engine, prompts):
     """The second and third token of many seeds against plain sampling's law, tokens gathered into a few cells."""
-    runs, cells = 1200, 12
+    runs, cells = scaled(1200, 96), 12
     engine = make_engine(proposer="head", drafts=3, max_batch=32)
     plain = make_engine(proposer="none", max_batch=32)
     counts = {}
@@ -184,7 +198,7 @@ def test_block_verification_in_the_engine_follows_the_targets_law(make_engine, p
 
 def test_synthetic_acceptance_has_the_given_rates(make_engine, prompts):
     engine = make_engine(proposer="synthetic", shape={"acceptance": [0.8, 0.5, 0.25]}, max_batch=8)
-    params = SamplingParams(max_tokens=400, ignore_eos=True, seed=3)
+    params = SamplingParams(max_tokens=scaled(400, 40), ignore_eos=True, seed=3)
     completions = engine.generate([prompts[i] for i in (2, 5, 9)], params)
     assert all(completion.acceptance == "synthetic" for completion in completions)
     total = [sum(c.stats.accepted_by_position[d] for c in completions) for d in range(3)]

@@ -11,11 +11,12 @@ from kernels.quantise import LARGEST, STORED
 from kernels.rotary import QKNorm
 from kernels.rows import AttentionRows
 from kernels.shape import Shaping
-from kernels.triton import choose, elementwise, gather, residual, shape, verify
+from kernels.triton import acceptance, choose, elementwise, gather, residual, shape, verify
 from kernels.triton.attention import TritonAttention
 from kernels.triton.linear import linear
 from kernels.triton.move import move_slots
 from kernels.triton.rotary import rotate_and_write
+from kernels.triton.ttt_attention import TttAttention
 
 META = torch.device("meta")
 BF16 = torch.bfloat16
@@ -92,9 +93,29 @@ def shape_all():
     shape.shape(empty(4, 262144), Shaping(1.1, 0.3, 0.2, prompt, counts, index, counts, words))
 
 
-def accept():
+def accept(likely=None):
     wide, narrow = empty(8, 64, dtype=torch.int64), empty(8, 64, dtype=torch.int32)
-    verify.accept(wide, narrow, narrow, wide, empty(8, dtype=torch.int64), wide)
+    verify.accept(wide, narrow, narrow, wide, empty(8, dtype=torch.int64), wide, likely)
+
+
+def verify_blocks():
+    """Chains of five drawn tokens; of one that is certain, where every number that may be 1 is."""
+    numbers = dict.fromkeys(("rows", "ids", "counts", "places", "seeds", "roots", "out"), empty(4, dtype=torch.int64))
+    laws = empty(24, 128256, dtype=torch.float32)
+    for width in (5, 1):
+        acceptance.launch(laws, laws, **numbers, width=width, block=acceptance.BLOCK)
+
+
+def unrolled(dim, *, dtype=BF16, short=False):
+    """The seventh step of a training-time test over some of the slots, forward and backward.
+
+    `short`: the second step of one slot, so that every number which may be 1 is, and becomes a constant.
+    """
+    batch, T, M, later = (1, 1, 1, 1) if short else (2, 4096, 3000, 6)
+    q = empty(batch, M, 32, dim, dtype=dtype).requires_grad_()
+    both = 2 * [empty(batch, T, 8, dim, dtype=dtype), *[empty(batch, M, 8, dim, dtype=dtype)] * later]
+    out = TttAttention.apply(q, *[empty(batch, M, dtype=torch.int32)] * 2, *both)
+    torch.autograd.grad(out, q, torch.empty_like(out))
 
 
 CASES = {
@@ -108,6 +129,9 @@ CASES = {
     "shape": shape_all,
     "shape, a mask alone": lambda: shape.shape(empty(4, 128256), Shaping(allowed=empty(4, 4008, dtype=torch.int32))),
     "accept": accept,
+    "typical acceptance": lambda: accept(empty(8, 64, dtype=torch.bool)),
+    "entropies": lambda: acceptance.entropy(empty(24, 128256, dtype=torch.float32)),
+    "block verification": verify_blocks,
     "verify, head size 128": partial(attend, 128, whole=False),
     "verify a tree, head size 128": partial(attend, 128, whole=False, tree=True),
     "verify a tree by many programs": partial(attend, 128, whole=True, tree=True),
@@ -147,6 +171,10 @@ CASES = {
     "rotary": partial(rotate, False),
     "rotary and QK norm": partial(rotate, True),
     "rotary, fp8 cache": partial(rotate, True, torch.float8_e4m3fn),
+    "training-time test, head size 64": partial(unrolled, 64, dtype=torch.float16),
+    "training-time test, head size 128": partial(unrolled, 128),
+    "training-time test, head size 256": partial(unrolled, 256),
+    "training-time test, one slot": partial(unrolled, 128, short=True),
     "move": lambda: move_slots(
         empty(32, 2, 8, SLOTS, 128), empty(256, dtype=torch.int64), empty(256, dtype=torch.int64)
     ),

@@ -6,7 +6,7 @@ import pytest
 
 from tests.kernels.triton.compiled import SHARED_LIMIT, compile_in_new_process
 
-EXACT = ("best_of_block", "count_digits", "shape_kernel")
+EXACT = ("best_of_block", "count_digits", "shape_kernel", "verify_block", "entropy_of_row")
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +21,8 @@ def test_nothing_spills_and_shared_memory_suffices(compiled):
         *("rms_norm_kernel", "norm_beside_kernel", "embed_norm_gelu_kernel", "silu_mul_kernel"),
         *("best_of_block", "best_of_row", "count_digits", "read_threshold", "count_above", "last_accepted"),
         *("shape_kernel", "gather_kernel", "residual_silu_kernel"),
+        *("verify_block", "entropy_of_row"),
+        *("ttt_forward", "ttt_query_gradient", "ttt_key_gradient", "ttt_own_gradient"),
     }
     assert [(case, k["kernel"], k["spilled"]) for case, k in kernels if k["spilled"] and "fp32" not in case] == []
     assert [(case, k["kernel"], k["shared"]) for case, k in kernels if k["shared"] > SHARED_LIMIT] == []

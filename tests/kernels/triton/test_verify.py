@@ -36,7 +36,8 @@ def test_accept_equals_the_torch_form(monkeypatch, lengths, seed):
     if seed == 0:  # a chain that is accepted whole, bit 63 of the word included
         tree = DraftTree.chains([0] * len(lengths), [[1] * (length - 1) for length in lengths])
         choice = torch.ones_like(tree.token)
-    given = (tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice)
+    likely = torch.rand(tree.token.shape, generator=generator) < 0.3 if seed > 1 else None
+    given = (tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice, likely)
     answers = []
     for switch in ("torch", "triton"):
         monkeypatch.setenv("HEADWAY_KERNELS", switch)

@@ -1,0 +1,28 @@
+"""What attention of a training-time test means, one row and head at a time in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def ttt_attention(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor, starts: Tensor) -> Tensor:
+    """As kernels.ttt_attention.ttt_attention, slots `[B, M]` -> `[B, M, nh, D]` float64, differentiable."""
+    batch, rows, heads, _ = q.shape
+    group, scale = heads // keys[0].shape[2], q.shape[3] ** -0.5
+    out = []
+    for b in range(batch):
+        for row in range(rows):
+            last = int(slots[b, row])
+            seen = slice(int(starts[b, last]), last + 1)
+            for head in range(heads):
+                shared = head // group
+                own_keys, own_values = (
+                    torch.cat([of_first[b, seen, shared], *(step[b, row, shared][None] for step in later)]).double()
+                    for of_first, *later in (keys, values)
+                )
+                weights = (own_keys @ q[b, row, head].double() * scale).softmax(-1)
+                out.append(weights @ own_values)
+    return torch.stack(out).view(batch, rows, heads, -1)

@@ -1,0 +1,306 @@
+# pyright: reportCallIssue=false, reportArgumentType=false
+"""Attention of a training-time test on a GPU, forward and backward, by arXiv 2307.08691's recurrence.
+
+A row sees a range of the first step's keys, in tiles of products, and one key of each later step, element by element:
+nothing as wide as the sequence is written. Tiles that no row of a block sees, before its documents and after its slots,
+are not met. The forward pass keeps one number per row and head, the logarithm of its sum of weights, base 2.
+
+    ttt_forward         (block of rows, head, sequence): the answer
+    ttt_query_gradient  (block of rows, head, sequence): of the queries; and each row's Σ gradient * answer, which the
+                        softmax takes from every weight's gradient
+    ttt_key_gradient    (block of keys, KV head, sequence): of the first step's keys and values, over all rows that may
+                        see them, head by head: one order, no atomic addition
+    ttt_own_gradient    (block of rows, KV head, sequence and later step): of the later steps' keys and values
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels.triton import INTERPRET
+
+LOWEST = tl.constexpr(-1e30)  # below every score and finite, so that a row of no keys gives no NaN
+
+
+class Blocking(NamedTuple):
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By head size up to 64, 128 and 256: about the largest for which no register spills.
+FORWARD = Blocking(128, 64, 4, 3), Blocking(128, 64, 8, 3), Blocking(64, 32, 8, 2)
+OF_QUERIES = Blocking(64, 64, 4, 2), Blocking(64, 64, 8, 2), Blocking(32, 64, 8, 1)
+OF_KEYS = Blocking(64, 64, 4, 2), Blocking(32, 64, 8, 2), Blocking(64, 32, 8, 1)
+FP32 = Blocking(32, 32, 8, 1)  # no tensor cores: small products
+OWN_ROWS = 16  # of `ttt_own_gradient`, which keeps six of `[OWN_ROWS, D]` in registers
+
+
+def blocking(sizes: Sequence[Blocking], q: Tensor) -> tuple[Blocking, dict[str, int | bool]]:
+    """What suits q's head size and dtype, and the same as options of a launch."""
+    shape = FP32 if q.dtype == torch.float32 else sizes[bisect.bisect_left((64, 128), q.shape[3])]
+    upcast = q.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1"
+    tiles = {"ROWS": shape.rows, "KEYS": shape.keys, "UPCAST": upcast}
+    return shape, tiles | {"num_warps": shape.warps, "num_stages": shape.stages}
+
+
+@triton.jit
+def load_rows(base, place, valid, D: tl.constexpr, D_PADDED: tl.constexpr, UPCAST: tl.constexpr):
+    """`place` `[N]`: which line of `[.., D]` -> `[N, D_PADDED]`, zero where not valid."""
+    d = tl.arange(0, D_PADDED)
+    x = tl.load(base + place[:, None] * D + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    if UPCAST:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def store_rows(base, place, valid, x, D: tl.constexpr):
+    d = tl.arange(0, x.shape[1])
+    mask = valid[:, None] & (d < D)[None, :]
+    tl.store(base + place[:, None] * D + d[None, :], x.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def ttt_forward(
+    q, k, v, own_k, own_v, firsts, ends, out, sums, M, T, later, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    kv_head = head // (HEADS // KV_HEADS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = row < M
+    at = batch * M + row
+    first, end = tl.load(firsts + at, mask=valid, other=T), tl.load(ends + at, mask=valid, other=0)
+    queries = load_rows(q, at * HEADS + head, valid, D, D_PADDED, UPCAST)
+    peak = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    answer = tl.zeros([ROWS, D_PADDED], tl.float32)
+    for step in range(later):
+        place = ((step * tl.num_programs(2) + batch) * M + row) * KV_HEADS + kv_head
+        key = load_rows(own_k, place, valid, D, D_PADDED, UPCAST).to(tl.float32)
+        score = tl.sum(queries.to(tl.float32) * key, 1) * scale
+        highest = tl.maximum(peak, score)
+        weight, fade = tl.exp2(score - highest), tl.exp2(peak - highest)
+        peak, total = highest, total * fade + weight
+        value = load_rows(own_v, place, valid, D, D_PADDED, UPCAST).to(tl.float32)
+        answer = answer * fade[:, None] + weight[:, None] * value
+    stop = tl.max(end, 0)
+    for tile in range(tl.min(first, 0) // KEYS * KEYS, stop, KEYS):
+        position = tile + tl.arange(0, KEYS)
+        there = position < stop
+        place = (batch * T + position) * KV_HEADS + kv_head
+        key = load_rows(k, place, there, D, D_PADDED, UPCAST)
+        value = load_rows(v, place, there, D, D_PADDED, UPCAST)
+        seen = (position[None, :] >= first[:, None]) & (position[None, :] < end[:, None])
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.where(seen, scores, float("-inf"))
+        highest = tl.maximum(peak, tl.max(scores, 1))
+        weights, fade = tl.exp2(scores - highest[:, None]), tl.exp2(peak - highest)
+        peak, total = highest, total * fade + tl.sum(weights, 1)
+        answer = tl.dot(weights.to(value.dtype), value, answer * fade[:, None], input_precision="ieee")
+    total = tl.where(valid, total, 1.0)
+    store_rows(out, at * HEADS + head, valid, answer / total[:, None], D)
+    tl.store(sums + (batch * HEADS + head) * M + row, peak + tl.log2(total), mask=valid)
+
+
+@triton.jit
+def ttt_query_gradient(
+    q, k, v, own_k, own_v, firsts, ends, out, sums, grad, deltas, grad_q, M, T, later, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    kv_head = head // (HEADS // KV_HEADS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = row < M
+    at = batch * M + row
+    first, end = tl.load(firsts + at, mask=valid, other=T), tl.load(ends + at, mask=valid, other=0)
+    queries = load_rows(q, at * HEADS + head, valid, D, D_PADDED, UPCAST)
+    upstream = load_rows(grad, at * HEADS + head, valid, D, D_PADDED, UPCAST)
+    answer = load_rows(out, at * HEADS + head, valid, D, D_PADDED, UPCAST)
+    by_head = (batch * HEADS + head) * M + row
+    log_total = tl.load(sums + by_head, mask=valid, other=0.0)
+    delta = tl.sum(upstream.to(tl.float32) * answer.to(tl.float32), 1)
+    tl.store(deltas + by_head, delta, mask=valid)
+    total = tl.zeros([ROWS, D_PADDED], tl.float32)
+    for step in range(later):
+        place = ((step * tl.num_programs(2) + batch) * M + row) * KV_HEADS + kv_head
+        key = load_rows(own_k, place, valid, D, D_PADDED, UPCAST).to(tl.float32)
+        value = load_rows(own_v, place, valid, D, D_PADDED, UPCAST).to(tl.float32)
+        weight = tl.exp2(tl.sum(queries.to(tl.float32) * key, 1) * scale - log_total)
+        by_weight = tl.sum(upstream.to(tl.float32) * value, 1) - delta
+        total += (weight * by_weight)[:, None] * key
+    stop = tl.max(end, 0)
+    for tile in range(tl.min(first, 0) // KEYS * KEYS, stop, KEYS):
+        position = tile + tl.arange(0, KEYS)
+        there = position < stop
+        place = (batch * T + position) * KV_HEADS + kv_head
+        key = load_rows(k, place, there, D, D_PADDED, UPCAST)
+        value = load_rows(v, place, there, D, D_PADDED, UPCAST)
+        seen = (position[None, :] >= first[:, None]) & (position[None, :] < end[:, None])
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+        weights = tl.exp2(tl.where(seen, scores - log_total[:, None], float("-inf")))
+        by_weight = tl.dot(upstream, tl.trans(value), input_precision="ieee") - delta[:, None]
+        total = tl.dot((weights * by_weight).to(key.dtype), key, total, input_precision="ieee")
+    store_rows(grad_q, at * HEADS + head, valid, total * (scale * 0.6931471805599453), D)  # scale is for base 2
+
+
+@triton.jit
+def ttt_key_gradient(
+    q, k, v, firsts, ends, sums, grad, deltas, reach, grad_k, grad_v, M, T, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    block, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    position = block * KEYS + tl.arange(0, KEYS)
+    there = position < T
+    place = (batch * T + position) * KV_HEADS + kv_head
+    key = load_rows(k, place, there, D, D_PADDED, UPCAST)
+    value = load_rows(v, place, there, D, D_PADDED, UPCAST)
+    of_key = tl.zeros([KEYS, D_PADDED], tl.float32)
+    of_value = tl.zeros([KEYS, D_PADDED], tl.float32)
+    range_of = reach + (batch * tl.num_programs(0) + block) * 2
+    start, stop = tl.load(range_of), tl.load(range_of + 1)
+    for nth in range(HEADS // KV_HEADS):
+        head = kv_head * (HEADS // KV_HEADS) + nth
+        for tile in range(start, stop, ROWS):
+            row = tile + tl.arange(0, ROWS)
+            valid = row < M
+            at, by_head = batch * M + row, (batch * HEADS + head) * M + row
+            first, end = tl.load(firsts + at, mask=valid, other=T), tl.load(ends + at, mask=valid, other=0)
+            queries = load_rows(q, at * HEADS + head, valid, D, D_PADDED, UPCAST)
+            upstream = load_rows(grad, at * HEADS + head, valid, D, D_PADDED, UPCAST)
+            log_total = tl.load(sums + by_head, mask=valid, other=0.0)
+            delta = tl.load(deltas + by_head, mask=valid, other=0.0)
+            seen = (position[:, None] >= first[None, :]) & (position[:, None] < end[None, :])
+            scores = tl.dot(key, tl.trans(queries), input_precision="ieee") * scale
+            weights = tl.exp2(tl.where(seen, scores - log_total[None, :], float("-inf")))
+            of_value = tl.dot(weights.to(upstream.dtype), upstream, of_value, input_precision="ieee")
+            by_weight = tl.dot(value, tl.trans(upstream), input_precision="ieee") - delta[None, :]
+            of_key = tl.dot((weights * by_weight).to(queries.dtype), queries, of_key, input_precision="ieee")
+    store_rows(grad_k, place, there, of_key * (scale * 0.6931471805599453), D)
+    store_rows(grad_v, place, there, of_value, D)
+
+
+@triton.jit
+def ttt_own_gradient(
+    q, own_k, own_v, sums, grad, deltas, grad_k, grad_v, M, batches, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    kv_head, batch = tl.program_id(1), (tl.program_id(2) % batches).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = row < M
+    place = (tl.program_id(2).to(tl.int64) * M + row) * KV_HEADS + kv_head  # `[steps, B, M, nkv]`
+    key = load_rows(own_k, place, valid, D, D_PADDED, True)
+    value = load_rows(own_v, place, valid, D, D_PADDED, True)
+    of_key = tl.zeros([ROWS, D_PADDED], tl.float32)
+    of_value = tl.zeros([ROWS, D_PADDED], tl.float32)
+    for nth in range(HEADS // KV_HEADS):
+        head = kv_head * (HEADS // KV_HEADS) + nth
+        at, by_head = (batch * M + row) * HEADS + head, (batch * HEADS + head) * M + row
+        queries = load_rows(q, at, valid, D, D_PADDED, True)
+        upstream = load_rows(grad, at, valid, D, D_PADDED, True)
+        log_total = tl.load(sums + by_head, mask=valid, other=0.0)
+        delta = tl.load(deltas + by_head, mask=valid, other=0.0)
+        weight = tl.exp2(tl.sum(queries * key, 1) * scale - log_total)
+        by_weight = tl.sum(upstream * value, 1) - delta
+        of_key += (weight * by_weight)[:, None] * queries
+        of_value += weight[:, None] * upstream
+    store_rows(grad_k, place, valid, of_key * (scale * 0.6931471805599453), D)
+    store_rows(grad_v, place, valid, of_value, D)
+
+
+def supported(head_dim: int, dtype: torch.dtype) -> bool:
+    return 16 <= head_dim <= 256 and dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+class TttAttention(torch.autograd.Function):
+    """As the contract, from q, the `bounds` of its rows, then all keys and all values, all of q's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, firsts: Tensor, ends: Tensor, *both: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v, own_k, own_v = arranged(q, both)
+        (batch, rows, heads, _), sizes = q.shape, sizes_of(q, k)
+        out, sums = torch.empty_like(q), torch.empty(batch, heads, rows, device=q.device)
+        shape, options = blocking(FORWARD, q)
+        ttt_forward[triton.cdiv(rows, shape.rows), heads, batch](
+            q, k, v, own_k, own_v, firsts, ends, out, sums, rows, k.shape[1], len(both) // 2 - 1, scale_of(q), **sizes,
+            **options,
+        )  # fmt: skip
+        ctx.save_for_backward(q, firsts, ends, out, sums, *both)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, firsts, ends, out, sums, *both = ctx.saved_tensors
+        q, k, v, own_k, own_v = arranged(q, both)
+        (batch, rows, heads, _), sizes, scale = q.shape, sizes_of(q, k), scale_of(q)
+        later, length, kv_heads = len(both) // 2 - 1, *k.shape[1:3]
+        grad, deltas, grad_q = grad.contiguous(), torch.empty_like(sums), torch.empty_like(q)
+        shape, options = blocking(OF_QUERIES, q)
+        ttt_query_gradient[triton.cdiv(rows, shape.rows), heads, batch](
+            q, k, v, own_k, own_v, firsts, ends, out, sums, grad, deltas, grad_q, rows, length, later, scale, **sizes,
+            **options,
+        )  # fmt: skip
+        grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+        shape, options = blocking(OF_KEYS, q)
+        reach = reaching(firsts, ends, length, shape)
+        ttt_key_gradient[reach.shape[1], kv_heads, batch](
+            q, k, v, firsts, ends, sums, grad, deltas, reach, grad_k, grad_v, rows, length, scale, **sizes, **options
+        )
+        if not later:
+            return grad_q, None, None, grad_k, grad_v
+        own_grad_k, own_grad_v = torch.empty_like(own_k), torch.empty_like(own_v)
+        ttt_own_gradient[triton.cdiv(rows, OWN_ROWS), kv_heads, later * batch](
+            q, own_k, own_v, sums, grad, deltas, own_grad_k, own_grad_v, rows, batch, scale, **sizes, ROWS=OWN_ROWS,
+            num_warps=4,
+        )  # fmt: skip
+        return grad_q, None, None, grad_k, *own_grad_k, grad_v, *own_grad_v
+
+
+def arranged(q: Tensor, both: Sequence[Tensor]) -> list[Tensor]:
+    """q, the first step's keys and values, and those of all later steps `[steps, B, M, nkv, D]`, without gaps."""
+    (k, *own_k), (v, *own_v) = both[: len(both) // 2], both[len(both) // 2 :]
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    return [q, k, v, *(torch.stack(own) if own else k for own in (own_k, own_v))]
+
+
+def sizes_of(q: Tensor, k: Tensor) -> dict[str, Any]:
+    (*_, heads, dim), kv_heads = q.shape, k.shape[2]
+    return {"HEADS": heads, "KV_HEADS": kv_heads, "D": dim, "D_PADDED": triton.next_power_of_2(dim)}
+
+
+def scale_of(q: Tensor) -> float:
+    return q.shape[3] ** -0.5 * math.log2(math.e)
+
+
+def reaching(firsts: Tensor, ends: Tensor, length: int, shape: Blocking) -> Tensor:
+    """`[B, blocks of keys, 2]` int32: the first row that may see a key of the block, and the one after the last.
+
+    In whole blocks of rows.
+    """
+    batch, rows = firsts.shape
+    blocks = triton.cdiv(rows, shape.rows)
+    missing = blocks * shape.rows - rows
+    low = torch.nn.functional.pad(firsts, (0, missing), value=length).view(batch, blocks, -1).amin(-1)
+    high = torch.nn.functional.pad(ends, (0, missing)).view(batch, blocks, -1).amax(-1)
+    begin = torch.arange(0, length, shape.keys, dtype=torch.int32, device=firsts.device)[:, None]
+    met = (high[:, None] > begin) & (low[:, None] < begin + shape.keys)  # [B, blocks of keys, blocks of rows]
+    number = torch.arange(blocks, dtype=torch.int32, device=firsts.device)
+    start = torch.where(met, number, blocks).amin(-1)
+    stop = torch.where(met, number + 1, 0).amax(-1)
+    return torch.stack([start, stop], dim=-1) * shape.rows

@@ -1,0 +1,95 @@
+"""Attention of EAGLE-3's training-time test (arXiv 2503.01840), forward and backward: a causal block and diagonals.
+
+A head is unrolled over its own states. At step s a row, which stands for a slot of the sequence, sees the step-0 keys
+of its slot and of those before it, in its own document, and of every later step the one key that its own slot made:
+what a chain draft finds in its cache. P-EAGLE's rows of one slot see the same.
+
+Contract: the softmax runs over both kinds of keys together and is fp32. Gradients are those of the dense form; the
+first step's keys gather theirs from all rows that see them, in one order, so that a run repeats its bits.
+
+The torch form holds all scores, `[B, nh, M, T + s]` per step. On a CUDA device a Triton kernel holds tiles of them
+(kernels/triton/ttt_attention.py). Rows of one document each, at step 0, are plain causal attention, for which torch has
+a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.triton import in_use
+
+
+def ttt_attention(
+    q: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    slots: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
+    """q `[B, M, nh, D]` of this step's rows -> `[B, M, nh, D]`, in q's dtype or that of autocast.
+
+    keys and values: of step 0 `[B, T, nkv, D]`, of each later step until this one `[B, M, nkv, D]`. `slots` `[M]` or
+    `[B, M]`: the slot of each row, in any order; None: row m is slot m. starts `[B, T]`: the slot at which each slot's
+    document begins; None: each row of the batch is one document.
+    """
+    if len(keys) > 1 or slots is not None or starts is not None:
+        dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
+        if in_use(q.device):
+            from kernels.triton import ttt_attention as gpu
+
+            if gpu.supported(q.shape[3], dtype):
+                q, *both = (x.to(dtype) for x in (q, *keys, *values))
+                return gpu.TttAttention.apply(q, *bounds(keys[0].shape[:2], slots, starts, q.device), *both)
+    return dense(q, keys, values, slots, starts)
+
+
+def bounds(shape: torch.Size, slots: Tensor | None, starts: Tensor | None, device: torch.device) -> list[Tensor]:
+    """First step-0 key that each row sees, and the one after its last, `[B, M]` int32; shape `[B, T]`."""
+    batch, length = shape
+    slots = (torch.arange(length, device=device) if slots is None else slots).expand(batch, -1)
+    first = torch.zeros_like(slots) if starts is None else starts.gather(1, slots)
+    return [first.to(torch.int32), slots.to(torch.int32) + 1]
+
+
+def visible(starts: Tensor, slots: Tensor | None = None) -> Tensor:
+    """bool `[B, 1, M, T]`: what each slot of packed documents sees: itself and what is before it in its own.
+
+    starts `[B, T]`: the slot at which a slot's document begins. With `slots` `[M]` or `[B, M]` the rows of these alone.
+    """
+    first, end = bounds(starts.shape, slots, starts, starts.device)
+    columns = torch.arange(starts.shape[1], device=starts.device)
+    return ((columns >= first[..., None]) & (columns < end[..., None])).unsqueeze(1)
+
+
+def repeat_kv(x: Tensor, groups: int) -> Tensor:
+    """`[B, nkv, T, D]` -> `[B, nkv * groups, T, D]`, each KV head repeated for its query heads."""
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+def dense(
+    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor | None, starts: Tensor | None
+) -> Tensor:
+    """As `ttt_attention`, in torch. Query heads of one KV head are rows of one product."""
+    T, groups, scale = keys[0].shape[1], q.shape[2] // keys[0].shape[2], q.shape[3] ** -0.5
+    q, k, v = (x.transpose(1, 2) for x in (q, keys[0], values[0]))  # [B, heads, T, D]
+    plain = slots is None and starts is None
+    if starts is None:
+        starts = torch.zeros(len(q), T, dtype=torch.int64, device=q.device)
+    if len(keys) == 1:
+        k, v = repeat_kv(k, groups), repeat_kv(v, groups)
+        seen = None if plain else visible(starts, slots)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=plain).transpose(1, 2)
+    q = q.unflatten(1, (-1, groups))  # [B, nkv, G, M, D]
+    seen = visible(starts, slots).unsqueeze(1)
+    scores = (q.flatten(2, 3) @ k.transpose(2, 3) * scale).unflatten(2, q.shape[2:4]).masked_fill(~seen, -torch.inf)
+    own_keys, own_values = ([x.transpose(1, 2)[:, :, None] for x in later[1:]] for later in (keys, values))
+    own = torch.stack([(q * key).sum(-1) * scale for key in own_keys], dim=-1)  # [B, nkv, G, M, s]
+    weights = torch.cat([scores, own], dim=-1).float().softmax(-1).to(q.dtype)
+    out = (weights[..., :T].flatten(2, 3) @ v).unflatten(2, q.shape[2:4])
+    for index, value in enumerate(own_values):
+        out = out + weights[..., T + index, None] * value
+    return out.flatten(1, 2).transpose(1, 2)

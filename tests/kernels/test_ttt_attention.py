@@ -1,0 +1,122 @@
+"""Attention of a training-time test, in torch and in Triton's interpreter: answers and gradients of the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.reference.ttt_attention import ttt_attention as oracle
+from kernels.triton import SWITCH
+from kernels.triton.ttt_attention import TttAttention
+from kernels.ttt_attention import ttt_attention
+from tests.heads import OBJECTIVE_OF, make_head, make_objective
+from train.data import Sequences
+from train.features import compute_features
+from train.objectives import teach
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def answers(attention: Any, q: Any, keys: Any, values: Any, *where: Any) -> list[torch.Tensor]:
+    """What it answers, and the gradients of all it reads under a random one of the answer."""
+    out = attention(q, keys, values, *where)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    return [out.detach(), *torch.autograd.grad(out, [q, *keys, *values], upstream)]
+
+
+def compare(
+    batch: int, length: int, rows: int | None, heads: tuple[int, int], dim: int, later: int, *, seed: int = 0,
+    packed: bool = True, dtype: torch.dtype = torch.float32, bound: float = 4e-6,
+) -> None:  # fmt: skip
+    """`rows` None: every slot has one, which the callee is not told."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype).requires_grad_()
+
+    every = torch.arange(length, device=DEVICE).expand(batch, -1)
+    slots = torch.stack([torch.randperm(length, generator=generator)[:rows] for _ in range(batch)]).to(DEVICE)
+    begins = torch.rand(batch, length, generator=generator).to(DEVICE) < 0.1
+    starts = torch.where(begins, every, 0).cummax(1).values if packed else torch.zeros_like(every)
+    wide = random(batch, length, 2 * heads[1] + 1, dim)  # keys and values may be views of the projections
+    q = random(batch, slots.shape[1], heads[0], dim)
+    keys, values = ([random(batch, slots.shape[1], heads[1], dim) for _ in range(later)] for _ in range(2))
+    keys, values = [wide[:, :, 1 : heads[1] + 1], *keys], [wide[:, :, heads[1] + 1 :], *values]
+    where = (None if rows is None else slots, starts if packed else None)
+    true = answers(oracle, q, keys, values, every if rows is None else slots, starts)
+    found = answers(ttt_attention, q, keys, values, *where)
+    assert found[0].dtype == dtype
+    for mine, theirs in zip(found, true, strict=True):
+        error = (mine.double() - theirs.double()).abs().max() / theirs.abs().max().clamp(min=1)
+        assert error < bound
+
+
+@pytest.fixture(params=["torch", "triton"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(SWITCH, request.param)
+    return request.param
+
+
+SHAPES = st.tuples(
+    st.integers(1, 2), st.integers(1, 70), st.none() | st.integers(1, 70),
+    st.sampled_from([(2, 2), (4, 2), (3, 1)]), st.sampled_from([16, 20]), st.integers(0, 3),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form_", ["torch", "triton"])
+@settings(max_examples=12, deadline=None)
+@given(SHAPES, st.booleans(), st.integers(0, 99))
+def test_any_shape(form_: str, shape: Any, packed: bool, seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, form_)
+        compare(*shape, packed=packed, seed=seed)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_head_sizes(form: str, dim: int) -> None:
+    compare(1, 40, 35, (2, 1), dim, 2)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 3e-3), (torch.bfloat16, 2e-2)])
+def test_narrow_dtypes(form: str, dtype: torch.dtype, bound: float) -> None:
+    """Keys of more than one tile, and rows of more than one block."""
+    compare(1, 140, 135, (2, 1), 16, 2, dtype=dtype, bound=bound)
+
+
+def test_autocast_decides_the_dtype(form: str) -> None:
+    q, k, v = (torch.randn(1, 8, 2, 16, device=DEVICE) for _ in range(3))
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        out = ttt_attention(q, [k, k], [v, v.bfloat16()])
+    assert (out - oracle(q, [k, k], [v, v], torch.arange(8)[None], torch.zeros(1, 8).long())).abs().max() < 0.03
+    assert (out.dtype == torch.bfloat16) == (form == "triton")
+
+
+@pytest.mark.parametrize("name", ["eagle3", "p-eagle, one layer"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_objective_learns_the_same(monkeypatch: Any, tiny_target: Any, name: str, packed: bool) -> None:
+    """Loss and gradients of a head's whole unrolling: prompts left out, and for P-EAGLE fewer slots at each depth."""
+    masks = [[True] * 9, [False] * 4 + [True] * 8, [False] * 2 + [True] * 9]
+    documents = Sequences.of([(list(range(7, 7 + len(own))), own) for own in masks])
+    batch = documents.packed([[2, 0], [1]]) if packed else documents.batch(range(3))
+    head = make_head(tiny_target, name, **({} if name == "eagle3" else {"num_depths": 3}))
+    objective = make_objective(head, OBJECTIVE_OF[head.name], steps=3)
+    features = compute_features(tiny_target, batch, head.config.aux_layers)
+    teacher = teach(tiny_target, features.hidden, batch, head.target_ids)
+    launched, losses, gradients = [], [], []
+    original = TttAttention.forward
+    monkeypatch.setattr(TttAttention, "forward", lambda ctx, *given: launched.append(1) or original(ctx, *given))
+    for switch in ("torch", "triton"):
+        monkeypatch.setenv(SWITCH, switch)
+        generator = torch.Generator().manual_seed(0)
+        loss, _ = objective(batch, features, teacher, objective.denominators(batch), generator=generator)
+        objective.zero_grad()
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(torch.cat([p.grad.flatten() for p in objective.parameters() if p.grad is not None]))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+    assert len(launched) == (3 if packed else 2)  # alone and at step 0 a document is plain causal attention
