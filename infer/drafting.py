@@ -133,6 +133,13 @@ class Drafting:
         chain = limit.nodes == limit.depth
         return NOTHING if depth == 0 else Budget(depth if chain else limit.nodes, depth)
 
+    def settled(self, request: Request, planner: Planner) -> tuple[str, int]:
+        """Who drafts for it now, and how deep as long as it does not end."""
+        name = self.name_for(request)
+        limit, asked = self._limits[name], request.params.max_draft_tokens
+        depth = limit.depth if asked is None else min(limit.depth, asked)
+        return name, planner.budget(request.request_id, Budget(depth, depth)).depth
+
     def places(self, request: Request, budget: Budget) -> int:
         return self._of(request).places(budget) if budget.nodes else 0
 

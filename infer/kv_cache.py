@@ -109,7 +109,10 @@ class KVPool:
 
     def _append(self, request: Request, pages: Sequence[int]) -> None:
         held = len(request.pages)
-        self.table[request.slot, held : held + len(pages)] = torch.tensor(list(pages), device=self.device)
+        if len(pages) == 1:  # as in decoding: the number goes with the launch, and the host does not wait for a copy
+            self.table[request.slot, held] = pages[0]
+        else:
+            self.table[request.slot, held : held + len(pages)] = torch.tensor(list(pages), device=self.device)
         request.pages += pages
 
     def move(self, requests: Sequence[Request], sources: Sequence[Sequence[int]], starts: Sequence[int]) -> None:

@@ -66,6 +66,11 @@ class Scheduler:
             self.waiting.remove(request)
         request.phase = Phase.FINISHED
 
+    @property
+    def may_admit(self) -> bool:
+        """Whether somebody waits who could begin."""
+        return bool(self.waiting and self._free_slots)
+
     def schedule(self) -> Step:
         """Reserves every page the step needs. Decodes come first: they hold memory and someone waits for them.
 

@@ -67,6 +67,8 @@ def answers(engine):
         ("head", None, "eagle3, whole vocabulary"),
         ("head", None, "mlp"),
         ("head", TREE, "eagle3, whole vocabulary"),
+        ("head", None, "medusa"),
+        ("head", TREE, "p-eagle, one layer"),
         ("draft_model", None, "eagle3, whole vocabulary"),
         ("combined", None, "eagle3, whole vocabulary"),
     ],
