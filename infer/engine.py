@@ -379,6 +379,8 @@ class Engine:
         request.finish_reason = reason
         self._scheduler.remove(request)
         self._drafting.release(request)
+        if self._rounds is not None:
+            self._rounds.leave(request)
         self._planner.forget(request.request_id)
         del self._requests[request.request_id]
 

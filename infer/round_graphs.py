@@ -119,7 +119,7 @@ class RoundGraphs:
         self._limit.zero_()
         shape = DraftTree.chains([0] * batch, [[0] * depth] * batch)
         fields = (shape.parent, shape.depth, shape.ancestors, shape.length)
-        tree = [field.contiguous().to(self._pool.device) for field in fields]
+        parent, level, ancestors, length = (field.contiguous().to(self._pool.device) for field in fields)
 
         def run() -> None:
             own = self._inputs.of(batch, restricts=restricts)
@@ -128,7 +128,7 @@ class RoundGraphs:
                 assert self._loop is not None
                 tokens = torch.cat([tokens, self._loop.chain(own, depth)], dim=1)
             choice, features = self._judge(own, tokens)
-            self._commit(own, choice, accept(tokens, *tree, choice), features)
+            self._commit(own, choice, accept(tokens, parent, level, ancestors, length, choice), features)
 
         self._graphs[batch, depth, restricts] = Graph(run, self._memory)
 

@@ -80,10 +80,8 @@ class Rounds:
         if self._flying is None:
             if batch is None or not self._begin(batch):
                 return None
-        else:
-            self._let_go()
-            if batch is None or not self._goes_on(batch):
-                return self.land()
+        elif batch is None or not self._goes_on(batch):
+            return self.land()
         if not self._make_room(unread=1):
             return self.land()
         landing, self._flying = self._flying, self._graphs.launch()
@@ -100,13 +98,19 @@ class Rounds:
         landing, self._flying = self._flying, None
         if landing is None:
             return []
-        self._let_go()
         outputs, kept = self._take(landing)
         if kept:
             rows = [self._graphs.features(row, count, behind=False) for row, _, count in kept]
             self._stepping.commit([own for _, own, _ in kept], [count for *_, count in kept], torch.cat(rows))
         self._rows = []
         return outputs
+
+    def leave(self, request: Request) -> None:
+        """It has ended, by what was read or from outside. What a round in flight makes for it is dropped."""
+        if request in self._rows:
+            row = self._rows.index(request)
+            self._rows[row] = None
+            self._graphs.leave(row)
 
     def _steady(self, planner: Planner) -> Batch | None:
         requests = self._scheduler.running
@@ -126,7 +130,7 @@ class Rounds:
             return False
         if proposer is not None and max(map(len, proposer.features(requests))) > self._graphs.width:
             return False  # one step reads them
-        self._rows, self._depth = list(requests), batch.depth
+        self._rows, self._depth = [*requests], batch.depth
         if not self._make_room(unread=0):
             self._rows = []
             return False
@@ -159,16 +163,6 @@ class Rounds:
                 return False
         return any(final_length(own, self._context) - len(own.tokens) > unread for own in self._alive)
 
-    def _let_go(self) -> None:
-        """Leaves the rows of requests that were ended from outside."""
-        for row, request in enumerate(self._rows):
-            if request is not None and request.phase is Phase.FINISHED:
-                self._leave(row)
-
-    def _leave(self, row: int) -> None:
-        self._rows[row] = None
-        self._graphs.leave(row)
-
     def _take(self, landing: Launched) -> tuple[list[StepOutput], list[tuple[int, Request, int]]]:
         """Emits a round's tokens. Besides: row, request and number of new positions of each request that goes on."""
         outputs: list[StepOutput] = []
@@ -182,6 +176,4 @@ class Rounds:
             outputs.append(self._stepping.advance(request, tokens, accepted, drafted=depth, depth=depth))
             if request.finish_reason is None:
                 kept.append((row, request, len(tokens)))
-            else:
-                self._leave(row)
         return outputs, kept
