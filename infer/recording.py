@@ -9,7 +9,7 @@ from infer.config import EngineConfig
 from infer.draft_graphs import DraftGraphs
 from infer.graphs import Buckets, GraphMemory, doubling
 from infer.memory import MIB
-from infer.proposers.base import Budget, NoProposer, Proposer
+from infer.proposers.base import NOTHING, Budget, NoProposer, Proposer
 from infer.proposers.combined import CombinedProposer
 from infer.proposers.head import HeadProposer
 from infer.round_graphs import RoundGraphs
@@ -98,20 +98,22 @@ def record_graphs(
             used.graphs = DraftGraphs(used, runner.pool, buckets, limit.depth, memory)
             work += used.graphs.recordings()
     rounds = None
-    depths = ahead_depths(proposer, limit, adaptive=adaptive)
-    if depths and (config.rounds_ahead == 1 or (config.rounds_ahead is None and shard.device.type == "cuda")):
-        rounds = RoundGraphs(shard, runner.pool, used, buckets, depths, memory)
+    ahead = budgets_ahead(proposer, limit, adaptive=adaptive)
+    if ahead and (config.rounds_ahead == 1 or (config.rounds_ahead is None and shard.device.type == "cuda")):
+        rounds = RoundGraphs(shard, runner.pool, used, buckets, ahead, memory)
         work += rounds.recordings()
     return Recorded(len(work), memory.record(work, "decoding"), rounds)
 
 
-def ahead_depths(proposer: Proposer, limit: Budget, *, adaptive: bool) -> Sequence[int]:
-    """How deep the chains of a round may be that is one graph; none where drafting is not for such a round."""
+def budgets_ahead(proposer: Proposer, limit: Budget, *, adaptive: bool) -> Sequence[Budget]:
+    """What may be drafted in rounds that are one graph; none where drafting needs the host."""
     if isinstance(proposer, NoProposer):
-        return (0,)
-    if not isinstance(proposer, HeadProposer) or proposer.graphs is None or proposer.shape is not None:
+        return (NOTHING,)
+    if not isinstance(proposer, HeadProposer) or proposer.graphs is None:
         return ()
-    return range(1 if adaptive else limit.depth, limit.depth + 1)
+    if proposer.shape is not None or not adaptive:
+        return (limit,)
+    return [Budget(depth, depth) for depth in range(1, limit.depth + 1)]
 
 
 def buckets_for(config: EngineConfig, widest: int, longest: int) -> Buckets:

@@ -18,6 +18,7 @@ import torch
 from infer.controller import Planner
 from infer.drafting import Drafting
 from infer.kv_cache import KVPool
+from infer.proposers.base import NOTHING, Budget
 from infer.request import Phase, Request, StepOutput
 from infer.round_graphs import Launched, RoundGraphs
 from infer.scheduler import Scheduler
@@ -25,10 +26,10 @@ from infer.stepping import Stepping
 
 
 class Batch(NamedTuple):
-    """Requests that could go on by themselves, and how deep each is drafted for."""
+    """Requests that could go on by themselves, and how far each is drafted for."""
 
     requests: list[Request]
-    depth: int
+    budget: Budget
 
 
 def needs_host(request: Request) -> bool:
@@ -64,13 +65,13 @@ class Rounds:
         self._graphs, self._pool, self._scheduler = graphs, pool, scheduler
         self._drafting, self._stepping, self._context = drafting, stepping, context
         self._rows: list[Request | None] = []  # by row of the state; None where it has ended
-        self._depth = 0
+        self._budget = NOTHING
         self._flying: Launched | None = None
 
     @property
     def most_rows(self) -> int:
         """Of the target in a round."""
-        return self._graphs.width * max(self._graphs.batches, default=0)
+        return self._graphs.most_rows
 
     def step(self, planner: Planner) -> list[StepOutput] | None:
         """Reads a round and, if they can go on, has launched the next one. None, with nothing done, where the engine
@@ -117,11 +118,11 @@ class Rounds:
         if not requests or self._scheduler.may_admit or any(map(needs_host, requests)):
             return None
         ways = {self._drafting.settled(request, planner) for request in requests}
-        name, depth = next(iter(ways))
+        name, budget = next(iter(ways))
         drafter = "none" if self._graphs.proposer is None else self._graphs.proposer.name
-        if len(ways) > 1 or name != drafter or depth not in self._graphs.depths:
+        if len(ways) > 1 or name != drafter or budget not in self._graphs.budgets:
             return None
-        return Batch(list(requests), depth)
+        return Batch(list(requests), budget)
 
     def _begin(self, batch: Batch) -> bool:
         """Loads the state and launches a first round; False if there is no graph, or no room, for it."""
@@ -130,12 +131,12 @@ class Rounds:
             return False
         if proposer is not None and max(map(len, proposer.features(requests))) > self._graphs.width:
             return False  # one step reads them
-        self._rows, self._depth = [*requests], batch.depth
+        self._rows, self._budget = [*requests], batch.budget
         if not self._make_room(unread=0):
             self._rows = []
             return False
         limits = [final_length(request, self._context) - 1 for request in requests]
-        self._graphs.load(requests, limits, batch.depth)
+        self._graphs.load(requests, limits, batch.budget)
         if proposer is not None:
             proposer.was_read(requests)
         self._flying = self._graphs.launch()
@@ -144,7 +145,7 @@ class Rounds:
     def _goes_on(self, batch: Batch) -> bool:
         """Whether these are the requests in flight, in a graph that is not too large for them."""
         fits = self._graphs.batch_for(len(batch.requests)) == self._graphs.batch_for(len(self._rows))
-        return fits and batch.depth == self._depth and batch.requests == self._alive
+        return fits and batch.budget == self._budget and batch.requests == self._alive
 
     @property
     def _alive(self) -> list[Request]:
@@ -152,14 +153,15 @@ class Rounds:
 
     def _make_room(self, *, unread: int) -> bool:
         """Reserves pages for one more round after `unread` ones, without taking any from others; False if there are
-        none, if its rows reach too far, or if all end before it. What lies past a request's last token is nobody's.
+        none, if its rows reach too far, or if all end before it.
         """
-        emitted = unread * (1 + self._depth)
+        emitted, places = unread * (1 + self._budget.depth), self._drafting.places
         for request in self._alive:
             final = final_length(request, self._context)
-            if min(len(request.tokens) + emitted, final) + self._graphs.reach > self._graphs.longest:
+            begins = min(len(request.tokens) + emitted, final)
+            if begins + self._graphs.reach > self._graphs.longest:
                 return False
-            if not self._pool.reserve(request, min(len(request.tokens) + emitted + self._depth, final)):
+            if not self._pool.reserve(request, begins + places(request, self._budget)):
                 return False
         return any(final_length(own, self._context) - len(own.tokens) > unread for own in self._alive)
 
@@ -167,13 +169,14 @@ class Rounds:
         """Emits a round's tokens. Besides: row, request and number of new positions of each request that goes on."""
         outputs: list[StepOutput] = []
         kept: list[tuple[int, Request, int]] = []
-        for row, (request, tokens) in enumerate(zip(self._rows, landing.read(), strict=False)):
+        for row, (request, (tokens, drafted, depth)) in enumerate(zip(self._rows, landing.read(), strict=False)):
             if request is None:
                 continue
-            # A step drafts no deeper than tokens may still be emitted.
-            depth = min(self._depth, final_length(request, self._context) - len(request.tokens) - 1)
+            # As in a step, a draft is no deeper than tokens may still be emitted: the rest of it is not counted.
+            depth = min(depth, final_length(request, self._context) - len(request.tokens) - 1)
+            drafted = depth if self._budget.nodes == self._budget.depth else drafted
             accepted = min(len(tokens) - 1, depth)
-            outputs.append(self._stepping.advance(request, tokens, accepted, drafted=depth, depth=depth))
+            outputs.append(self._stepping.advance(request, tokens, accepted, drafted=drafted, depth=depth))
             if request.finish_reason is None:
                 kept.append((row, request, len(tokens)))
         return outputs, kept

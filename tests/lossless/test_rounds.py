@@ -67,9 +67,18 @@ def test_rounds_ahead_change_nothing(make_small_engine, rounds, dtype, proposer,
     assert not rounds
 
 
-@pytest.mark.parametrize("head", ["eagle", "mlp", "p-eagle, one layer"])
-def test_drafts_that_are_often_right(make_engine, expected, prompts, rounds, head):
-    engine = make_engine(head=head, max_batch=4, graph_batches=[4], **AHEAD)
+@pytest.mark.parametrize(
+    ("head", "shape"),
+    [
+        ("eagle", None),
+        ("mlp", None),
+        ("p-eagle, one layer", None),
+        ("eagle3", {"tree_width": 3, "tree_nodes": 12}),
+        ("medusa", {"tree": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}),
+    ],
+)
+def test_drafts_that_are_often_right(make_engine, expected, prompts, rounds, head, shape):
+    engine = make_engine(head=head, shape=shape, max_batch=4, graph_batches=[4], **AHEAD)
     for params in (plain.GREEDY, plain.SAMPLED):
         found = engine.generate(prompts[2:5], params)
         assert ids(found) == expected[torch.float32, params][2:5]
@@ -160,6 +169,8 @@ class Lives(test_lives.Lives):
         "eagle3": {"proposer": "head"},
         "mlp": {"proposer": "head", "head": "mlp"},
         "p-eagle": {"proposer": "head", "head": "p-eagle, one layer"},
+        "eagle3 tree": {"proposer": "head", "shape": {"tree_width": 3, "tree_nodes": 10}},
+        "mlp tree": {"proposer": "head", "head": "mlp", "shape": {"tree_width": 2}},
     }
     config = AHEAD
 
