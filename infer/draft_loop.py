@@ -24,7 +24,6 @@ from kernels.rows import AttentionRows
 from models.attention import Attention, no_attention
 
 NUMBERS = 11  # of a request: slot, first place, last row, root, base, top_k, two halves of the seed; three of them fp64
-SLOT, FIRST, LAST, ROOT, BASE = range(5)
 
 
 class Unread(NamedTuple):
@@ -76,8 +75,8 @@ class Inputs:
         ids, numbers = self._fields(self._host, batch)
         ids.zero_()
         numbers.zero_()
-        numbers[SLOT] = self._pool.nobody
-        numbers[FIRST] = 1
+        numbers[0] = self._pool.nobody
+        numbers[1] = 1
         fractions = numbers[8:].view(torch.float64)
         fractions[1] = 1.0  # top-p
         for b, (request, rows, base) in enumerate(zip(requests, features, bases, strict=True)):
@@ -97,12 +96,6 @@ class Inputs:
             into = self.features.flatten(0, 1)
             into.index_copy_(0, torch.tensor(index, device=self._pool.device), torch.cat(list(features)))
         return p is not None and p.restricts
-
-    def leave(self, batch: int, row: int) -> None:
-        """Makes one of `batch` requests padding, after what was launched before. The host waits for nothing."""
-        _, numbers = self._fields(self._device, batch)
-        for field, value in ((SLOT, self._pool.nobody), (FIRST, 1), (LAST, 0), (ROOT, 0), (BASE, 0)):
-            numbers[field, row] = value
 
     def _fields(self, flat: Tensor, batch: int) -> tuple[Tensor, Tensor]:
         ids, numbers = flat[: batch * (self._width + NUMBERS)].split([batch * self._width, batch * NUMBERS])

@@ -140,6 +140,8 @@ class Drafting:
     def settled(self, request: Request, planner: Planner) -> tuple[str, Budget]:
         """Who drafts for it now, and how far as long as it does not end."""
         name = self.name_for(request)
+        if not self._of(request).ready(request):
+            return name, NOTHING
         return name, planner.budget(request.request_id, self._within(name, request.params.max_draft_tokens))
 
     def places(self, request: Request, budget: Budget) -> int:

@@ -74,7 +74,8 @@ def record_graphs(
     """Of every number of rows that the `default` proposer may ask for, of the drafts of `head` if that is it, and of
     whole rounds where these need no host. With `adaptive` a round may draft less deep than `default` says.
 
-    In place of others. None where graphs are not in use. Raises ValueError where engine.graphs=on cannot be had.
+    In place of others. None where graphs are not in use. Raises ValueError where engine.graphs=on, or
+    engine.rounds_ahead=1, cannot be had.
     """
     runner.graphs = None  # whose memory is needed
     if head is not None:

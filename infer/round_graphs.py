@@ -113,6 +113,8 @@ class RoundGraphs:
             features, bases = [self._before.new_zeros(1, 0)] * len(requests), [0] * len(requests)
         else:
             features, bases = self.proposer.features(requests), self.proposer.bases(requests)
+        # By the exact rule a draft's noise is the choice's own, so both have the same parameters.
+        assert all(request.rule == "exact" for request in requests)
         self._limit.copy_(torch.tensor([*limits] + [0] * (len(self._limit) - len(limits))))
         self._key = batch, budget, self._inputs.fill(batch, requests, features, bases)
 
@@ -128,9 +130,8 @@ class RoundGraphs:
         return Launched(host, arrived)
 
     def leave(self, row: int) -> None:
-        """The request of this row has ended: what is launched from now on knows nothing of it."""
+        """The request of this row has ended, and its row of the block table is empty: it goes on nowhere, by itself."""
         self._limit[row] = 0
-        self._inputs.leave(self._key[0], row)
 
     def features(self, row: int, count: int, *, behind: bool) -> Tensor:
         """`[count, F]` of the positions that the round launched last committed, or with `behind` the one before it."""

@@ -5,8 +5,8 @@ one before it (infer/round_graphs.py). So the host reads round r, emits its toke
 r + 1 runs. What r + 1 makes for a request that ended in r is dropped. Whatever else is to be done - a prompt, a
 grammar, another draft length, scarce pages - waits until the round in flight has been read, and is done step by step.
 
-Its writes lie past what was committed, so nothing that others could see is touched; and the pages of a request that
-ended are handed on by steps, of which none begins while a round is in flight, or met by rounds launched later.
+A round in flight writes past what is committed alone, so nothing that others could see is touched. The pages of a
+request that ended go to others in a step, which begins once the round has been read, or in a round launched after it.
 """
 
 from __future__ import annotations

@@ -100,12 +100,13 @@ def ways(device: torch.device) -> list[tuple[str, str, ProposerConfig, bool, str
         ("none", "none", CHAIN, True, "ahead"),
         ("head, chain", "head", CHAIN, True, "ahead"),
         ("head, chain", "head", CHAIN, False, "ahead"),
+        ("head, tree", "head", TREE, True, "ahead"),
         ("head, tree", "head", TREE, True, "on"),
         ("n-gram", "ngram", CHAIN, True, "on"),
         ("head, chain", "head", CHAIN, True, "off"),
         ("head, tree", "head", TREE, True, "off"),
     ]
-    return every if device.type == "cuda" else [every[0], every[4], every[-1]]
+    return every if device.type == "cuda" else [every[0], every[4], every[6]]
 
 
 def run(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, *, together: bool) -> list[Completion]:

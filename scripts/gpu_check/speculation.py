@@ -87,7 +87,7 @@ def bench(device: torch.device, copy_gb_s: float, deadline: float, head: Path | 
         asked = [prompts[index % len(prompts)] for index in range(batch)]
         plain: list[list[int]] = []
         ways = [(name, *own, graphs) for name, own in systems.items() for graphs in ("off", "on", "ahead")]
-        ways = [way for way in ways if way[3] != "ahead" or (way[1] in ("none", "head") and way[2].tree_width == 1)]
+        ways = [way for way in ways if way[1] != "synthetic" or way[3] != "ahead"]
         if not on_gpu:  # each way of using graphs once or twice
             ways = [way for way in ways if (way[1], way[3]) in INTERPRETED]
         for name, proposer, shape_of, graphs in ways:

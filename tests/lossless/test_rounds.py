@@ -108,8 +108,14 @@ def test_an_abort_while_a_round_runs(make_small_engine, make_plain, rounds):
     """Its pages go to another request, whose text is its own."""
     engine = make_small_engine(proposer="head", max_batch=2, page_size=4, max_tokens_in_cache=64, **AHEAD)
     long = replace(GREEDY, max_tokens=24)
-    first, second = (engine.add(PROMPTS[index], long) for index in (1, 0))
+    first = engine.add(PROMPTS[1], long)
+    while not rounds["late"]:
+        engine.step()
+    second = engine.add(PROMPTS[0], long)
     kept = engine.request(second)
+    for _ in range(2):  # the round in flight is read, and the prompt
+        engine.step()
+    assert kept.output_length == 1
     while rounds["late"] < 3:
         engine.step()
     assert rounds["launched"] == rounds["read"] + 1
@@ -126,6 +132,22 @@ def test_an_abort_while_a_round_runs(make_small_engine, make_plain, rounds):
     whole = make_plain(small=True)
     assert kept.output_ids == whole(PROMPTS[0], long).token_ids
     assert third.output_ids == whole(PROMPTS[2], replace(SAMPLED, max_tokens=9)).token_ids
+
+
+def test_pages_are_known_by_the_same_features(make_small_engine, rounds):
+    """What a request that begins with a page's text goes on from, though the host meets it a round later."""
+    found = []
+    for ahead in (1, 0):
+        engine = make_small_engine(proposer="head", page_size=4, **AHEAD | {"rounds_ahead": ahead})
+        publish, known = engine._pool.pages.publish, []
+        engine._pool.pages.publish = lambda *own, publish=publish, known=known: (known.append(own), publish(*own))
+        engine.generate(PROMPTS[:1], replace(SAMPLED, max_tokens=40))
+        found.append(known)
+    assert rounds["late"] > 10
+    assert len(found[0]) > 7
+    for (page, _, ours), (same, _, theirs) in zip(*found, strict=True):
+        assert page == same
+        assert torch.equal(ours, theirs)
 
 
 def test_scarce_pages(make_small_engine, make_plain, rounds):
