@@ -131,7 +131,7 @@ class Rounds:
             return False
         if proposer is not None and max(map(len, proposer.features(requests))) > self._graphs.width:
             return False  # one step reads them
-        self._rows, self._budget = [*requests], batch.budget
+        self._rows, self._budget = list[Request | None](requests), batch.budget
         if not self._make_room(unread=0):
             self._rows = []
             return False

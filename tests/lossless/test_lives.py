@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -249,7 +248,7 @@ class Lives(RuleBasedStateMachine):
         self.seen["accepted"] += engine.stats.speculation.accepted
 
 
-def live(machine: Callable[[], Lives], runs: int) -> None:
+def live(machine: Any, runs: int) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
