@@ -144,6 +144,7 @@ class EngineConfig:
     )
     graph_rows: list[int] | None = None  # rows of each request; null: 1, 2, 4, ... what the proposers draft at most
     graph_context: int = 32768  # tokens of the longest request that graphs serve; longer ones run without
+    rounds_ahead: int | None = None  # rounds launched before the last one is read; null: 1 with graphs on a GPU, else 0
     tensor_parallel: int = 1  # ranks (GPUs, or processes on a CPU) that each hold a part of the target
 
     def __post_init__(self) -> None:
@@ -157,6 +158,10 @@ class EngineConfig:
             if sizes is not None and (not sizes or min(sizes) < 1):
                 raise ValueError(f"engine.{key}={sizes}: a list of sizes from 1 on, [1,2,4,8]; null chooses them")
         at_least("engine.graph_context", self.graph_context, 1)
+        if self.rounds_ahead not in (None, 0, 1):
+            raise ValueError(f"engine.rounds_ahead={self.rounds_ahead}: must be 0 or 1; null chooses")
+        if self.rounds_ahead and self.graphs == "off":
+            raise ValueError("engine.rounds_ahead=1: a round in flight is a graph, so not with engine.graphs=off")
         if self.graphs == "on" and self.tensor_parallel > 1:
             raise ValueError("engine.graphs=on: not with engine.tensor_parallel, whose ranks are led by the host")
         at_least("engine.max_batch", self.max_batch, 1)

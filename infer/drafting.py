@@ -126,12 +126,23 @@ class Drafting:
         name = self._drafter(request)
         if name == "none":
             return NOTHING
-        limit = self._limits[name]
         room = min(request.remaining, self._context - len(request.tokens)) - 1
         asked = request.params.max_draft_tokens
-        depth = max(0, min(limit.depth, room, limit.depth if asked is None else asked))
+        return self._within(name, room if asked is None else min(room, asked))
+
+    def _within(self, name: str, depth: int | None) -> Budget:
+        """What this proposer may draft, no deeper than `depth`."""
+        limit = self._limits[name]
+        depth = limit.depth if depth is None else max(0, min(limit.depth, depth))
         chain = limit.nodes == limit.depth
         return NOTHING if depth == 0 else Budget(depth if chain else limit.nodes, depth)
+
+    def settled(self, request: Request, planner: Planner) -> tuple[str, Budget]:
+        """Who drafts for it now, and how far as long as it does not end."""
+        name = self.name_for(request)
+        if not self._of(request).ready(request):
+            return name, NOTHING
+        return name, planner.budget(request.request_id, self._within(name, request.params.max_draft_tokens))
 
     def places(self, request: Request, budget: Budget) -> int:
         return self._of(request).places(budget) if budget.nodes else 0

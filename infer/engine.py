@@ -40,8 +40,9 @@ from infer.proposers.base import NOTHING, Budget, NoProposer, Proposer
 from infer.proposers.draft_model import DraftModelProposer
 from infer.proposers.head import HeadProposer
 from infer.ranks import Ranks
-from infer.recording import record_graphs
+from infer.recording import Recorded, record_graphs
 from infer.request import MAX_SEED, Completion, Phase, Request, SamplingParams, StepOutput
+from infer.rounds import Rounds
 from infer.runner import Runner
 from infer.scheduler import Scheduler
 from infer.shard import Shard
@@ -101,6 +102,7 @@ class Engine:
         self._synthetic_rates = tuple(self.proposer_config.acceptance or ())
         self._head: HeadProposer | None = None
         self._draft_model: DraftModelProposer | None = None
+        self._rounds: Rounds | None = None
         if draft_model is not None:
             self._use_draft_model(draft_model)
         if head is not None:
@@ -245,6 +247,8 @@ class Engine:
         """
         if self.has_work:
             raise ValueError("set_proposer: requests are unfinished; wait for them or abort them")
+        self._forget_rounds()
+        self.graphs: Recorded | None = None
         if config is not None:
             self.proposer_config = config
             if self._head is not None:
@@ -259,11 +263,17 @@ class Engine:
         self._proposers = dict(build_proposers(self.proposer_config, self._head, self._draft_model, vocabulary))
         self._draft_with(name)
         default = self._proposers.get(name, (NoProposer(), NOTHING))
-        self.graphs = record_graphs(self.config, self._shard, self._runner, self._head, default, context=self.context)
+        adaptive = self.proposer_config.adaptive
+        self.graphs = record_graphs(
+            self.config, self._shard, self._runner, self._head, default, context=self.context, adaptive=adaptive
+        )
+        if self.graphs is not None and self.graphs.rounds is not None:
+            parts = self.graphs.rounds, self._pool, self._scheduler, self._drafting, self._stepping
+            self._rounds = Rounds(*parts, context=self.context)
         self._planner: Planner = AsAllowed()
         if self._head is not None:
             self._head.confidence = None
-        if self.proposer_config.adaptive and name != "none":
+        if adaptive and name != "none":
             limits = {own: limit for own, (_, limit) in self._proposers.items()}
             self._planner = make_controller(self, limits, self._survival, self._head)
 
@@ -281,6 +291,11 @@ class Engine:
         decoding = [request for request in self._scheduler.running if request.phase is Phase.DECODE]
         known = tuple(request.request_id for request in decoding)
         self._planner.plan(known, lambda: self._drafting.candidates(decoding))
+        if self._rounds is not None:
+            with cpu_threads(self.threads.count(self._rounds.most_rows)):
+                ahead = self._rounds.step(self._planner)
+            if ahead is not None:
+                return outputs + ahead
         begin = time.perf_counter()
         step = self._scheduler.schedule()
         for request in step.prefills:
@@ -323,6 +338,8 @@ class Engine:
         requests = [self._requests[self.add(prompt, params)] for prompt in prompts[:fitting]]
         while any(request.phase is not Phase.DECODE for request in requests):
             self.step()
+        if self._rounds is not None:
+            self._rounds.land()
         for request in requests:
             reserved = self._pool.reserve(request, len(request.tokens) + params.max_tokens)
             assert reserved
@@ -364,6 +381,8 @@ class Engine:
         request.finish_reason = reason
         self._scheduler.remove(request)
         self._drafting.release(request)
+        if self._rounds is not None:
+            self._rounds.leave(request)
         self._planner.forget(request.request_id)
         del self._requests[request.request_id]
 
@@ -435,7 +454,13 @@ class Engine:
         """Requests that could decode at once, as things are."""
         return min(len(self._scheduler.running) + len(self._scheduler.waiting), self.config.max_batch)
 
+    def _forget_rounds(self) -> None:
+        if self._rounds is not None:
+            self._rounds.land()  # of requests that have ended
+        self._rounds = None
+
     def _draft_with(self, name: str) -> None:
+        self._forget_rounds()
         self._drafting = Drafting(self._proposers, name, self.context)
         self._stepping = Stepping(
             self._runner,

@@ -17,6 +17,8 @@ from infer.request import Request, Upkeep
 from infer.tree import MAX_NODES
 from kernels.rows import AttentionRows
 
+FEW = 4  # pages that are written to a block table one by one
+
 
 class KVPool:
     """Pages and block tables. A request holds pages for a prefix of its positions, in order.
@@ -109,7 +111,11 @@ class KVPool:
 
     def _append(self, request: Request, pages: Sequence[int]) -> None:
         held = len(request.pages)
-        self.table[request.slot, held : held + len(pages)] = torch.tensor(list(pages), device=self.device)
+        if len(pages) <= FEW:  # as in decoding: numbers go with a launch, and the host does not wait for a copy
+            for place, page in enumerate(pages, start=held):
+                self.table[request.slot, place] = page
+        else:
+            self.table[request.slot, held : held + len(pages)] = torch.tensor(list(pages), device=self.device)
         request.pages += pages
 
     def move(self, requests: Sequence[Request], sources: Sequence[Sequence[int]], starts: Sequence[int]) -> None:

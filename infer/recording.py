@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from infer.config import EngineConfig
 from infer.draft_graphs import DraftGraphs
 from infer.graphs import Buckets, GraphMemory, doubling
 from infer.memory import MIB
-from infer.proposers.base import Budget, Proposer
+from infer.proposers.base import NOTHING, Budget, NoProposer, Proposer
 from infer.proposers.combined import CombinedProposer
 from infer.proposers.head import HeadProposer
+from infer.round_graphs import RoundGraphs
 from infer.runner import Runner
 from infer.shard import Shard
 from infer.tree import MAX_NODES
@@ -21,9 +23,11 @@ from kernels.triton import in_use
 class Recorded(NamedTuple):
     count: int
     bytes: int  # of the GPU's memory, out of the room that was kept for a step
+    rounds: RoundGraphs | None  # where steps may be taken a round ahead
 
     def __str__(self) -> str:
-        return f"{self.count} graphs of decoding steps, {self.bytes / MIB:.0f} MiB"
+        ahead = "" if self.rounds is None else ", rounds launched ahead"
+        return f"{self.count} graphs of decoding steps, {self.bytes / MIB:.0f} MiB{ahead}"
 
 
 def wants_graphs(config: EngineConfig, shard: Shard) -> bool:
@@ -65,15 +69,20 @@ def record_graphs(
     default: tuple[Proposer, Budget],
     *,
     context: int,
+    adaptive: bool,
 ) -> Recorded | None:
-    """Of every number of rows that the `default` proposer may ask for, and of the draft loop of `head` if that is it.
+    """Of every number of rows that the `default` proposer may ask for, of the drafts of `head` if that is it, and of
+    whole rounds where these need no host. With `adaptive` a round may draft less deep than `default` says.
 
-    In place of others. None where graphs are not in use. Raises ValueError where engine.graphs=on cannot be had.
+    In place of others. None where graphs are not in use. Raises ValueError where engine.graphs=on, or
+    engine.rounds_ahead=1, cannot be had.
     """
     runner.graphs = None  # whose memory is needed
     if head is not None:
         head.graphs = None
     if not wants_graphs(config, shard):
+        if config.rounds_ahead:
+            raise ValueError("engine.rounds_ahead=1: rounds are graphs, and there are none; engine.graphs=on says why")
         return None
     proposer, limit = default
     sources = proposer.sources if isinstance(proposer, CombinedProposer) else (proposer,)
@@ -84,12 +93,28 @@ def record_graphs(
     verify = VerifyGraphs(shard, runner.pool, buckets, proposer.aux_layers, memory)
     work = verify.recordings(trees=trees)
     runner.graphs = verify
-    if used is not None and used.drafts_by_step:
+    if used is not None:
         own = used.module.attention
         if own is None or has_kernel(shard, own.num_heads, own.num_kv_heads, own.head_dim):
             used.graphs = DraftGraphs(used, runner.pool, buckets, limit.depth, memory)
             work += used.graphs.recordings()
-    return Recorded(len(work), memory.record(work, "decoding"))
+    rounds = None
+    ahead = budgets_ahead(proposer, limit, adaptive=adaptive)
+    if ahead and (config.rounds_ahead == 1 or (config.rounds_ahead is None and shard.device.type == "cuda")):
+        rounds = RoundGraphs(shard, runner.pool, used, buckets, ahead, memory)
+        work += rounds.recordings()
+    return Recorded(len(work), memory.record(work, "decoding"), rounds)
+
+
+def budgets_ahead(proposer: Proposer, limit: Budget, *, adaptive: bool) -> Sequence[Budget]:
+    """What may be drafted in rounds that are one graph; none where drafting needs the host."""
+    if isinstance(proposer, NoProposer):
+        return (NOTHING,)
+    if not isinstance(proposer, HeadProposer) or proposer.graphs is None:
+        return ()
+    if proposer.shape is not None or not adaptive:
+        return (limit,)
+    return [Budget(depth, depth) for depth in range(1, limit.depth + 1)]
 
 
 def buckets_for(config: EngineConfig, widest: int, longest: int) -> Buckets:

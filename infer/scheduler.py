@@ -54,17 +54,25 @@ class Scheduler:
         self.waiting: list[Request] = []  # both in order of service
         self.running: list[Request] = []
         self.preemptions = 0
+        self._short = False  # of pages for the first that waits, since somebody last came or went
 
     def add(self, request: Request) -> None:
+        self._short = False
         bisect.insort(self.waiting, request, key=order)
 
     def remove(self, request: Request) -> None:
         """Takes a finished or aborted request out, wherever it is."""
+        self._short = False
         if request in self.running:
             self._free(request)
         else:
             self.waiting.remove(request)
         request.phase = Phase.FINISHED
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether somebody waits who could begin: there is a slot, and pages may have become free for the next one."""
+        return bool(self.waiting and self._free_slots and not self._short)
 
     def schedule(self) -> Step:
         """Reserves every page the step needs. Decodes come first: they hold memory and someone waits for them.
@@ -104,6 +112,7 @@ class Scheduler:
             known = self._pool.known(request)
             # The whole prompt must fit beside what runs, or admitting it would only pre-empt it again.
             if self._pool.pages_for(len(request.tokens) + 1) - len(known) > self._pool.free_without(known):
+                self._short = True
                 break
             self._admit(request, known)
             reserved = self._pool.reserve(request, len(request.tokens))

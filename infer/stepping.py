@@ -50,7 +50,7 @@ class Stepping:
 
     def decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
         tree = without_forbidden(self._drafting.propose(requests, budgets), requests)
-        self._publish(requests)
+        self.publish(requests)
         lengths = tree.length.tolist()
         self.rows = sum(lengths)
         aux, choices, verdicts = self.judge(requests, tree)
@@ -63,16 +63,11 @@ class Stepping:
         drafts = tree.token.tolist()
         outputs, kept_rows, survivors, counts = [], [], [], []
         for b, request in enumerate(requests):
-            path, accepted = verdicts[b].path, len(verdicts[b].path) - 1
+            path = verdicts[b].path
             path_rows = [first_row[b] + node for node in path]
-            request.computed += len(path)
-            self._drafted(request, depths[b], accepted)
-            tokens = self._emit(request, [*(drafts[b][node] for node in path[1:]), verdicts[b].bonus])
-            emitted, taken = len(tokens), min(accepted, len(tokens))
-            for stats in (request.stats, self._stats.speculation):
-                stats.record(drafted=lengths[b] - 1, depth=depths[b], accepted=taken, emitted=emitted)
-            output = self.output(request, tokens, [index < accepted for index in range(emitted)])
-            output.logprobs = choices.logprobs(request, path_rows, tokens)
+            tokens = [*(drafts[b][node] for node in path[1:]), verdicts[b].bonus]
+            output = self.advance(request, tokens, len(path) - 1, drafted=lengths[b] - 1, depth=depths[b])
+            output.logprobs = choices.logprobs(request, path_rows, output.token_ids)
             request.logprobs += output.logprobs
             outputs.append(output)
             if request.finish_reason is None:
@@ -80,8 +75,21 @@ class Stepping:
                 counts.append(len(path))
                 kept_rows += path_rows
         if survivors:
-            self._commit(survivors, counts, aux, kept_rows)
+            self._commit_rows(survivors, counts, aux, kept_rows)
         return outputs
+
+    def advance(self, request: Request, tokens: list[int], accepted: int, *, drafted: int, depth: int) -> StepOutput:
+        """A verify of `drafted` nodes down to `depth` found this path; emits what of it is asked for.
+
+        `tokens` are committed but for the last one; of the first of them `accepted` had been drafted as asked for.
+        """
+        request.computed += len(tokens)
+        self._drafted(request, depth, accepted)
+        emitted = self._emit(request, tokens)
+        taken = min(accepted, len(emitted))
+        for stats in (request.stats, self._stats.speculation):
+            stats.record(drafted=drafted, depth=depth, accepted=taken, emitted=len(emitted))
+        return self.output(request, emitted, [index < accepted for index in range(len(emitted))])
 
     def judge(self, requests: list[Request], tree: DraftTree) -> tuple[tuple[Tensor, ...], Choices, list[Verdict]]:
         """The hidden states wanted of every row, and the target's verdict on every request's drafts.
@@ -122,21 +130,25 @@ class Stepping:
         if alive:
             first = list(itertools.accumulate(chunks, initial=0))
             kept = [row for b in alive for row in range(first[b], first[b + 1])]
-            self._commit([requests[b] for b in alive], [chunks[b] for b in alive], rows.aux, kept)
-            self._publish([requests[b] for b in alive])
+            self._commit_rows([requests[b] for b in alive], [chunks[b] for b in alive], rows.aux, kept)
+            self.publish([requests[b] for b in alive])
         return outputs
 
-    def _commit(
+    def _commit_rows(
         self, requests: Sequence[Request], counts: Sequence[int], aux: Sequence[Tensor], kept: Sequence[int]
     ) -> None:
         """The requests' `counts[b]` new positions, whose rows of `aux` are `kept`."""
         index = torch.tensor(kept, device=self._pool.device)
         features = gather_rows(aux, index) if aux else torch.empty(len(kept), 0, device=self._pool.device)
+        self.commit(requests, counts, features)
+
+    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
+        """`features` `[sum(counts), F]` of the requests' `counts[b]` new positions."""
         for request, count, rows in zip(requests, counts, features.split(list(counts)), strict=True):
             self._pool.keep_features(request, count, rows)
         self._drafting.commit(requests, counts, features)
 
-    def _publish(self, requests: Sequence[Request]) -> None:
+    def publish(self, requests: Sequence[Request]) -> None:
         """Lets others share what is verified and was read by the proposer too."""
         for request in requests:
             self._pool.publish(request, self._drafting.synced(request))

@@ -68,15 +68,21 @@ class DraftTree:
         return cls.assemble(token, parent, length)
 
     @classmethod
-    def assemble(cls, token: Tensor, parent: Tensor, length: Tensor) -> DraftTree:
-        """From a valid `token` and `parent` `[B, N]`; entries past `length` `[B]` may hold anything."""
-        width = token.shape[1]
-        node = torch.arange(width)
+    def assemble(cls, token: Tensor, parent: Tensor, length: Tensor, *, deepest: int | None = None) -> DraftTree:
+        """From a valid `token` and `parent` `[B, N]`; entries past `length` `[B]` may hold anything.
+
+        Where no node can be deeper than `deepest`, nothing is asked of the tensors' device.
+        """
+        width, device = token.shape[1], token.device
+        node = torch.arange(width, device=device)
         above = torch.where(node < length[:, None], parent.long(), 0).clamp(min=0)
-        own = torch.ones((), dtype=torch.int64) << node  # bit 63 is the sign
+        own = torch.ones((), dtype=torch.int64, device=device) << node  # bit 63 is the sign
         ancestors, depth = own.expand_as(above), (node > 0).int().expand_as(above)
         reach = above  # an ancestor 2^i levels up, the root for those who have none
-        while bool((reach > 0).any()):  # doubling: each round looks twice as far up
+        turns = range(MAX_NODES) if deepest is None else range(deepest.bit_length())
+        for _ in turns:  # doubling: each turn looks twice as far up
+            if deepest is None and not bool((reach > 0).any()):
+                break
             depth = depth + depth.gather(1, reach)
             ancestors = ancestors | ancestors.gather(1, reach)
             reach = reach.gather(1, reach)

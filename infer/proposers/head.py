@@ -65,7 +65,7 @@ class HeadProposer:
         self.draft_ids = head.target_ids
         self.shape: TreeShape | None = None
         with torch.no_grad():
-            self._mask_slot = head.mask_slot()
+            self.mask_slot = head.mask_slot()
         self.set_drafts(config)
         self._pool: KVPool | None = None
         self._pending: dict[str, Pending] = {}  # features of committed positions that the head has not read
@@ -85,9 +85,9 @@ class HeadProposer:
         return self._head
 
     @property
-    def drafts_by_step(self) -> bool:
-        """Whether each level is drafted from the one before it, in a loop that graphs can hold."""
-        return True
+    def feature_size(self) -> int:
+        """Of one position, of all aux layers together."""
+        return len(self.aux_layers) * self._head.config.target_hidden_size
 
     def set_drafts(self, config: ProposerConfig) -> None:
         """Chains or trees, and how far. Raises ValueError for what this head cannot draft."""
@@ -179,6 +179,18 @@ class HeadProposer:
     def ready(self, request: Request) -> bool:
         return request.request_id in self._pending
 
+    def features(self, requests: Sequence[Request]) -> list[Tensor]:
+        """Those of each that wait to be read, `[n, F]`."""
+        return [self._pending[request.request_id].rows() for request in requests]
+
+    def bases(self, requests: Sequence[Request]) -> list[int]:
+        """The first slot of each that the head was given."""
+        return [self._base.get(request.request_id, 0) for request in requests]
+
+    def was_read(self, requests: Sequence[Request]) -> None:
+        """Somebody else ran the head over what waits of these; until the next commit none of it is read again."""
+        self._read.update(request.request_id for request in requests)
+
     def _forget_features(self, request: Request) -> None:
         self._pending.pop(request.request_id, None)
         self._read.discard(request.request_id)
@@ -194,12 +206,15 @@ class HeadProposer:
     # ---- drafting -----------------------------------------------------------------------------------------------
 
     def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
-        if self.graphs is not None and not any(self._bases(requests)):  # they know of no base
-            features = [self._pending[request.request_id].rows() for request in requests]
-            replayed = self.graphs.chains(requests, features, [budget.depth for budget in budgets])
+        if self.graphs is not None:
+            depths = [budget.depth for budget in budgets]
+            replayed = self.graphs.chains(requests, self.features(requests), self.bases(requests), depths)
             if replayed is not None:
-                self._read.update(request.request_id for request in requests)
+                self.was_read(requests)
                 return DraftTree.chains([request.tokens[-1] for request in requests], replayed)
+        return self._draft_chains(requests, budgets)
+
+    def _draft_chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         parameters = choice_parameters(requests, self.draft_ids.device, drafting=True)
         state = self._read_pending(requests)  # [B, S], of the slot before the root
         laws: dict[int, list[Tensor]] = {}
@@ -251,10 +266,10 @@ class HeadProposer:
         """Grows every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own."""
         assert self.shape is not None
         roots, grown = [request.tokens[-1] for request in requests], None
-        if self.graphs is not None and not any(self._bases(requests)):  # they know of no base
-            grown = self.graphs.trees(requests, [self._pending[request.request_id].rows() for request in requests])
+        if self.graphs is not None:
+            grown = self.graphs.trees(requests, self.features(requests), self.bases(requests))
         if grown is not None:
-            self._read.update(request.request_id for request in requests)
+            self.was_read(requests)
         else:
             deepest = max(budget.depth for budget in budgets)
             ids = torch.tensor(roots, device=self.draft_ids.device)
@@ -269,7 +284,7 @@ class HeadProposer:
 
         def address(offsets: Tensor, words: Tensor) -> AttentionRows:
             assert self._pool is not None
-            places, bases = [slot + 1 for slot in slots], self._bases(requests)
+            places, bases = [slot + 1 for slot in slots], self.bases(requests)
             return self._pool.level(requests, places, offsets, words, first=1, bases=bases)
 
         return self.growing(state, torch.tensor(slots, device=device), parameters, address)
@@ -348,15 +363,12 @@ class HeadProposer:
         """Addresses `counts[b]` slots of each request from `slots[b]` on."""
         assert self._pool is not None
         places = [slot + 1 for slot in slots]
-        return self._pool.rows(requests, places, counts, first=1, bases=self._bases(requests))
-
-    def _bases(self, requests: Sequence[Request]) -> list[int]:
-        return [self._base.get(request.request_id, 0) for request in requests]
+        return self._pool.rows(requests, places, counts, first=1, bases=self.bases(requests))
 
     def _slots(self, requests: Sequence[Request], rows: AttentionRows) -> Tensor:
         """`[R]`, the rotary positions of these rows."""
         places = rows.places - 1
-        bases = self._bases(requests)
+        bases = self.bases(requests)
         return places + torch.tensor(bases, device=places.device)[rows.request] if any(bases) else places
 
     def attend(self, rows: AttentionRows) -> Attention:
@@ -372,7 +384,7 @@ class HeadProposer:
         `masks[b]`: as many rows of a parallel head's mask slot follow; then the states of all rows `[R, S]`. A second
         time, in a step that is retried, it writes the same again.
         """
-        features = [self._pending[request.request_id].rows() for request in requests]
+        features = self.features(requests)
         counts = [len(rows) for rows in features]
         starts = [request.computed - count for request, count in zip(requests, counts, strict=True)]
         shifted = [
@@ -382,8 +394,8 @@ class HeadProposer:
         device = self.draft_ids.device
         state = self._head.fuse(torch.cat(features).chunk(len(self.aux_layers), dim=-1))
         if masks is not None:
-            assert self._mask_slot is not None
-            mask_id, mask_state = self._mask_slot
+            assert self.mask_slot is not None
+            mask_id, mask_state = self.mask_slot
             shifted = [tokens + [mask_id] * count for tokens, count in zip(shifted, masks, strict=True)]
             pieces = zip(state.split(counts), masks, strict=True)
             state = torch.cat([part for own, count in pieces for part in (own, mask_state.expand(count, -1))])
@@ -394,5 +406,5 @@ class HeadProposer:
             state = self._head.step(tokens, state, self._slots(requests, rows), self.attend(rows), 0)
         else:
             state = self._head.step(tokens, state, torch.tensor(starts, device=device), no_attention, 0)
-        self._read.update(request.request_id for request in requests)
+        self.was_read(requests)
         return state if masks is not None else state[torch.tensor(counts, device=device).cumsum(0) - 1]

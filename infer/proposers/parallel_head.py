@@ -16,17 +16,14 @@ from infer.proposers.shapes import Children, Run
 from infer.request import Request
 from infer.sampling import choice_parameters
 from infer.tree import DraftTree
+from kernels.choose import ChoiceParameters
 
 
 class ParallelHeadProposer(HeadProposer):
-    @property
-    def drafts_by_step(self) -> bool:
-        return False
-
     def places(self, budget: Budget) -> int:
         return max(budget.nodes, budget.depth - 1)
 
-    def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
+    def _draft_chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         logits = self._all_logits(requests, budgets).flatten(0, 1)  # [B * D, Vd]
         device, deepest = logits.device, len(logits) // len(requests)
         owner = torch.arange(len(requests), device=device).repeat_interleave(deepest)
@@ -48,6 +45,12 @@ class ParallelHeadProposer(HeadProposer):
         logits = self._all_logits(requests, budgets)
         parameters = choice_parameters(requests, logits.device, drafting=True)
         roots = torch.tensor([len(request.tokens) - 1 for request in requests], device=logits.device)
+        return self.growing_at_once(logits, roots, parameters)
+
+    def growing_at_once(
+        self, logits: Tensor, roots: Tensor, parameters: ChoiceParameters | None
+    ) -> tuple[Children, Run]:
+        """How `grow` asks this head, whose logits `[B, D, Vd]` of all depths are known; roots `[B]`: positions."""
 
         def children(level: int, fan_out: int) -> tuple[Tensor, Tensor]:
             tokens, values = self._best(logits[:, level - 1], roots + level - 1, parameters, fan_out)
@@ -62,7 +65,7 @@ class ParallelHeadProposer(HeadProposer):
         """`[B, D, Vd]` of every depth up to the deepest budget; past a request's own budget they mean nothing."""
         depths = [budget.depth for budget in budgets]
         deepest = max(depths)
-        if self._mask_slot is None:
+        if self.mask_slot is None:
             state = self._read_pending(requests)
             return self._head.all_logits(state, deepest)
         counts = [self._pending[request.request_id].count for request in requests]

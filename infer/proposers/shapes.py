@@ -27,6 +27,11 @@ class TreeShape(Protocol):
         """Nodes that are run through the head, over all levels."""
         ...
 
+    @property
+    def most(self) -> int:
+        """Nodes that can be proposed."""
+        ...
+
     def fan_out(self, level: int) -> int:
         """R: children looked at under each node of level - 1 that is run, level = 1, 2, ...; 0 ends the tree."""
         ...
@@ -53,6 +58,10 @@ class DynamicShape:
     @property
     def rows(self) -> int:
         return self.width * (self.depth - 1)
+
+    @property
+    def most(self) -> int:
+        return self.width + self.width * self.rows
 
     def fan_out(self, level: int) -> int:
         return self.width if level <= self.depth else 0
@@ -81,7 +90,7 @@ class StaticShape:
                 raise ValueError(f"proposer.tree: {list(path)}: a path is a list of ranks from 0")
             if len(path) > 1 and path[:-1] not in nodes:
                 raise ValueError(f"proposer.tree: {list(path)}: its parent {list(path[:-1])} is missing")
-        self.nodes, self.depth = len(nodes), max(map(len, nodes))
+        self.most, self.depth = len(nodes), max(map(len, nodes))
         levels = [[path for path in nodes if len(path) == level] for level in range(1, self.depth + 1)]
         parents = {path[:-1] for path in nodes}
         self._fan_out = [1 + max(path[-1] for path in level) for level in levels]
@@ -176,11 +185,22 @@ def propose_best(
     nodes = torch.tensor([budget.nodes for budget in budgets], device=device)
     depth = torch.tensor([budget.depth for budget in budgets], device=device)
     score = score.masked_fill(level > depth[:, None], -torch.inf)
+    width = int(torch.minimum((score > -torch.inf).sum(1), nodes).max())
+    fields = best_nodes(torch.tensor(roots, device=device), token, parent, score, nodes, width)
+    return DraftTree.assemble(*(field.cpu() for field in fields))
+
+
+def best_nodes(
+    roots: Tensor, token: Tensor, parent: Tensor, score: Tensor, nodes: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """token, parent `[B, 1 + width]` and length `[B]` of trees of the `nodes[b]` <= `width` best candidates after
+    `roots` `[B]`; those at -inf are none. Asks nothing of the device.
+    """
+    device = token.device
     best = score.sort(dim=1, descending=True, stable=True)
     rank = torch.arange(score.shape[1], device=device)
     kept = (rank < nodes[:, None]) & (best.values > -torch.inf)
     count = kept.sum(1)
-    width = int(count.max())
     # Back into candidate order, in which parents come first; what is not kept goes to the end.
     C = score.shape[1]
     chosen = best.indices.masked_fill(~kept, C).sort(dim=1).values[:, :width]
@@ -189,9 +209,6 @@ def propose_best(
     chosen = chosen.clamp(max=C - 1)
     above = parent.gather(1, chosen)
     above = torch.where(above < 0, 0, node_of.gather(1, above.clamp(min=0)))
-    root = torch.tensor(roots, device=device)[:, None]
-    return DraftTree.assemble(
-        token=torch.cat([root, token.gather(1, chosen)], dim=1).cpu(),
-        parent=torch.cat([torch.full_like(root, -1), above], dim=1).cpu(),
-        length=(count + 1).cpu(),
-    )
+    root = roots[:, None]
+    token = torch.cat([root, token.gather(1, chosen)], dim=1)
+    return token, torch.cat([torch.full_like(root, -1), above], dim=1), count + 1

@@ -61,7 +61,7 @@ def check(device: torch.device, deadline: float) -> list[dict[str, Any]]:
     for name, engine, prompts, tokens in engines(device):
         for kind, params in samplings(device):
             asked = replace(params, max_tokens=tokens)
-            engine.config.graphs = "off"
+            use_graphs(engine, "off")
             engine.set_proposer("none")
             plain = [engine.generate([prompt], asked)[0] for prompt in prompts]
             for way, proposer, shape, together, graphs in ways(device):
@@ -71,7 +71,7 @@ def check(device: torch.device, deadline: float) -> list[dict[str, Any]]:
                     found.append(line | {"left_out": "no time"})
                     continue
                 begin = time.monotonic()
-                engine.config.graphs = graphs
+                use_graphs(engine, graphs)
                 engine.set_proposer(proposer, config=shape)
                 found.append(line | compare(plain, run(engine, prompts, asked, together=together)))
                 found[-1]["seconds"] = round(time.monotonic() - begin, 2)
@@ -80,23 +80,33 @@ def check(device: torch.device, deadline: float) -> list[dict[str, Any]]:
     return found
 
 
+def use_graphs(engine: Engine, how: str) -> None:
+    """From the next `set_proposer` on: "off", "on", or "ahead", with rounds launched before the last one is read."""
+    engine.config.graphs = "off" if how == "off" else "on"
+    engine.config.rounds_ahead = int(how == "ahead")
+
+
 def samplings(device: torch.device) -> list[tuple[str, SamplingParams]]:
     every = [("greedy", GREEDY), ("T = 0.8", COOL), ("T = 1, top-k, top-p", CUT)]
     return every if device.type == "cuda" else every[1:2]
 
 
 def ways(device: torch.device) -> list[tuple[str, str, ProposerConfig, bool, str]]:
-    """What drafts, whether all prompts run together, engine.graphs. What they are compared with runs without graphs."""
+    """What drafts, whether all prompts run together, how graphs are used. They are compared with what runs without."""
     every = [
         ("none", "none", CHAIN, True, "on"),
         ("head, chain", "head", CHAIN, False, "on"),
         ("head, chain", "head", CHAIN, True, "on"),
+        ("none", "none", CHAIN, True, "ahead"),
+        ("head, chain", "head", CHAIN, True, "ahead"),
+        ("head, chain", "head", CHAIN, False, "ahead"),
+        ("head, tree", "head", TREE, True, "ahead"),
         ("head, tree", "head", TREE, True, "on"),
         ("n-gram", "ngram", CHAIN, True, "on"),
         ("head, chain", "head", CHAIN, True, "off"),
         ("head, tree", "head", TREE, True, "off"),
     ]
-    return every if device.type == "cuda" else [every[0], every[2], every[6]]
+    return every if device.type == "cuda" else [every[0], every[4], every[6]]
 
 
 def run(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, *, together: bool) -> list[Completion]:

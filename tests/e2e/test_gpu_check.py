@@ -32,9 +32,13 @@ def test_every_part_runs_without_a_gpu(tmp_path):
     assert {line["kernel"] for line in report["kernels"]["timings"]} >= {"choose", "accept"}
     assert {line["drafts"] for line in report["exact"]} == {"none", "head, chain", "head, tree"}
     assert all(line["ok"] for line in report["exact"])
-    assert {line["graphs"] for line in report["exact"]} == {"on", "off"}
+    assert {line["graphs"] for line in report["exact"]} == {"on", "ahead"}
     assert sum(line["accepted_drafts"] for line in report["exact"]) > 0
-    systems = {line["system"]: line for line in report["bench"]["runs"]}
+    ahead = [line for line in report["bench"]["runs"] if line["graphs"] == "ahead"]
+    assert [line["ok"] for line in ahead] == [True]
+    assert ahead[0]["rounds_per_s"] > 0
+    assert "gap_us" in ahead[0]
+    systems = {line["system"]: line for line in report["bench"]["runs"] if line["graphs"] != "ahead"}
     assert set(systems) == {"plain", "head, chain 2", "synthetic, chain 2"}
     assert systems["head, chain 2"]["ok"]
     assert systems["head, chain 2"]["recorded"] > 0  # of graphs: nowhere else

@@ -16,9 +16,10 @@ import torch
 from infer.config import EngineConfig
 from infer.graphs import Buckets, Graph, doubling
 from infer.recording import wants_graphs
-from infer.request import SamplingParams
+from infer.request import SamplingParams, Upkeep
 from infer.shard import Shard
 from tests.lossless.plain import ids
+from tests.lossless.test_controller import Switch
 
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, seed=3)
@@ -35,7 +36,8 @@ def replays(monkeypatch):
     replay = Graph.__call__
 
     def counted(self):
-        seen["draft" if "DraftGraphs" in repr(self._run) else "verify"] += 1
+        kind = repr(self._run)
+        seen["draft" if "DraftGraphs" in kind else "round" if "RoundGraphs" in kind else "verify"] += 1
         return replay(self)
 
     monkeypatch.setattr(Graph, "__call__", counted)
@@ -67,6 +69,8 @@ def answers(engine):
         ("head", None, "eagle3, whole vocabulary"),
         ("head", None, "mlp"),
         ("head", TREE, "eagle3, whole vocabulary"),
+        ("head", None, "medusa"),
+        ("head", TREE, "p-eagle, one layer"),
         ("draft_model", None, "eagle3, whole vocabulary"),
         ("combined", None, "eagle3, whole vocabulary"),
     ],
@@ -102,6 +106,29 @@ def test_what_fits_no_graph_runs_without(make_small_engine, expected, replays):
         engine._runner.verify = counted
         assert ids(engine.generate(PROMPTS, PARAMS)) == plain
         assert 0 < replays["verify"] < replays["all"], limits
+
+
+def test_a_head_that_was_woken_late(make_small_engine, replays):
+    """Its layers begin with a page in the middle of the text, and no graph drafts what the steps do not."""
+    found = []
+    ways = ({"graphs": "on"}, {"graphs": "on", "rounds_ahead": 1}, {"graphs": "off"})
+    for way in ways:
+        for shape in (None, TREE):
+            engine = make_small_engine(torch.float32, "head", shape, threads=1, max_batch=2, page_size=4, **way)
+            engine._planner = switch = Switch()
+            requests = [engine.request(engine.add(prompt, replace(GREEDY, max_tokens=40))) for prompt in PROMPTS[:2]]
+            for _ in range(10):
+                engine.step()
+            assert not replays["draft"]
+            switch.pays = True
+            while engine.has_work:
+                engine.step()
+            assert [own.upkeep for own in requests] == [Upkeep.WHOLE, Upkeep.REST]
+            found.append([(own.output_ids, own.stats) for own in requests])
+            assert (replays["draft"] > 0, replays["round"] > 9) == (way != ways[2], way == ways[1])
+            replays.clear()
+    assert found[:2] == found[4:]
+    assert [own for own, _ in found[2] + found[3]] == [own for own, _ in found[4] + found[5]]
 
 
 def test_new_proposers_are_recorded(make_small_engine, replays):

@@ -10,6 +10,7 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -54,6 +55,10 @@ DIFFERENT = 150  # requests; so few that plain decoding need not answer each ane
 class Lives(RuleBasedStateMachine):
     """`seen` counts what came about over all runs."""
 
+    drafts: ClassVar[dict[str, dict[str, Any]]] = DRAFTS
+    config: ClassVar[dict[str, Any]] = {}
+    random_params = staticmethod(random_params)
+
     def __init__(self, make_engine, make_plain, seen: Counter) -> None:
         super().__init__()
         self.make_engine, self.make_plain, self.seen = make_engine, make_plain, seen
@@ -63,7 +68,7 @@ class Lives(RuleBasedStateMachine):
     def start(self, number):
         chance = random.Random(number)
         chunk, max_batch = chance.choice([5, 40]), chance.choice([1, 3, 5, 8])
-        drafts, dtype = chance.choice(sorted(DRAFTS)), chance.choice([torch.float32, torch.bfloat16])
+        drafts, dtype = chance.choice(sorted(self.drafts)), chance.choice([torch.float32, torch.bfloat16])
         self.now = 0.0
         self.max_rows = max(chunk, max_batch) + chance.choice([0, 3, 60])
         self.engine = self.make_engine(
@@ -75,7 +80,8 @@ class Lives(RuleBasedStateMachine):
             max_rows=self.max_rows,
             prefix_cache=chance.random() < 0.7,
             clock=lambda: self.now,
-            **DRAFTS[drafts],
+            **self.drafts[drafts],
+            **self.config,
         )
         self.plain = self.make_plain(dtype, small=True)
         self.whole: dict[str, Answer] = {}  # by plain decoding
@@ -131,7 +137,7 @@ class Lives(RuleBasedStateMachine):
 
     def add_answers(self, number: int) -> None:
         chance = random.Random(number)
-        prompt, asked = random_prompt(chance, self.engine.context), random_params(chance)
+        prompt, asked = random_prompt(chance, self.engine.context), self.random_params(chance)
         if number % 5 == 0:
             asked = replace(asked, deadline_s=0.01)
         names = []
@@ -242,12 +248,9 @@ class Lives(RuleBasedStateMachine):
         self.seen["accepted"] += engine.stats.speculation.accepted
 
 
-@pytest.mark.slow
-def test_lives(make_small_engine, make_plain, request):
-    runs = request.config.getoption("--soak") // 24
-    seen: Counter = Counter()
+def live(machine: Any, runs: int) -> None:
     run_state_machine_as_test(
-        partial(Lives, make_small_engine, make_plain, seen),
+        machine,
         settings=settings(
             max_examples=runs,
             stateful_step_count=50,
@@ -256,6 +259,12 @@ def test_lives(make_small_engine, make_plain, request):
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+@pytest.mark.slow
+def test_lives(make_small_engine, make_plain, request):
+    seen: Counter = Counter()
+    live(partial(Lives, make_small_engine, make_plain, seen), request.config.getoption("--soak") // 24)
     happened = (
         "stop",
         "length",

@@ -95,7 +95,7 @@ def test_a_static_tree_holds_exactly_its_paths():
         return laws.setdefault(path, torch.randperm(9, generator=torch.Generator().manual_seed(len(laws))).tolist())
 
     shape = StaticShape(MEDUSA)
-    assert (shape.nodes, shape.depth, shape.rows, shape.widest) == (7, 3, 3, 3)
+    assert (shape.most, shape.depth, shape.rows, shape.widest) == (7, 3, 3, 3)
     tree, paths = propose(grow(shape, children, shape.depth), Budget(63, 3))
 
     def tokens(ranks):

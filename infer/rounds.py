@@ -1,0 +1,182 @@
+"""The host one step behind: the next round of the same requests is launched before this one's answer is read.
+
+While requests only decode and nothing about them needs the host, a round needs nothing that the host learns from the
+one before it (infer/round_graphs.py). So the host reads round r, emits its tokens and finds who has ended while round
+r + 1 runs. What r + 1 makes for a request that ended in r is dropped. Whatever else is to be done - a prompt, a
+grammar, another draft length, scarce pages - waits until the round in flight has been read, and is done step by step.
+
+A round in flight writes past what is committed alone, so nothing that others could see is touched. The pages of a
+request that ended go to others in a step, which begins once the round has been read, or in a round launched after it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from infer.controller import Planner
+from infer.drafting import Drafting
+from infer.kv_cache import KVPool
+from infer.proposers.base import NOTHING, Budget
+from infer.request import Phase, Request, StepOutput
+from infer.round_graphs import Launched, RoundGraphs
+from infer.scheduler import Scheduler
+from infer.stepping import Stepping
+
+
+class Batch(NamedTuple):
+    """Requests that could go on by themselves, and how far each is drafted for."""
+
+    requests: list[Request]
+    budget: Budget
+
+
+def needs_host(request: Request) -> bool:
+    """Whether the host must have a hand in its choices, or in what is accepted, between two rounds."""
+    params = request.params
+    return (
+        request.phase is not Phase.DECODE
+        or request.rule != "exact"
+        or request.constraint is not None
+        or params.shapes_logits
+        or params.logprobs is not None
+    )
+
+
+def final_length(request: Request, context: int) -> int:
+    """Tokens, prompt and output, that the request cannot have more of."""
+    return min(len(request.prompt_ids) + request.params.max_tokens, context)
+
+
+class Rounds:
+    """Steps of an engine by `graphs`, one round ahead of what has been read."""
+
+    def __init__(
+        self,
+        graphs: RoundGraphs,
+        pool: KVPool,
+        scheduler: Scheduler,
+        drafting: Drafting,
+        stepping: Stepping,
+        *,
+        context: int,
+    ) -> None:
+        self._graphs, self._pool, self._scheduler = graphs, pool, scheduler
+        self._drafting, self._stepping, self._context = drafting, stepping, context
+        self._rows: list[Request | None] = []  # by row of the state; None where it has ended
+        self._budget = NOTHING
+        self._flying: Launched | None = None
+
+    @property
+    def most_rows(self) -> int:
+        """Of the target in a round."""
+        return self._graphs.most_rows
+
+    def step(self, planner: Planner) -> list[StepOutput] | None:
+        """Reads a round and, if they can go on, has launched the next one. None, with nothing done, where the engine
+        must take the step itself.
+        """
+        batch = self._steady(planner)
+        if self._flying is None:
+            if batch is None or not self._begin(batch):
+                return None
+        elif batch is None or not self._goes_on(batch):
+            return self.land()
+        if not self._make_room(unread=1):
+            return self.land()
+        landing, self._flying = self._flying, self._graphs.launch()
+        assert landing is not None
+        outputs, kept = self._take(landing)
+        for row, request, count in kept:
+            self._pool.keep_features(request, count, self._graphs.features(row, count, behind=True))
+        # The round in flight reads these features, so what it fills of these pages is filled before anyone can look.
+        self._stepping.publish([request for _, request, _ in kept])
+        return outputs
+
+    def land(self) -> list[StepOutput]:
+        """Reads the round in flight, if there is one, and leaves requests and drafters as a step does."""
+        landing, self._flying = self._flying, None
+        if landing is None:
+            return []
+        outputs, kept = self._take(landing)
+        if kept:
+            rows = [self._graphs.features(row, count, behind=False) for row, _, count in kept]
+            self._stepping.commit([own for _, own, _ in kept], [count for *_, count in kept], torch.cat(rows))
+        self._rows = []
+        return outputs
+
+    def leave(self, request: Request) -> None:
+        """It has ended, by what was read or from outside. What a round in flight makes for it is dropped."""
+        if request in self._rows:
+            row = self._rows.index(request)
+            self._rows[row] = None
+            self._graphs.leave(row)
+
+    def _steady(self, planner: Planner) -> Batch | None:
+        requests = self._scheduler.running
+        if not requests or self._scheduler.may_admit or any(map(needs_host, requests)):
+            return None
+        ways = {self._drafting.settled(request, planner) for request in requests}
+        name, budget = next(iter(ways))
+        drafter = "none" if self._graphs.proposer is None else self._graphs.proposer.name
+        if len(ways) > 1 or name != drafter or budget not in self._graphs.budgets:
+            return None
+        return Batch(list(requests), budget)
+
+    def _begin(self, batch: Batch) -> bool:
+        """Loads the state and launches a first round; False if there is no graph, or no room, for it."""
+        proposer, requests = self._graphs.proposer, batch.requests
+        if self._graphs.batch_for(len(requests)) is None:
+            return False
+        if proposer is not None and max(map(len, proposer.features(requests))) > self._graphs.width:
+            return False  # one step reads them
+        self._rows, self._budget = list[Request | None](requests), batch.budget
+        if not self._make_room(unread=0):
+            self._rows = []
+            return False
+        limits = [final_length(request, self._context) - 1 for request in requests]
+        self._graphs.load(requests, limits, batch.budget)
+        if proposer is not None:
+            proposer.was_read(requests)
+        self._flying = self._graphs.launch()
+        return True
+
+    def _goes_on(self, batch: Batch) -> bool:
+        """Whether these are the requests in flight, in a graph that is not too large for them."""
+        fits = self._graphs.batch_for(len(batch.requests)) == self._graphs.batch_for(len(self._rows))
+        return fits and batch.budget == self._budget and batch.requests == self._alive
+
+    @property
+    def _alive(self) -> list[Request]:
+        return [request for request in self._rows if request is not None]
+
+    def _make_room(self, *, unread: int) -> bool:
+        """Reserves pages for one more round after `unread` ones, without taking any from others; False if there are
+        none, if its rows reach too far, or if all end before it.
+        """
+        emitted, places = unread * (1 + self._budget.depth), self._drafting.places
+        for request in self._alive:
+            final = final_length(request, self._context)
+            begins = min(len(request.tokens) + emitted, final)
+            if begins + self._graphs.reach > self._graphs.longest:
+                return False
+            if not self._pool.reserve(request, begins + places(request, self._budget)):
+                return False
+        return any(final_length(own, self._context) - len(own.tokens) > unread for own in self._alive)
+
+    def _take(self, landing: Launched) -> tuple[list[StepOutput], list[tuple[int, Request, int]]]:
+        """Emits a round's tokens. Besides: row, request and number of new positions of each request that goes on."""
+        outputs: list[StepOutput] = []
+        kept: list[tuple[int, Request, int]] = []
+        for row, (request, (tokens, drafted, depth)) in enumerate(zip(self._rows, landing.read(), strict=False)):
+            if request is None:
+                continue
+            # As in a step, a draft is no deeper than tokens may still be emitted: the rest of it is not counted.
+            depth = min(depth, final_length(request, self._context) - len(request.tokens) - 1)
+            drafted = depth if self._budget.nodes == self._budget.depth else drafted
+            accepted = min(len(tokens) - 1, depth)
+            outputs.append(self._stepping.advance(request, tokens, accepted, drafted=drafted, depth=depth))
+            if request.finish_reason is None:
+                kept.append((row, request, len(tokens)))
+        return outputs, kept

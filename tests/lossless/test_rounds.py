@@ -1,0 +1,240 @@
+"""Rounds launched before the last one is read: no token changes, whoever comes, goes or is stopped meanwhile.
+
+On a CPU a round runs when it is launched, which is before the host has read the one before it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from infer.config import EngineConfig
+from infer.grammar import Grammar
+from infer.request import SamplingParams
+from infer.round_graphs import Launched, RoundGraphs
+from tests.lossless import plain, test_lives
+from tests.lossless.plain import answer_all, ids
+from tests.lossless.random_requests import random_params
+
+WHOLE = "eagle3, whole vocabulary"
+GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=0.9, seed=3)
+CUT = replace(SAMPLED, top_k=20, top_p=0.9, min_p=0.01)
+PROMPTS = [[5, 6, 7], [9] * 17, list(range(10, 50)), [8], [5, 6, 7] * 4]
+PARAMS = [GREEDY, SAMPLED, CUT, replace(GREEDY, max_tokens=7), replace(SAMPLED, max_tokens=33)]
+AHEAD = {"graphs": "on", "rounds_ahead": 1, "threads": 1}
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """What was launched and read, and how often a round was read after the next one had been launched."""
+    seen: Counter[str] = Counter()
+    launch, read = RoundGraphs.launch, Launched.read
+
+    def launched(self):
+        seen["launched"] += 1
+        return launch(self)
+
+    def reads(self):
+        seen["read"] += 1
+        seen["late"] += seen["launched"] > seen["read"]
+        return read(self)
+
+    monkeypatch.setattr(RoundGraphs, "launch", launched)
+    monkeypatch.setattr(Launched, "read", reads)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("proposer", "head"), [("none", WHOLE), *(("head", head) for head in (WHOLE, "eagle", "mlp", "p-eagle, one layer"))]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounds_ahead_change_nothing(make_small_engine, rounds, dtype, proposer, head):
+    """Nor what is drafted and accepted."""
+    engine = make_small_engine(dtype, proposer, head=head, max_batch=6, **AHEAD)
+    ahead = [(own.token_ids, own.stats) for own in engine.generate(PROMPTS, PARAMS)]
+    assert rounds["late"] > 10
+    assert rounds["launched"] == rounds["read"]
+    engine._pool.invariants([])
+    engine.config.rounds_ahead = 0
+    engine.set_proposer(proposer)
+    rounds.clear()
+    assert [(own.token_ids, own.stats) for own in engine.generate(PROMPTS, PARAMS)] == ahead
+    assert not rounds
+
+
+@pytest.mark.parametrize(
+    ("head", "shape"),
+    [
+        ("eagle", None),
+        ("mlp", None),
+        ("eagle3", {"tree_width": 3, "tree_nodes": 12}),
+        ("medusa", {"tree": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}),
+    ],
+)
+def test_drafts_that_are_often_right(make_engine, expected, prompts, rounds, head, shape):
+    engine = make_engine(head=head, shape=shape, max_batch=4, graph_batches=[4], **AHEAD)
+    for params in (plain.GREEDY, plain.SAMPLED):
+        found = engine.generate(prompts[2:5], params)
+        assert ids(found) == expected[torch.float32, params][2:5]
+    assert rounds["late"] > 10
+    assert engine.stats.speculation.accepted > 50
+
+
+def test_who_comes_and_what_ends_a_request(make_small_engine, make_plain, rounds):
+    """Prompts in the middle, stops that are found while the next round runs, and some that need the host."""
+    engine = make_small_engine(proposer="head", head="eagle", max_batch=4, page_size=4, **AHEAD)
+    whole = make_plain(small=True)
+    stop = whole([5, 6, 7], SAMPLED).token_ids[11]
+    text = replace(SAMPLED, max_tokens=60, stop=("e", "AB"))
+    asked = [replace(SAMPLED, stop_token_ids=(stop,)), text, *PARAMS, replace(SAMPLED, logprobs=1)]
+    asked.append(replace(SAMPLED, ignore_eos=False, grammar=Grammar("regex", "[A-M]{9}")))
+    requests = list(zip([PROMPTS[index % 5] for index in range(len(asked))], asked, strict=True))
+    answers = answer_all(engine, requests, arrivals=range(0, 4 * len(asked), 4))
+    assert answers == [whole(*request) for request in requests]
+    assert answers[0].finish_reason == "stop"
+    assert rounds["late"] > 5
+    assert rounds["launched"] == rounds["read"] + 1  # nobody was left for the last one
+    engine.generate(PROMPTS[:1], replace(SAMPLED, logprobs=0, max_tokens=2))
+    assert rounds["launched"] == rounds["read"]
+
+
+def test_an_abort_while_a_round_runs(make_small_engine, make_plain, rounds):
+    """Its pages go to another request, whose text is its own."""
+    engine = make_small_engine(proposer="head", max_batch=2, page_size=4, max_tokens_in_cache=64, **AHEAD)
+    long = replace(GREEDY, max_tokens=24)
+    first = engine.add(PROMPTS[1], long)
+    while not rounds["late"]:
+        engine.step()
+    second = engine.add(PROMPTS[0], long)
+    kept = engine.request(second)
+    for _ in range(2):  # the round in flight is read, and the prompt
+        engine.step()
+    assert kept.output_length == 1
+    while rounds["late"] < 3:
+        engine.step()
+    assert rounds["launched"] == rounds["read"] + 1
+    held = set(engine.request(first).pages)
+    engine.abort(first)
+    third = engine.request(engine.add(PROMPTS[2], replace(SAMPLED, max_tokens=9)))
+    engine.step()
+    assert rounds["launched"] == rounds["read"]  # before anyone gets a page
+    while engine.has_work:
+        engine.step()
+        engine._pool.invariants(engine._scheduler.running)
+        held -= set(third.pages)
+    assert held != set(range(1, 17))
+    whole = make_plain(small=True)
+    assert kept.output_ids == whole(PROMPTS[0], long).token_ids
+    assert third.output_ids == whole(PROMPTS[2], replace(SAMPLED, max_tokens=9)).token_ids
+
+
+def test_pages_are_known_by_the_same_features(make_small_engine, rounds):
+    """What a request that begins with a page's text goes on from, though the host meets it a round later."""
+    found = []
+    for ahead in (1, 0):
+        engine = make_small_engine(proposer="head", page_size=4, **AHEAD | {"rounds_ahead": ahead})
+        publish, known = engine._pool.pages.publish, []
+        engine._pool.pages.publish = lambda *own, publish=publish, known=known: (known.append(own), publish(*own))
+        engine.generate(PROMPTS[:1], replace(SAMPLED, max_tokens=40))
+        found.append(known)
+    assert rounds["late"] > 10
+    assert len(found[0]) > 7
+    for (page, _, ours), (same, _, theirs) in zip(*found, strict=True):
+        assert page == same
+        assert torch.equal(ours, theirs)
+
+
+def test_scarce_pages(make_small_engine, make_plain, rounds):
+    """Rounds ahead take no page from anyone: the last ones are given out step by step, and pre-empted for."""
+    engine = make_small_engine(proposer="head", max_batch=5, page_size=4, max_tokens_in_cache=72, **AHEAD)
+    whole = make_plain(small=True)
+    params = [replace(own, max_tokens=25) for own in PARAMS]
+    assert ids(engine.generate(PROMPTS, params)) == [whole(*own).token_ids for own in zip(PROMPTS, params, strict=True)]
+    assert engine.stats.preemptions > 0
+    assert rounds["late"] > 0
+
+
+def test_up_to_the_end_of_the_context(make_small_engine, make_plain, rounds):
+    engine = make_small_engine(proposer="head", head="mlp", max_batch=2, **AHEAD)
+    endless = replace(GREEDY, max_tokens=200)
+    prompts = [[7] * (engine.context - 30), [3, 4]]
+    assert ids(engine.generate(prompts, endless)) == [
+        make_plain(small=True)(prompt, endless).token_ids for prompt in prompts
+    ]
+    assert rounds["late"] > 0
+
+
+def test_what_the_host_has_a_hand_in_goes_step_by_step(make_small_engine, rounds):
+    engine = make_small_engine(proposer="head", max_batch=2, **AHEAD)
+    for asked in ({"logprobs": 0}, {"presence_penalty": 0.1}, {"min_tokens": 2}, {"acceptance": "typical"}):
+        engine.generate(PROMPTS[:1], replace(SAMPLED, **asked))
+    engine.generate(PROMPTS[:1], replace(GREEDY, max_draft_tokens=2))
+    engine.generate(PROMPTS[:1], replace(GREEDY, speculate=False))
+    assert not rounds
+    engine.set_proposer("ngram")
+    engine.generate(PROMPTS[:1], GREEDY)
+    assert not rounds
+
+
+class Lives(test_lives.Lives):
+    """Of requests that mostly need no host."""
+
+    drafts = {  # noqa: RUF012
+        "none": {},
+        "eagle": {"proposer": "head", "head": "eagle"},
+        "eagle3": {"proposer": "head"},
+        "mlp": {"proposer": "head", "head": "mlp"},
+        "p-eagle": {"proposer": "head", "head": "p-eagle, one layer"},
+        "eagle3 tree": {"proposer": "head", "shape": {"tree_width": 3, "tree_nodes": 10}},
+        "mlp tree": {"proposer": "head", "head": "mlp", "shape": {"tree_width": 2}},
+    }
+    config = AHEAD
+
+    @staticmethod
+    def random_params(chance):
+        asked, plain = random_params(chance), SamplingParams(max_tokens=1)
+        if chance.random() < 0.1:
+            return asked
+        kept = (
+            "max_tokens",
+            "temperature",
+            "seed",
+            "top_k",
+            "top_p",
+            "min_p",
+            "n",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+        )
+        return replace(plain, **{name: getattr(asked, name) for name in kept})
+
+
+@pytest.mark.slow
+def test_lives_with_rounds_ahead(make_small_engine, make_plain, rounds, request):
+    seen: Counter = Counter()
+    test_lives.live(partial(Lives, make_small_engine, make_plain, seen), request.config.getoption("--soak") // 100)
+    assert all(seen[what] > 0 for what in ("stop", "length", "abort", "pre-empted", "accepted", "adopted pages")), seen
+    assert rounds["late"] > 100
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"rounds_ahead": 2}, "engine.rounds_ahead=2: must be 0 or 1"),
+        ({"rounds_ahead": 1, "graphs": "off"}, "engine.rounds_ahead=1: .* engine.graphs=off"),
+    ],
+)
+def test_what_cannot_be_asked_for(asked, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**asked)
+
+
+def test_no_rounds_without_graphs(make_small_engine):
+    with pytest.raises(ValueError, match="engine.rounds_ahead=1: rounds are graphs"):
+        make_small_engine(rounds_ahead=1)
