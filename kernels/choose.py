@@ -87,28 +87,37 @@ def choose(
 
         return gpu.best(logits, parameters, positions, token_ids, 1)[1][:, 0]
     if parameters is not None and not parameters.restricts and logits.device.type == "cpu":
-        chosen = _choose_native(logits, parameters, positions, token_ids)
-        if chosen is not None:
-            return chosen
+        found = _choose_native(logits, parameters, positions, token_ids, likely=False)
+        if found is not None:
+            return found[0]
     return choice_keys(logits, parameters, positions, token_ids).argmax(-1)
 
 
 def _choose_native(
-    logits: Tensor, parameters: ChoiceParameters, positions: Tensor, token_ids: Tensor | None
-) -> Tensor | None:
-    """In C, which spares some sixty small operations and the noise's memory. None for what it does not take."""
-    native, size = library(), logits.shape[1]
+    logits: Tensor,
+    parameters: ChoiceParameters | None,
+    positions: Tensor,
+    token_ids: Tensor | None,
+    *,
+    likely: bool,
+) -> tuple[Tensor, Tensor | None] | None:
+    """In C, which spares some sixty small operations and the noise's memory: columns `[R]`, and with `likely` their
+    log-probabilities. None for what it does not take.
+    """
+    native, (count, size) = library(), logits.shape
     if native is None or size % LANES or logits.dtype not in KINDS or logits.stride(1) != 1:
         return None
-    own = (parameters.temperature, parameters.seed_low, parameters.seed_high, positions, token_ids)
+    if parameters is None:
+        zeros = torch.zeros(count, dtype=torch.int64)
+        own = [torch.zeros(count), zeros, zeros, zeros, token_ids]
+    else:
+        own = [parameters.temperature, parameters.seed_low, parameters.seed_high, positions, token_ids]
     kept = [None if x is None else x.contiguous() for x in own]  # until the call is over
     assert all(x is None or x.dtype in (torch.int64, torch.float32) for x in kept)
-    out = torch.empty(len(logits), dtype=torch.int64)
-    pointers = [None if x is None else x.data_ptr() for x in kept]
-    native.choose(
-        logits.data_ptr(), *pointers, out.data_ptr(), len(logits), logits.stride(0), size, KINDS[logits.dtype]
-    )
-    return out
+    out, masses = torch.empty(count, dtype=torch.int64), torch.empty(count) if likely else None
+    pointers = [None if x is None else x.data_ptr() for x in (*kept, out, masses)]
+    native.choose(logits.data_ptr(), *pointers, count, logits.stride(0), size, KINDS[logits.dtype])
+    return out, None if masses is None else -masses.log()
 
 
 def choose_best(
@@ -124,6 +133,10 @@ def choose_best(
         keys, columns, log_mass = gpu.best(logits, parameters, positions, token_ids, count, mass=True)
         assert log_mass is not None
         return columns, keys - log_mass[:, None]
+    if count == 1 and logits.device.type == "cpu" and (parameters is None or not parameters.restricts):
+        found = _choose_native(logits, parameters, positions, token_ids, likely=True)
+        if found is not None and found[1] is not None:
+            return found[0][:, None], found[1][:, None]
     keys = choice_keys(logits, parameters, positions, token_ids).float().log_softmax(-1)
     largest = keys.topk(count)
     return largest.indices, largest.values

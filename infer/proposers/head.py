@@ -78,7 +78,7 @@ class HeadProposer:
     @property
     def judges_chains(self) -> bool:
         """Whether it drafts chains whose tokens are known one by one, so that they can end early."""
-        return self.shape is None and self.drafts_by_step and self.graphs is None
+        return self.shape is None and self.graphs is None
 
     @property
     def module(self) -> Head:

@@ -101,7 +101,7 @@ def library() -> ctypes.CDLL | None:
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES = {
     "gumbel_noise": [_P, _P, _P, _I, _I],
-    "choose": [_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I],
+    "choose": [_P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I],
     "rms_norm": [_P, _P, _P, _I, _I, _I, _F, _I],
     "silu_mul": [_P, _P, _I, _I, _I],
     "rotate": [_P, _P, _P, _P, _I, _I, _I, _I, _I],

@@ -77,12 +77,12 @@ INLINE uint32_t row_key(int64_t low, int64_t high, int64_t position) {
 
 INLINE void choose_rows(
     const void *logits, const float *temperature, const int64_t *low, const int64_t *high, const int64_t *positions,
-    const int64_t *ids, int64_t *out, int64_t rows, int64_t stride, int64_t size, int kind
+    const int64_t *ids, int64_t *out, float *masses, int64_t rows, int64_t stride, int64_t size, int kind
 ) {
     for (int64_t row = 0; row < rows; row++) {
         uint32_t key = row_key(low[row], high[row], positions[row]);
         int sampled = temperature[row] > 0.0f;
-        vec divisor = splat(sampled ? temperature[row] : 1.0f), best = splat(-__builtin_inff());
+        vec divisor = splat(sampled ? temperature[row] : 1.0f), best = splat(-__builtin_inff()), mass = splat(0.0f);
         ivec at = {0}, lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         for (int64_t v = 0; v < size; v += LANES) {
             vec value = load(logits, row * stride + v, kind) / divisor;
@@ -95,6 +95,10 @@ INLINE void choose_rows(
                 value += gumbel(mix_lanes((mix_lanes(id) + key * 0x9E3779B1u) ^ key));
             }
             ivec better = value > best;
+            if (masses) { /* e^(value - best), summed up */
+                vec peak = choose_lanes(better, value, best);
+                mass = mass * vec_exp(best - peak) + vec_exp(value - peak);
+            }
             best = choose_lanes(better, value, best);
             at = ((lane + (int32_t)v) & better) | (at & ~better);
         }
@@ -103,17 +107,20 @@ INLINE void choose_rows(
         for (int i = 0; i < LANES; i++)
             if (best[i] == most && at[i] < chosen) chosen = at[i];
         out[row] = chosen;
+        if (masses) masses[row] = sum_lanes(mass * vec_exp(best - most));
     }
 }
 
 /* What kernels/choose.py chooses where nothing restricts the law: logits [rows, size], size a multiple of 16, rows
- * `stride` elements apart; temperature, the seeds' halves and positions [rows]; ids [size] of the columns, or null. */
+ * `stride` elements apart; temperature, the seeds' halves and positions [rows]; ids [size] of the columns, or null.
+ * masses [rows], or null: the sums of e^(key - chosen key) over the row's keys, whose last bits may differ from other
+ * forms'. */
 void choose(
     const void *logits, const float *temperature, const int64_t *low, const int64_t *high, const int64_t *positions,
-    const int64_t *ids, int64_t *out, int64_t rows, int64_t stride, int64_t size, int64_t kind
+    const int64_t *ids, int64_t *out, float *masses, int64_t rows, int64_t stride, int64_t size, int64_t kind
 ) {
     if (kind == FLOAT32)
-        choose_rows(logits, temperature, low, high, positions, ids, out, rows, stride, size, FLOAT32);
+        choose_rows(logits, temperature, low, high, positions, ids, out, masses, rows, stride, size, FLOAT32);
     else
-        choose_rows(logits, temperature, low, high, positions, ids, out, rows, stride, size, BFLOAT16);
+        choose_rows(logits, temperature, low, high, positions, ids, out, masses, rows, stride, size, BFLOAT16);
 }

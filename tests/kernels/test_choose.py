@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kernels.choose import ChoiceParameters, choice_keys, choose, restrict
+from kernels.choose import ChoiceParameters, choice_keys, choose, choose_best, restrict
 from kernels.cpu.library import library
 from kernels.noise import gumbel_noise
 from tests.laws import Z, chi_square_excess, sampling_law
@@ -104,7 +104,12 @@ def test_the_form_in_c_chooses_what_the_rule_written_out_does(dtype, ids):
     mixed.temperature[::4], mixed.restricts = 0, False
     positions = torch.arange(200) * 1000
     assert library() is not None
-    assert torch.equal(choose(logits, mixed, positions, ids), choice_keys(logits, mixed, positions, ids).argmax(-1))
+    for asked in (mixed, None):
+        keys = choice_keys(logits, asked, positions, ids).float()
+        columns, values = choose_best(logits, asked, positions, ids, 1)
+        assert torch.equal(choose(logits, asked, positions, ids), keys.argmax(-1))
+        assert torch.equal(columns[:, 0], keys.argmax(-1))
+        torch.testing.assert_close(values[:, 0], keys.log_softmax(-1).amax(-1), atol=1e-5, rtol=1e-5)
 
 
 def test_a_row_is_chosen_alike_in_any_batch():
