@@ -163,6 +163,22 @@ def by_load(result: Cell) -> str:
     return rows_of(header, rows)
 
 
+def by_batch(result: Cell) -> str:
+    """One row per temperature and number of requests: plain decoding's speed, how much that varies, and of every other
+    system the ratio to it and τ.
+    """
+    rows, others = [], list[str]()
+    for temperature, cells in result["results"].items():
+        for count, own in cells.items():
+            others = [system for system in own if system not in ("off", "off:again")]
+            again = own.get("off:again", own["off"])["ratio"]
+            varies = f"{again['low']:.2f} to {again['high']:.2f}"
+            answers = (text for s in others for text in (f"**{ratio(own[s])}**", length(own[s])))
+            rows.append([temperature, count, speed(own["off"]), varies, *answers])
+    titles = (title for system in others for title in (f"{label(system)}: ratio", "τ"))
+    return rows_of(["T", "requests at once", "plain, tokens/s", "plain again: ratio", *titles], rows)
+
+
 def by_run(result: Cell) -> str:
     """One row per training run: the keys in which it differs from the first, its budget and τ. Then one per data set
     of what was evaluated.
@@ -285,6 +301,8 @@ TABLES: dict[str, Callable[[Cell], str]] = {
     "generate": by_concurrency,
     "shapes": by_temperature,
     "heads": by_head,
+    "auto-code": by_batch,
+    "auto-chat": by_batch,
     "wide-programs": by_program,
     "demo-programs": by_program,
     "served": by_load,
