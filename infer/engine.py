@@ -336,12 +336,13 @@ class Engine:
         pages = self._pool.pages_for(len(prompts[0]) + params.max_tokens) + 1
         fitting = min(len(prompts), self._pool.free_pages // pages)
         requests = [self._requests[self.add(prompt, params)] for prompt in prompts[:fitting]]
-        while any(request.phase is not Phase.DECODE for request in requests):
+        while any(request.phase in (Phase.WAITING, Phase.PREFILL) for request in requests):
             self.step()
         if self._rounds is not None:
             self._rounds.land()
+        requests = [request for request in requests if request.phase is Phase.DECODE]
         for request in requests:
-            reserved = self._pool.reserve(request, len(request.tokens) + params.max_tokens)
+            reserved = self._pool.reserve(request, len(request.prompt_ids) + params.max_tokens)
             assert reserved
         return requests
 

@@ -37,7 +37,9 @@ class Measurable(Protocol):
     """What an engine lets be timed."""
 
     def rehearse(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Request]:
-        """Begins requests and brings them to decoding; fewer than asked for if no more fit beside each other."""
+        """Begins requests and brings them to decoding; fewer than asked for if no more fit beside each other, or if
+        the first had ended when the last began.
+        """
         ...
 
     def dismiss(self, requests: Sequence[Request]) -> None:
@@ -76,7 +78,8 @@ def measure(
         prompts = torch.randint(0, vocab_size, (batch, prompt_tokens), generator=generator).tolist()
         for name, limit in drafters.items():
             # Sampled: drafts and their rows then cost a little more, and who errs should err towards plain decoding.
-            length = widest + PLAIN_TOKENS
+            # Those whose prompts are read first decode until the others' are.
+            length = min(widest + PLAIN_TOKENS + batch, context - prompt_tokens)
             params = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, proposer=name)
             requests = engine.rehearse(prompts, params)
             try:

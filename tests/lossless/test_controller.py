@@ -10,6 +10,7 @@ import pytest
 from infer.confidence import Confidence, Prices
 from infer.config import ProposerConfig
 from infer.controller import AsAllowed
+from infer.costs import Costs, Curve
 from infer.proposers.base import NOTHING, Budget
 from infer.proposers.head import KEPT_ROWS
 from infer.request import SamplingParams, Upkeep
@@ -208,6 +209,13 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
     assert engine._survival._requests == {}
 
+    flat = tuple(Curve(own.sizes, own.seconds[:1] * len(own.sizes)) for own in table.verify)
+    free = {"head": tuple(Curve(own.sizes, (0.0,) * len(own.sizes)) for own in table.drafts["head"])}
+    controller.costs = Costs(replace(table, verify=flat, drafts=free))  # whatever this machine is like, drafting pays
+    for _ in range(100):
+        controller.survival.record("another", "head", 4, 4, 4.0)
+    controller.forget("another")
+    assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
     brier, by_history = engine.stats.forecast.errors
     assert 0 < brier < 1
     assert 0 < by_history < 1
