@@ -227,8 +227,9 @@ def plot_curves(result: Cell, path: Path) -> None:
             if name == first or (len(only[name]) == 1 and only[name].keys() <= {*keys}):
                 named = next(iter(only[name].values()), unchanged)
                 named = f"{unchanged}, {named} updates" if "steps" in only[name] else named
-                axes.plot(*zip(*own["tau_over_tokens"], strict=True), marker="o", markersize=3, label=named)
-        axes.set(xlabel="tokens trained", ylabel="τ in the engine, greedy")
+                points = [(tokens / 1e3, tau) for tokens, tau in own["tau_over_tokens"]]
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=named)
+        axes.set(xlabel="thousand tokens trained", ylabel="τ in the engine, greedy")
         axes.legend(fontsize=7)
     heads.set_title("heads", fontsize=10)
     answers.set_title("the target's answers, or the data's", fontsize=10)
