@@ -79,6 +79,11 @@ def differences(own: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if not key.startswith(NAMES)}
 
 
+def name_of(config: dict[str, Any]) -> str:
+    """The run of an evaluated head, which is the name of its folder where head.path= gave it one."""
+    return Path(config["head"]["path"] or config["head"]["name"]).name
+
+
 def collect(words: list[str]) -> dict[str, Any]:
     from scripts.bench import describe_machine
 
@@ -96,9 +101,7 @@ def collect(words: list[str]) -> dict[str, Any]:
         "machine": describe_machine(),
         "base": base,
         "runs": runs,
-        "evaluations": [
-            {"head": found["config"]["head"]["name"], "results": found["results"]} for found in evaluations
-        ],
+        "evaluations": {name_of(found["config"]): found["results"] for found in evaluations},
     }
 
 

@@ -180,9 +180,7 @@ def by_batch(result: Cell) -> str:
 
 
 def by_run(result: Cell) -> str:
-    """One row per training run: the keys in which it differs from the first, its budget and τ. Then one per data set
-    of what was evaluated.
-    """
+    """One row per training run: the keys in which it differs from the first, its budget, τ. Then what was evaluated."""
     rows = []
     for name, own in result["runs"].items():
         taus = (own[key]["engine"] for key in ("acceptance_length", "acceptance_length_sampled"))
@@ -197,20 +195,28 @@ def by_run(result: Cell) -> str:
             ]
         )
     header = ["run", "differs in", "tokens", "τ, T = 0 / T = 1", "accepted by position, T = 0", "coverage"]
-    found = [
+    return rows_of(header, rows) + by_data_set(result["evaluations"])
+
+
+def by_data_set(evaluations: dict[str, list[Cell]]) -> str:
+    """One row per evaluated head, one column per data set and temperature: τ."""
+    if not evaluations:
+        return ""
+    found = {name: {key_of(cell): cell for cell in cells} for name, cells in evaluations.items()}
+    keys = list(dict.fromkeys(key for own in found.values() for key in own))
+    rows = [
         [
-            cell["data"],
-            f"{cell['temperature']:g}",
-            label(f"{evaluation['head']}:{cell['shape']}"),
-            str(cell["prompts"]),
-            f"{cell['acceptance_length']:.2f}",
-            "yes" if cell["identical"] else "NO",
+            name,
+            *(f"{own[key]['acceptance_length']:.2f}" if key in own else "" for key in keys),
+            "yes" if all(cell["identical"] for cell in own.values()) else "NO",
         ]
-        for evaluation in result["evaluations"]
-        for cell in evaluation["results"]
+        for name, own in found.items()
     ]
-    titles = ["data", "temperature", "drafts", "prompts", "τ", "ids of plain decoding"]
-    return rows_of(header, rows) + ("\n" + rows_of(titles, found) if found else "")
+    return "\n" + rows_of(["τ", *keys, "ids of plain decoding"], rows)
+
+
+def key_of(cell: Cell) -> str:
+    return f"{cell['data']}, T = {cell['temperature']:g}"
 
 
 def described(differs: Cell) -> Cell:
@@ -229,12 +235,17 @@ def plot_curves(result: Cell, path: Path) -> None:
     only: dict[str, Cell] = {name: described(own["differs"]) for name, own in runs.items()}
     figure = Figure(figsize=(9, 6.4), layout="constrained")
     heads, answers, steps, words = figure.subplots(2, 2).flatten()
-    for axes, key, unchanged in ((heads, "head", "head.name"), (answers, "data.responses", "data.responses")):
+    for axes, keys, unchanged in (
+        (heads, ("head", "steps"), base["head.name"]),
+        (answers, ("data.responses",), base.get("data.responses", first)),
+    ):
         for name, own in runs.items():
-            if name == first or only[name].keys() == {key}:
-                named = only[name].get(key, base.get(unchanged, name))
-                axes.plot(*zip(*own["tau_over_tokens"], strict=True), marker="o", markersize=3, label=named)
-        axes.set(xlabel="tokens trained", ylabel="τ in the engine, greedy")
+            if name == first or (len(only[name]) == 1 and only[name].keys() <= {*keys}):
+                named = next(iter(only[name].values()), unchanged)
+                named = f"{unchanged}, {named} updates" if "steps" in only[name] else named
+                points = [(tokens / 1e3, tau) for tokens, tau in own["tau_over_tokens"]]
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=named)
+        axes.set(xlabel="thousand tokens trained", ylabel="τ in the engine, greedy")
         axes.legend(fontsize=7)
     heads.set_title("heads", fontsize=10)
     answers.set_title("the target's answers, or the data's", fontsize=10)
@@ -251,6 +262,7 @@ def plot_curves(result: Cell, path: Path) -> None:
     steps.set_title("steps of training-time test (K)", fontsize=10)
     words.set_title("tokens that the head can draft", fontsize=10)
     for axes in (heads, answers, steps, words):
+        axes.set_ylim(bottom=1)
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 

@@ -1,7 +1,7 @@
 """Trains a target on given conversations, so that it answers in chat format and ends its answers.
 
     python scripts/inflate_demo.py --shape intermediate_size=1792 --dtype float32 outputs/grown     # 25.7 M parameters
-    python scripts/pretrain_chat.py model=outputs/grown path=[gsm8k/train.jsonl.xz,sgd/train.jsonl.xz] \\
+    python scripts/pretrain_chat.py model=outputs/grown path=[gsm8k/train.jsonl.xz,sgd-dialogues/train.jsonl.xz] \\
         columns='{prompt: question, response: answer}' steps=500 export=outputs/chat_target
     python train/run.py model=demo model.path=outputs/chat_target head=eagle3 data=files data.path=...
 

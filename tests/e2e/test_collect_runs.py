@@ -34,7 +34,7 @@ def runs(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_what_differs_what_was_reached_and_what_is_drawn(runs, tmp_path, capsys):
     cell = {"data": "sums", "temperature": 0.0, "shape": "chain5", "prompts": 3, "acceptance_length": 2.5}
-    evaluation = {"config": {"head": {"name": "eagle3"}}, "results": [{**cell, "identical": True}]}
+    evaluation = {"config": {"head": {"name": "eagle3", "path": "heads/few"}}, "results": [{**cell, "identical": True}]}
     (tmp_path / "eval.json").write_text("a table\n" + json.dumps(evaluation))
     words = [str(runs / name) for name in ("base", "few")]
     command = [sys.executable, "scripts/collect_runs.py", *words, str(tmp_path / "eval.json")]
@@ -54,7 +54,8 @@ def test_what_differs_what_was_reached_and_what_is_drawn(runs, tmp_path, capsys)
 
     table = make_tables.by_run(document)
     assert "| few | `head.draft_vocab_size=60` |" in table
-    assert "| sums | 0 | eagle3, chain 5 | 3 | 2.50 | yes |" in table
+    assert "| τ | sums, T = 0 | ids of plain decoding |" in table
+    assert "| few | 2.50 | yes |" in table
     found["few"]["differs"] |= {"head.name": "eagle", "objective.name": "eagle"}
     assert "| few | `head=eagle` |" in make_tables.by_run(document)
     make_tables.plot_curves(document, tmp_path / "curves.png")
