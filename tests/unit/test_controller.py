@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -197,3 +198,12 @@ def test_a_table_is_measured_once_and_a_damaged_one_anew(tmp_path):
         file.write_text("{")
     assert kept_table(tmp_path, {"target": "a"}, make) == first
     assert len(made) == 3
+
+
+@given(
+    sizes=st.lists(st.integers(1, 99), min_size=1, max_size=5, unique=True).map(sorted),
+    asked=st.lists(st.floats(-10, 200), min_size=1, max_size=5),
+)
+def test_a_curve_answers_many_sizes_as_it_does_each(sizes, asked):
+    curve = Curve(tuple(map(float, sizes)), tuple(float(size**2 % 17) for size in sizes))
+    assert curve(np.array(asked)) == pytest.approx([curve(size) for size in asked])
