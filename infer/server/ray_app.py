@@ -14,7 +14,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # before Ray is imported: nothing of ours reports to anybody
+# Before Ray is imported: nothing of ours reports to anybody, and a busy machine may take its time to start the proxy.
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "30")
 
 import ray
 from fastapi import FastAPI
