@@ -17,7 +17,7 @@ from infer.tree import DraftTree
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 16  # steps without a draft after which a drafter lets go of a request
+PATIENCE = 16  # steps without a draft after which, and after every so many more, a drafter may let go of a request
 
 
 def keepers(proposer: Proposer) -> Sequence[Proposer]:
