@@ -27,6 +27,9 @@ KEPT_STEPS = 8  # a plan stands that long while the batch stays about as it is
 QUIET_STEPS = 32  # and so long if nobody is drafted for
 LEFT = 0.75  # of the requests it was made for, as many must be left
 PROBE_SHARE = 0.005  # of the time without drafts, spent on finding out whether they would pay again
+# A probe of a request that its drafter does not follow begins with the next page, so it takes some steps, each of
+# which costs as large a share more.
+WAKING_STEPS, WAKING_SHARE = 24, 0.01
 
 
 class Candidate(NamedTuple):
@@ -61,6 +64,10 @@ class Planner(Protocol):
         """Whether drafting for a batch of about so many requests, of which nothing particular is known, would pay."""
         ...
 
+    def passes_over(self, request_id: str) -> bool:
+        """Whether its budget is nothing, whatever is allowed: cheaper to ask."""
+        ...
+
     def budget(self, request_id: str, allowed: Budget) -> Budget: ...
 
     def drafted(self, request_id: str, drafter: str, depth: int, accepted: int) -> None:
@@ -87,6 +94,9 @@ class AsAllowed:
     def outlook(self, drafter: str, allowed: Budget, batch: int) -> bool:
         return True
 
+    def passes_over(self, request_id: str) -> bool:
+        return False
+
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         return allowed
 
@@ -105,6 +115,15 @@ class Never(AsAllowed):
 
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         return NOTHING
+
+
+@dataclass
+class Probe:
+    """One request is drafted for, or its drafter woken so that it can be, while nobody else is."""
+
+    request_id: str
+    budget: Budget
+    steps: int  # that it may still take
 
 
 @dataclass(frozen=True)
@@ -126,14 +145,12 @@ class Controller:
         self._decoding: tuple[str, ...] = ()
         self._candidates: Sequence[Candidate] = ()
         self._age = 0
-        self._probing = False
+        self._probe: Probe | None = None
         self._credit = 0.0  # seconds that may be spent on probes
         self._turn = 0
         self._verdicts: dict[tuple[str, int], bool] = {}  # by drafter and batch, whether the last plan had it draft
 
     def plan(self, decoding: tuple[str, ...], ask: Callable[[], Sequence[Candidate]]) -> None:
-        if self._probing:  # for one step
-            self.current, self._probing = replace(self.current, budgets={}), False
         self._age += 1
         if self._outdated(decoding):
             self._decoding, self._candidates, self._age = decoding, ask(), 0
@@ -144,18 +161,23 @@ class Controller:
                 self._verdicts[drafter, about(len(decoding))] = drafter in drafted_for
             if self.confidence is not None and self.current.budgets:
                 self._leave_to(self.confidence)
-        if self._candidates and not self.current.budgets:
-            self._probing = self._probe(decoding, self._candidates)
-            if self.confidence is not None:
-                self.confidence.prices = None
+        self._probe = self._next_probe(decoding)
+        if self.confidence is not None and not self.current.budgets:
+            self.confidence.prices = None
 
     def _outdated(self, decoding: tuple[str, ...]) -> bool:
-        """By its age, by requests that it does not know, or because too few are left of those that it was made for."""
-        if self._age >= (KEPT_STEPS if self.current.budgets else QUIET_STEPS):
+        """By its age, because too few are left of those that it was made for, or by requests that it does not know:
+        any of them where others are drafted for, else many.
+        """
+        quiet = not self.current.budgets
+        if self._age >= (QUIET_STEPS if quiet else KEPT_STEPS):
             return True
         if decoding == self._decoding:
             return False
-        return len(decoding) < LEFT * len(self._decoding) or not set(decoding) <= set(self._decoding)
+        before = len(self._decoding)
+        if len(decoding) < LEFT * before:
+            return True
+        return len(decoding) * LEFT > before if quiet else not set(decoding) <= set(self._decoding)
 
     def outlook(self, drafter: str, allowed: Budget, batch: int) -> bool:
         decided = self._verdicts.get((drafter, about(batch)))
@@ -169,8 +191,13 @@ class Controller:
         speeds = tokens / (self.costs.verify(batch, rows) + drafting)
         return bool(speeds.max() > (1 + margin(batch)) * batch / self.costs.verify(batch, float(batch)))
 
+    def passes_over(self, request_id: str) -> bool:
+        return request_id not in self.current.budgets and (self._probe is None or self._probe.request_id != request_id)
+
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         own = self.current.budgets.get(request_id, NOTHING)
+        if self._probe is not None and self._probe.request_id == request_id:
+            own = self._probe.budget
         return Budget(min(own.nodes, allowed.nodes), min(own.depth, allowed.depth))
 
     def drafted(self, request_id: str, drafter: str, depth: int, accepted: int) -> None:
@@ -178,10 +205,11 @@ class Controller:
             judged = self.confidence.settle(request_id, depth, accepted) if self.confidence is not None else None
             expected = sum(self.survival.chances(request_id, drafter, depth)) if judged is None else judged
             self.survival.record(request_id, drafter, depth, accepted, expected)
-            if self._probing:  # what it brought pays for others, and a good surprise for a new plan
+            if self._probe is not None:  # what it brought pays for others, and a good surprise for a new plan
                 batch = len(self._decoding)
                 self._credit += accepted * self.costs.verify(batch, float(batch)) / batch
                 self._age = QUIET_STEPS if accepted > expected else self._age
+                self._probe.steps = 0
 
     def stepped(self, batch: int, rows: int, drafting: float, whole: float) -> None:
         self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
@@ -221,23 +249,30 @@ class Controller:
         confidence.prices = Prices(*(planned.speed * max(0.0, cost) for cost in (row, step, one - step)))
         self.current = replace(planned, budgets=budgets)
 
-    def _probe(self, decoding: tuple[str, ...], candidates: Sequence[Candidate]) -> bool:
-        """Drafts for one request, in turn, as soon as the steps without drafts have paid for it."""
+    def _next_probe(self, decoding: tuple[str, ...]) -> Probe | None:
+        """For one request, in turn, as soon as the steps without drafts have paid for it."""
+        if self.current.budgets or not self._candidates:
+            return None
+        going = self._probe
+        if going is not None and going.steps > 1 and going.request_id in decoding:
+            going.steps -= 1
+            return going
         batch = len(decoding)
         plain = self.costs.verify(batch, float(batch))
-        ready = [own for own in candidates if own.ready] or candidates
-        chosen = ready[self._turn % len(ready)]
+        ready = [own for own in self._candidates if own.ready]
+        chosen = (ready or self._candidates)[self._turn % len(ready or self._candidates)]
         nodes, depth = chosen.allowed
         price = self.costs.verify(batch, float(batch + nodes)) - plain + self.costs.draft(chosen.drafter, 1, depth)
+        if not chosen.ready:
+            price += WAKING_STEPS * WAKING_SHARE * plain
         self._credit = min(self._credit, 2 * price)
         if price > self._credit:
-            return False
+            return None
         self._turn += 1
         if chosen.request_id not in decoding:  # it has ended since
-            return False
+            return None
         self._credit -= price
-        self.current = replace(self.current, budgets={chosen.request_id: chosen.allowed})
-        return True
+        return Probe(chosen.request_id, chosen.allowed, 1 if chosen.ready else WAKING_STEPS)
 
 
 def about(batch: int) -> int:

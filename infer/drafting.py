@@ -64,20 +64,25 @@ class Drafting:
 
     def wants_features(self, requests: Sequence[Request]) -> tuple[int, ...]:
         """The target's hidden states that any of these requests' proposers reads."""
+        if not any(self._followed.values()):
+            return ()
         return next((aux for request in requests if (aux := self._of(request).aux_layers)), ())
+
+    def reads(self, request: Request) -> bool:
+        """Whether its proposer is to be given features of it."""
+        return request.upkeep is not Upkeep.NONE and bool(self._of(request).aux_layers)
 
     def meet(self, request: Request, planner: Planner, load: int) -> None:
         """Before it is admitted, beside as many requests as `load` with it: does its drafter follow it from the start?
 
-        What drafting costs while nobody drafts is this following: features are kept, prompts are read. One request per
-        drafter is always followed, so that there is one to find out with whether drafting pays again.
+        What drafting costs while nobody drafts is this following: features are kept, prompts are read. So where it
+        would not pay nobody is followed, and who is to be drafted for after all is woken.
         """
         name = self._drafter(request)
         if not self._follows(name):
             return
         followed = self._followed.setdefault(name, set())
-        others = followed - {request.request_id}
-        pays = not others or planner.outlook(name, self._limits[name], load)
+        pays = planner.outlook(name, self._limits[name], load)
         request.upkeep = Upkeep.WHOLE if pays else Upkeep.NONE
         (followed.add if pays else followed.discard)(request.request_id)
         parent = request.parent
@@ -95,10 +100,12 @@ class Drafting:
 
     def grant(self, request: Request, planner: Planner, load: int) -> Budget:
         """What it is drafted for in this step. Wakes a drafter that has let go of it, or lets go."""
-        granted, name = planner.budget(request.request_id, self.budget(request)), self._drafter(request)
+        known, passed_over = request.request_id, planner.passes_over(request.request_id)
+        if passed_over and request.upkeep is Upkeep.NONE:  # most requests in most steps where drafting does not pay
+            return NOTHING
+        granted, name = NOTHING if passed_over else planner.budget(known, self.budget(request)), self._drafter(request)
         if not self._follows(name):
             return granted
-        known = request.request_id
         if granted.nodes:
             self._idle[known] = 0
             if request.upkeep is Upkeep.NONE:
@@ -108,8 +115,7 @@ class Drafting:
             return granted if self._is_ready(request) else NOTHING
         if request.upkeep is not Upkeep.NONE:
             self._idle[known] = self._idle.get(known, 0) + 1
-            others = len(self._followed.get(name, ())) > 1
-            if self._idle[known] % PATIENCE == 0 and others and not planner.outlook(name, self._limits[name], load):
+            if self._idle[known] % PATIENCE == 0 and not planner.outlook(name, self._limits[name], load):
                 self.release(request)
                 request.upkeep = Upkeep.NONE
         return NOTHING
@@ -174,15 +180,14 @@ class Drafting:
         return trees[0] if len(trees) == 1 else DraftTree.stack(trees, rows)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        """`features` `[sum(counts), ...]` of the rows, empty in the last dimension if no request wanted any."""
-        pieces = features.split(list(counts))
+        """`features` `[n, F]` of the new positions of those requests that are read, one's after another."""
+        reading = [count if self.reads(request) else 0 for request, count in zip(requests, counts, strict=True)]
         groups = grouped([self.name_for(request) for request in requests])
+        pieces = features.split(reading) if len(groups) > 1 and any(reading) else ()
         for own in groups:
             batch, drafter = [requests[i] for i in own], self._of(requests[own[0]])
-            if len(groups) > 1:
-                rows = torch.cat([pieces[i] for i in own]) if drafter.aux_layers else features[:0]
-            else:
-                rows = features
+            whole = sum(reading) == sum(reading[i] for i in own)
+            rows = features if whole or not drafter.aux_layers else torch.cat([pieces[i] for i in own])
             try:
                 drafter.commit(batch, [counts[i] for i in own], rows)
             except Exception as error:  # what it kept of any of them can no longer be trusted

@@ -138,13 +138,19 @@ class Stepping:
         self, requests: Sequence[Request], counts: Sequence[int], aux: Sequence[Tensor], kept: Sequence[int]
     ) -> None:
         """The requests' `counts[b]` new positions, whose rows of `aux` are `kept`."""
-        index = torch.tensor(kept, device=self._pool.device)
-        features = gather_rows(aux, index) if aux else torch.empty(len(kept), 0, device=self._pool.device)
+        features = torch.empty(0, 0, device=self._pool.device)
+        if aux:
+            ends = itertools.accumulate(counts)
+            pairs = zip(requests, counts, ends, strict=True)
+            read = [row for own, count, end in pairs if self._drafting.reads(own) for row in kept[end - count : end]]
+            features = gather_rows(aux, torch.tensor(read, dtype=torch.int64, device=self._pool.device))
         self.commit(requests, counts, features)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        """`features` `[sum(counts), F]` of the requests' `counts[b]` new positions."""
-        for request, count, rows in zip(requests, counts, features.split(list(counts)), strict=True):
+        """`features` `[n, F]` of the `counts[b]` new positions of those requests that their drafters read."""
+        reading = [(own, count) for own, count in zip(requests, counts, strict=True) if self._drafting.reads(own)]
+        pieces = features.split([count for _, count in reading]) if reading else ()
+        for (request, count), rows in zip(reading, pieces, strict=True):
             self._pool.keep_features(request, count, rows)
         self._drafting.commit(requests, counts, features)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.controller import PROBE_SHARE, STAYS, Candidate, Controller, best_plan, margin
+from infer.controller import PROBE_SHARE, STAYS, WAKING_STEPS, Candidate, Controller, best_plan, margin
 from infer.costs import Costs, CostTable, Curve
 from infer.measuring import kept_table
 from infer.proposers.base import NOTHING, Budget
@@ -163,6 +163,42 @@ def test_where_drafts_do_not_pay_probes_cost_a_bounded_share():
     assert 0 < drafted < 100
     assert seconds <= 1000 * plain * (1 + 1.5 * PROBE_SHARE)
     assert speed >= (1 - 1.5 * PROBE_SHARE) * 4 / plain
+
+
+def test_a_probe_of_who_is_not_followed_lasts_until_it_has_drafted():
+    controller = Controller(make_costs(row=9.0, draft=9.0), Survival())
+    unfollowed = [own._replace(ready=False) for own in chains(2, 4)]
+
+    def step(drafted: int) -> list[str]:
+        """Whom it gives a budget; one draft was verified if `drafted`."""
+        controller.plan(("0", "1"), lambda: unfollowed)
+        asked = [name for name in ("0", "1") if controller.budget(name, Budget(4, 4)).nodes]
+        assert asked == [name for name in ("0", "1") if not controller.passes_over(name)]
+        if asked and drafted:
+            controller.drafted(asked[0], "head", drafted, 0)
+        controller.stepped(2, 2 + drafted, 0.0, 12.0)
+        return asked
+
+    probes = [(step(drafted=0), index) for index in range(20_000)]
+    lasting = [len(list(group)) for asked, group in itertools.groupby(probes, key=lambda own: own[0]) if asked]
+    assert len(lasting) > 1
+    assert set(lasting) == {WAKING_STEPS}
+    assert {name for asked, _ in probes for name in asked} == {"0", "1"}
+    while not (first := step(drafted=0)):
+        pass
+    assert step(drafted=4) == first
+    assert step(drafted=0) == []
+
+
+def test_where_nobody_drafts_one_who_comes_changes_no_plan():
+    controller, asked = Controller(make_costs(row=9.0, draft=9.0), Survival()), []
+
+    def plan(count: int) -> int:
+        asked.append(count)
+        controller.plan(tuple(map(str, range(count))), lambda: (asked.clear(), chains(count, 4))[1])
+        return len(asked)
+
+    assert [plan(8), plan(9), plan(10), plan(8), plan(11), plan(9), plan(8)] == [0, 1, 2, 3, 0, 1, 0]
 
 
 def test_it_finds_out_when_content_changes():
