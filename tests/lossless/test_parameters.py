@@ -13,7 +13,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from infer.confidence import Confidence
+from infer.controller import Controller
+from infer.costs import Costs, CostTable, Curve
+from infer.engine import Engine
 from infer.request import SamplingParams
+from infer.survival import Survival
 from tests.lossless.pairwise import pairwise
 from tests.lossless.plain import Answer, answer_all
 
@@ -83,9 +88,27 @@ def expected(make_small_engine, cases):
     return answers
 
 
+def controlled(engine: Engine) -> Engine:
+    """As with `proposer.adaptive`, on a machine where drafting pays now and then: for good drafts, for few requests."""
+    curves = Curve((1.0, 2.0), (0.004, 0.0045)), Curve((24.0, 48.0), (0.006, 0.012))
+    drafts = Curve((1.0, 4.0), (0.0002, 0.0008)), Curve((1.0, 4.0), (0.0004, 0.0016))
+    survival = Survival()
+    engine._planner = Controller(
+        Costs(CostTable((1, 24), curves, (0.0, 0.0), dict.fromkeys(engine.proposer_names, drafts))),
+        survival,
+        Confidence(survival),
+    )
+    if engine._head is not None and engine._head.judges_chains:
+        engine._head.confidence = engine._planner.confidence
+    return engine
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("name", ENGINES)
-def test_in_one_batch_under_every_proposer(make_small_engine, cases, expected, name):
+def test_in_one_batch_under_every_proposer(make_small_engine, cases, expected, monkeypatch, name, adaptive):
+    monkeypatch.setattr("infer.controller.PROBE_SHARE", 0.3)
     engine = make_small_engine(max_batch=24, **ENGINES[name])
+    engine = controlled(engine) if adaptive else engine
     completions = engine.generate([prompt for _, prompt, _ in cases], [params for _, _, params in cases])
     for case, completion, wanted in zip(cases, completions, expected[torch.float32], strict=True):
         assert Answer.of(completion) == Answer.of(wanted), case
@@ -93,6 +116,9 @@ def test_in_one_batch_under_every_proposer(make_small_engine, cases, expected, n
     drafted = sum(completion.stats.drafted for completion in completions)
     accepted = sum(completion.stats.accepted for completion in completions)
     assert 0 < accepted < drafted
+    if adaptive:  # there is somebody for whom nothing was drafted, though it could have been
+        free = [own for (*_, params), own in zip(cases, completions, strict=True) if params.speculate]
+        assert any(own.stats.drafted == 0 for own in free if own.stats.steps > 3)
     engine._pool.invariants([])
     for (_, _, params), completion in zip(cases, completions, strict=True):
         if not params.speculate:
@@ -116,6 +142,7 @@ FACTORS = {
     "pages": ("ample", "tight"),
     "max_batch": (1, 3, 16),
     "arrival": ("at once", "scattered"),
+    "adaptive": (False, True),
 }
 COMBINATIONS = pairwise(FACTORS, SEED)
 CASES_EACH = 14
@@ -142,6 +169,7 @@ def test_whatever_happens_to_it(make_small_engine, cases, expected, turn):
         prefix_cache=factors["prefix"] != "not shared",
         **MORE_ENGINES[factors["drafts"]],
     )
+    engine = controlled(engine) if factors["adaptive"] else engine
     if factors["prefix"] == "warm":
         engine.generate([prompt for prompt, _ in requests], SamplingParams(max_tokens=2, ignore_eos=True))
     scattered = factors["arrival"] == "scattered"
