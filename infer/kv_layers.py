@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.attention import PagedAttention, ProjectedAttention, plan_attention
+from kernels.attention import DecodingAttention, PagedAttention, ProjectedAttention, plan_attention
+from kernels.decoder import NativeDecoder
 from kernels.move import move_slots
 from kernels.rotary import QKNorm
 from kernels.rows import AttentionRows
@@ -74,7 +75,9 @@ class KVLayers:
     ) -> PooledAttention:
         """The attention seam over these rows; `first_layer` is where the model's layers begin."""
         plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, self._dtype, self._kv_dtype)
-        kind = PooledProjections if isinstance(plan, ProjectedAttention) else PooledAttention
+        if isinstance(plan, ProjectedAttention):
+            return PooledProjections(self.caches, first_layer, plan)
+        kind = PooledDecoding if isinstance(plan, DecodingAttention) else PooledAttention
         return kind(self.caches, first_layer, plan)
 
 
@@ -104,3 +107,15 @@ class PooledProjections(PooledAttention):
     ) -> Tensor:
         cache = self._caches[self._first + layer]
         return self._plan.project(qkv, rotary, norm, cache, qkv.shape[-1] ** -0.5, window)
+
+
+class PooledDecoding(PooledAttention):
+    """Over a form of attention that whole decoders run over (models.attention.Decode)."""
+
+    _plan: DecodingAttention
+
+    def decode(
+        self, decoder: NativeDecoder, x: Tensor, rotary: tuple[Tensor, Tensor], entering: Sequence[int]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        caches = self._caches[self._first : self._first + decoder.layers]
+        return self._plan.decode(decoder, x, rotary, caches, entering)

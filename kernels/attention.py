@@ -12,12 +12,14 @@ others do not take.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from kernels.cpu import attention as cpu
+from kernels.decoder import NativeDecoder
 from kernels.rotary import QKNorm
 from kernels.rows import AttentionRows
 from kernels.tiles import KV_TILE, TiledAttention
@@ -49,6 +51,22 @@ class ProjectedAttention(PagedAttention, Protocol):
         window: int | None = None,
     ) -> Tensor:
         """qkv `[R, nh + 2 nkv, D]`, rotary: cos and sin `[R, 1, D]` -> `[R, nh * D]`; the rest as in the call."""
+        ...
+
+
+@runtime_checkable
+class DecodingAttention(PagedAttention, Protocol):
+    """A form over which all layers of a decoder run in one call (kernels/decoder.py)."""
+
+    def decode(
+        self,
+        decoder: NativeDecoder,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        caches: Sequence[Tensor],
+        entering: Sequence[int],
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """caches: of every layer; the rest as in the decoder's call."""
         ...
 
 

@@ -35,18 +35,20 @@ class PackedLinear:
         self.out_features, self.in_features = weight.shape
         self._bias, self._exact, self._scale = bias, exact, None
         self._triton = in_use(weight.device) and (exact or weight_format != "same")
-        self._native: NativeLinear | None = None
+        self.native: NativeLinear | None = None
         dtype, device = weight.dtype, weight.device
+        native = not self._triton and supported(self.in_features, dtype, device, weight_format)
+        scale = None
         if weight_format != "same":
             weight, scale = quantise(weight, weight_format)
             if self._triton:
                 weight, self._scale = (pack_nibbles(weight) if weight_format == "int4" else weight), scale
-            elif supported(self.in_features, dtype, device):
-                self._native = NativeLinear(weight, scale, bias, weight_format, dtype)
-                self.bytes = self._native.bytes
-                return
-            else:
+            elif not native:
                 weight = widen(weight, scale).to(dtype)
+        if native:
+            self.native = NativeLinear(weight, scale, bias, weight_format, dtype)
+            self.bytes = self.native.bytes
+            return
         self._onednn = not self._triton and device.type == "cpu" and dtype in ONEDNN
         if self._onednn:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
@@ -56,8 +58,8 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
-        if self._native is not None:
-            out = self._native(rows)
+        if self.native is not None:
+            out = self.native(rows)
         elif self._triton:
             out = self._rows_triton(rows)
         else:
@@ -86,7 +88,7 @@ class PackedLinear:
 
 def reads_narrow(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a kernel reads weights of 8 and 4 bits as they are stored, for rows of `dtype`; else they are widened."""
-    return in_use(device) or supported(inputs, dtype, device)
+    return in_use(device) or supported(inputs, dtype, device, "int8")
 
 
 def assert_row_invariant(linear: PackedLinear, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -7,12 +7,14 @@ the paged one lives with the engine (infer/kv_cache.py, kernels/attention.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.decoder import NativeDecoder
 from kernels.rotary import QKNorm
 from kernels.ttt_attention import repeat_kv, ttt_attention, visible
 
@@ -46,6 +48,22 @@ class Project(Protocol):
 def project_of(attention: Attention) -> Project | None:
     """None where projections must be normed and rotated first, which is what most attentions and all training want."""
     return getattr(attention, "project", None)
+
+
+class Decode(Protocol):
+    """`attention.decode`, of those attentions over which all layers of a packed decoder run in one call.
+
+    x `[R, H]` becomes the stream after the last layer. Answers it after the final norm, and the streams before the
+    layers `entering`.
+    """
+
+    def __call__(
+        self, decoder: NativeDecoder, x: Tensor, rotary: tuple[Tensor, Tensor], entering: Sequence[int]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]: ...
+
+
+def decode_of(attention: Attention) -> Decode | None:
+    return getattr(attention, "decode", None)
 
 
 def no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:

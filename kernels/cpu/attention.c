@@ -5,23 +5,9 @@
  * parents precede children). In plain decoding the same keys would be met in the same order, so the bits are the same
  * whatever the shape of the draft, the batch or the number of threads.
  */
-#include "vec.h"
+#include "attention.h"
 
 #define MAX_CHUNKS 16 /* head sizes up to 256 */
-
-typedef struct {
-    const void *q, *k, *v; /* [R, heads, D], [R, kv_heads, D] twice; rows `*_stride` elements apart */
-    void *cache;           /* [2, kv_heads, slots, D] */
-    void *out;             /* [R, heads, D], contiguous */
-    const int64_t *table;  /* [B, pages] page ids */
-    const int64_t *slot, *request, *committed, *tail; /* [R] each; tail: a count, or a word if `words` */
-    float *scratch;        /* [threads, 2 * longest]: scores, then slots */
-    int64_t q_stride, k_stride, v_stride;
-    int64_t rows, heads, kv_heads, dim, slots, pages, page_size, longest, first, window, words, kind, threads;
-    float scale;
-    parallel_fn parallel;
-    self_fn self;
-} attention_args;
 
 INLINE int64_t slot_of(const attention_args *a, int64_t request, int64_t place) {
     return a->table[request * a->pages + place / a->page_size] * a->page_size + place % a->page_size;
@@ -41,10 +27,10 @@ static int64_t list_slots(const attention_args *a, int64_t row, int32_t *slots) 
     return count;
 }
 
-/* Puts the rows' own keys and values where they will be read. */
-static void write_cache(const attention_args *a, size_t element) {
+void attention_write(const attention_args *a, int64_t first, int64_t end) {
+    size_t element = a->kind == FLOAT32 ? sizeof(float) : sizeof(bf16);
     size_t bytes = a->dim * element, head = a->slots * bytes, values = a->kv_heads * head;
-    for (int64_t row = 0; row < a->rows; row++)
+    for (int64_t row = first; row < end; row++)
         for (int64_t h = 0; h < a->kv_heads; h++) {
             char *to = (char *)a->cache + h * head + a->slot[row] * bytes;
             memcpy(to, (const char *)a->k + row * a->k_stride * element + h * bytes, bytes);
@@ -92,8 +78,8 @@ INLINE void attend(
     for (int c = 0; c < chunks; c++) store(a->out, mine + c * LANES, out[c] * norm, kind);
 }
 
-INLINE void share(const attention_args *a, int kind, int chunks) {
-    int64_t self = a->threads > 1 ? a->self() : 0, items = a->rows * a->heads;
+INLINE void share(const attention_args *a, int64_t self, int kind, int chunks) {
+    int64_t items = a->rows * a->heads;
     int64_t first = items * self / a->threads, end = items * (self + 1) / a->threads, row = -1, count = 0;
     float *scores = a->scratch + self * 2 * a->longest;
     int32_t *slots = (int32_t *)(scores + a->longest);
@@ -107,24 +93,32 @@ INLINE void share(const attention_args *a, int kind, int chunks) {
 /* Head sizes are compiled in: with a constant number of chunks the query and the output stay in registers. */
 #define CASE(kind, chunks) \
     case kind * 32 + chunks: \
-        share(a, kind, chunks); \
+        share(a, self, kind, chunks); \
         break;
 #define CASES(kind) CASE(kind, 1) CASE(kind, 2) CASE(kind, 4) CASE(kind, 5) CASE(kind, 6) CASE(kind, 8) CASE(kind, 16)
 
-static void work(void *data) {
-    const attention_args *a = data;
+void attention_share(const attention_args *a, int64_t self) {
     switch (a->kind * 32 + a->dim / LANES) {
         CASES(FLOAT32)
         CASES(BFLOAT16)
     }
 }
 
-/* Answers 0, or -1 for a head size that has no case above (nothing is written then). */
+/* Whether a head size has a case above. */
+int attention_takes(int64_t dim) {
+    int64_t chunks = dim / LANES;
+    return dim % LANES == 0 && (chunks == 1 || chunks == 2 || chunks == 4 || chunks == 5 || chunks == 6 || chunks == 8 || chunks == 16);
+}
+
+static void work(void *data) {
+    const attention_args *a = data;
+    attention_share(a, a->threads > 1 ? a->self() : 0);
+}
+
+/* Answers 0, or -1 for a head size that it does not take (nothing is written then). */
 int paged_attention(attention_args *a) {
-    int64_t chunks = a->dim / LANES;
-    if (a->dim % LANES || !(chunks == 1 || chunks == 2 || chunks == 4 || chunks == 5 || chunks == 6 || chunks == 8 || chunks == 16))
-        return -1;
-    write_cache(a, a->kind == FLOAT32 ? sizeof(float) : sizeof(bf16));
+    if (!attention_takes(a->dim)) return -1;
+    attention_write(a, 0, a->rows);
     if (a->threads > 1)
         a->parallel(work, a, (unsigned)a->threads, 0);
     else

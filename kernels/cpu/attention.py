@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +35,19 @@ class Arguments(ctypes.Structure):
 
 def supported(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in KINDS and head_dim in HEAD_SIZES and library() is not None
+
+
+class Decoder(Protocol):
+    """kernels/cpu/decoder.py, which is built on what is here."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention: Arguments,
+        caches: Sequence[Tensor],
+        entering: Sequence[int],
+    ) -> tuple[Tensor, tuple[Tensor, ...]]: ...
 
 
 class NativeAttention:
@@ -73,6 +88,16 @@ class NativeAttention:
             self=runtime and runtime[1],
         )
         self._address = ctypes.addressof(self._arguments)
+
+    def decode(
+        self,
+        decoder: Decoder,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        caches: Sequence[Tensor],
+        entering: Sequence[int],
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return decoder(x, rotary, self._arguments, caches, entering)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None

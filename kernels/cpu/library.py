@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-SOURCES = ("vec.h", "attention.c", "linear.c", "noise.c", "rows.c")
+HEADERS = ("vec.h", "attention.h", "linear.h", "rows.h")
+SOURCES = (*HEADERS, "attention.c", "decoder.c", "linear.c", "noise.c", "rows.c")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
 HERE = Path(__file__).parent
 LANES = 16  # floats that vec.h works on at once; sizes that are no multiple of it go the torch way
@@ -106,17 +107,18 @@ SIGNATURES = {
     "silu_mul": [_P, _P, _I, _I, _I],
     "rotate": [_P, _P, _P, _P, _I, _I, _I, _I, _I],
     "linear": [_P],
+    "decoder": [_P],
 }
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # vec.h
 
 
 @cache
-def openmp() -> tuple[int, int] | None:
-    """Addresses of GOMP_parallel and omp_get_thread_num in the OpenMP runtime that torch brought."""
+def openmp() -> tuple[int, int, int] | None:
+    """Addresses of GOMP_parallel, omp_get_thread_num and GOMP_barrier in the OpenMP runtime that torch brought."""
     for file in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
         runtime = ctypes.CDLL(str(file))
-        functions = (runtime.GOMP_parallel, runtime.omp_get_thread_num)
-        first, second = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
-        if first and second:
-            return first, second
+        functions = (runtime.GOMP_parallel, runtime.omp_get_thread_num, runtime.GOMP_barrier)
+        first, second, third = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+        if first and second and third:
+            return first, second, third
     return None

@@ -1,13 +1,14 @@
-/* y = x Wᵀ + b from weights of 4 or 8 bits, which are read as they are stored and widened in registers.
+/* y = x Wᵀ + b. Weights of 4 and 8 bits are read as they are stored and widened in registers; those of 16 and 32 bits
+ * have the rows' own dtype.
  *
  * A panel is 64 outputs. Its weights lie in words of 32 bits, one beside another for the 64 outputs: a word holds 8
- * (int4) or 4 weights of one output in order along K, first of each pair in the low half, second in the high half. So
- * shifting a word by the pair's place yields both halves of what the bf16 dot product takes.
+ * (int4), 4, 2 (bf16) or 1 weights of one output in order along K, first of each pair in the low half, second in the
+ * high half. So shifting a word by the pair's place yields both halves of what the bf16 dot product takes.
  *
  * An output's sum runs along K in this order whatever the number of rows: within a group of weights that share a scale
- * from its first on, then the groups' sums, each times its scale.
+ * from its first on, then the groups' sums, each times its scale. Without scales it is one sum from first to last.
  */
-#include "vec.h"
+#include "linear.h"
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
@@ -15,19 +16,9 @@
 #define VECTORS 4 /* of a panel */
 #define PANEL (VECTORS * LANES)
 #define MOST_ROWS 6 /* of a tile */
+#define BLOCK 256   /* words along K that are summed for all rows before the next: they stay in a cache */
 
-enum { INT4 = 0, INT8 = 1, FP8 = 2 };
-
-typedef struct {
-    const void *x;         /* [rows, inputs], contiguous, of `x_kind` */
-    const uint32_t *words; /* [panels, inputs / weights of a word, 64] */
-    const float *scale;    /* [panels, inputs / group, 64] */
-    const float *bias;     /* [panels, 64], or null */
-    void *out;             /* [rows, outputs], of `out_kind` */
-    int64_t rows, inputs, outputs, group, format, x_kind, out_kind, threads;
-    parallel_fn parallel;
-    self_fn self;
-} linear_args;
+enum { INT4 = 0, INT8 = 1, FP8 = 2, WIDE = 3 };
 
 INLINE uvec load_words(const uint32_t *p) {
     uvec w;
@@ -86,6 +77,37 @@ INLINE void add_word(
     }
 }
 
+/* Puts a panel's sums `[rows, 64]` where they belong; what lies beyond the last output is dropped. */
+INLINE void answer_kind(const linear_args *a, int64_t row, int64_t panel, int64_t rows, const float *sums, int kind) {
+    size_t element = kind == FLOAT32 ? sizeof(float) : sizeof(bf16);
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t v = 0; v < VECTORS; v++) {
+            int64_t output = panel * PANEL + v * LANES, to = (row + r) * a->outputs + output, left = a->outputs - output;
+            if (left <= 0) break;
+            vec y = load_f32(sums + r * PANEL + v * LANES);
+            if (a->bias) y += load_f32(a->bias + output);
+            if (left >= LANES) {
+                if (a->residual) y = load(a->residual, to, kind) + rounded(y, kind);
+                store(a->out, to, y, kind);
+                continue;
+            }
+            float last[LANES] = {0};
+            if (a->residual) {
+                memcpy(last, (const char *)a->residual + to * element, left * element);
+                y = load(last, 0, kind) + rounded(y, kind);
+            }
+            store(last, 0, y, kind);
+            memcpy((char *)a->out + to * element, last, left * element);
+        }
+}
+
+static void answer(const linear_args *a, int64_t row, int64_t panel, int64_t rows, const float *sums) {
+    if (a->out_kind == FLOAT32)
+        answer_kind(a, row, panel, rows, sums, FLOAT32);
+    else
+        answer_kind(a, row, panel, rows, sums, BFLOAT16);
+}
+
 INLINE void tile(const linear_args *a, int64_t panel, int64_t row, int rows, int format, int x_kind) {
     int held = format == INT4 ? 8 : 4;
     const uint32_t *words = a->words + panel * (a->inputs / held) * PANEL;
@@ -102,23 +124,148 @@ INLINE void tile(const linear_args *a, int64_t panel, int64_t row, int rows, int
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < VECTORS; v++) total[r][v] += part[r][v] * load_f32(scale + v * LANES);
     }
-    int64_t output = panel * PANEL;
+    float sums[MOST_ROWS * PANEL];
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS && output + v * LANES < a->outputs; v++) {
-            int64_t to = (row + r) * a->outputs + output + v * LANES, left = a->outputs - output - v * LANES;
-            vec y = a->bias ? total[r][v] + load_f32(a->bias + output + v * LANES) : total[r][v];
-            if (left >= LANES) {
-                store(a->out, to, y, a->out_kind);
+        for (int v = 0; v < VECTORS; v++) store_f32(sums + r * PANEL + v * LANES, total[r][v]);
+    answer(a, row, panel, rows, sums);
+}
+
+/* sums[r][v] += the products of `steps` words of x and of a panel's weights. x's words of one row lie `step` apart,
+ * those of two rows `row_step`. `lines` of what lies from `fetch` on are brought nearer at every step. */
+INLINE void add_words(
+    vec sums[][VECTORS], const uint32_t *x, int64_t row_step, int64_t step, const uint32_t *words, int64_t steps,
+    const uint32_t *fetch, int lines, int rows, int kind
+) {
+    for (int64_t k = 0; k < steps; k++, x += step, words += PANEL, fetch += lines * LANES) {
+        vec w[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) memcpy(&w[v], words + v * LANES, sizeof w[v]);
+#pragma GCC unroll 4
+        for (int i = 0; i < lines; i++) __builtin_prefetch(fetch + i * LANES, 0, 2);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+#ifdef __AVX512BF16__
+            if (kind == BFLOAT16) {
+                __m512bh pair = (__m512bh)_mm512_set1_epi32((int32_t)x[r * row_step]);
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++)
+                    sums[r][v] = (vec)_mm512_dpbf16_ps((__m512)sums[r][v], pair, (__m512bh)w[v]);
                 continue;
             }
-            float last[LANES];
-            size_t element = a->out_kind == FLOAT32 ? sizeof(float) : sizeof(bf16);
-            store(last, 0, y, a->out_kind);
-            memcpy((char *)a->out + to * element, last, left * element);
+#endif
+            float one;
+            memcpy(&one, x + r * row_step, sizeof one);
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) sums[r][v] += one * w[v];
         }
+    }
+}
+
+/* A panel's sums over `steps` words along K from `first` on. x lies as add_words says; sums begin as `held`
+ * `[rows, 64]` has them, or at `first` 0 as zero, and end there. */
+typedef struct {
+    const uint32_t *x, *words, *fetch;
+    float *held;
+    int64_t row_step, first, steps, lines;
+} wide_tile;
+
+INLINE void sum_tile(const wide_tile *t, int64_t step, int rows, int kind) {
+    vec sums[MOST_ROWS][VECTORS];
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = t->first ? load_f32(t->held + r * PANEL + v * LANES) : splat(0.0f);
+    if (step == 1)
+        add_words(sums, t->x, t->row_step, 1, t->words, t->steps, t->fetch, 0, rows, kind);
+    else if (t->lines == 2)
+        add_words(sums, t->x, 1, rows, t->words, t->steps, t->fetch, 2, rows, kind);
+    else if (t->lines == 1)
+        add_words(sums, t->x, 1, rows, t->words, t->steps, t->fetch, 1, rows, kind);
+    else
+        add_words(sums, t->x, 1, rows, t->words, t->steps, t->fetch, 0, rows, kind);
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) store_f32(t->held + r * PANEL + v * LANES, sums[r][v]);
 }
 
 /* Rows of a tile are compiled in, so that its sums stay in registers. */
+#define WIDE_CASE(rows, step) \
+    case rows: \
+        if (kind == FLOAT32) \
+            sum_tile(t, step, rows, FLOAT32); \
+        else \
+            sum_tile(t, step, rows, BFLOAT16); \
+        break;
+
+/* Few rows: each is read where it lies, and a panel's weights once. */
+static void few_rows(const wide_tile *t, int64_t rows, int64_t kind) {
+    switch (rows) { WIDE_CASE(1, 1) WIDE_CASE(2, 1) WIDE_CASE(3, 1) WIDE_CASE(4, 1) WIDE_CASE(5, 1) WIDE_CASE(6, 1) }
+}
+
+/* More: of a tile's rows the words of one k lie beside each other. */
+static void packed_rows(const wide_tile *t, int64_t rows, int64_t kind) {
+    switch (rows) { WIDE_CASE(3, 0) WIDE_CASE(4, 0) WIDE_CASE(5, 0) WIDE_CASE(6, 0) }
+}
+
+INLINE int64_t part(int64_t total, int64_t index, int64_t parts) { return total * index / parts; }
+
+/* `count` rows, more than a tile's, from `row` on into tiles, whose number it answers. */
+static int64_t pack_rows(const linear_args *a, int64_t row, int64_t count, int64_t steps, uint32_t *to) {
+    int64_t tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
+    const uint32_t *x = (const uint32_t *)a->x + row * steps;
+    for (int64_t t = 0; t < tiles; t++) {
+        int64_t first = part(count, t, tiles), rows = part(count, t + 1, tiles) - first;
+        uint32_t *own = to + first * steps;
+        for (int64_t k = 0; k < steps; k += LANES) {
+            int64_t end = k + LANES < steps ? k + LANES : steps;
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t i = k; i < end; i++) own[i * rows + r] = x[(first + r) * steps + i];
+        }
+    }
+    return tiles;
+}
+
+/* Rows in tiles; every BLOCK of a panel's weights is read for all of them before the next. */
+static void many_rows(const linear_args *a, int64_t self, int64_t first_panel, int64_t end_panel, int64_t steps) {
+    int64_t blocks = (a->rows + PACKED_ROWS - 1) / PACKED_ROWS;
+    uint32_t *packed = a->scratch + self * PACKED_ROWS * steps;
+    float held[PACKED_ROWS * PANEL];
+    for (int64_t b = 0; b < blocks; b++) {
+        int64_t row = part(a->rows, b, blocks), count = part(a->rows, b + 1, blocks) - row;
+        int64_t tiles = pack_rows(a, row, count, steps, packed);
+        for (int64_t panel = first_panel; panel < end_panel; panel++) {
+            const uint32_t *words = a->words + panel * steps * PANEL;
+            for (int64_t k = 0; k < steps; k += BLOCK)
+                for (int64_t t = 0; t < tiles; t++) {
+                    int64_t from = part(count, t, tiles), rows = part(count, t + 1, tiles) - from;
+                    wide_tile own = {.x = packed + from * steps + k * rows, .words = words + k * PANEL,
+                                     .held = held + from * PANEL, .first = k,
+                                     .steps = steps - k < BLOCK ? steps - k : BLOCK};
+                    /* The next block, shared by the first tiles: two of two lines a step, or four of one. */
+                    own.lines = tiles < 4 ? (t < 2) * 2 : t < 4;
+                    own.fetch = own.words + own.steps * (PANEL + t * own.lines * LANES);
+                    packed_rows(&own, rows, a->x_kind);
+                }
+            answer(a, row, panel, count, held);
+        }
+    }
+}
+
+static void wide_share(const linear_args *a, int64_t self, int64_t first, int64_t end) {
+    int64_t steps = a->x_kind == FLOAT32 ? a->inputs : a->inputs / 2;
+    if (a->rows > MOST_ROWS) {
+        many_rows(a, self, first, end, steps);
+        return;
+    }
+    float held[MOST_ROWS * PANEL];
+    for (int64_t panel = first; panel < end; panel++) {
+        wide_tile all = {.x = a->x, .words = a->words + panel * steps * PANEL, .held = held, .row_step = steps, .steps = steps};
+        few_rows(&all, a->rows, a->x_kind);
+        answer(a, 0, panel, a->rows, held);
+    }
+}
+
 #define ROWS(n, format, x_kind) \
     for (; row + n <= a->rows; row += n) tile(a, panel, row, n, format, x_kind);
 #define CASE(format, x_kind) \
@@ -126,10 +273,13 @@ INLINE void tile(const linear_args *a, int64_t panel, int64_t row, int rows, int
         ROWS(6, format, x_kind) ROWS(4, format, x_kind) ROWS(2, format, x_kind) ROWS(1, format, x_kind) \
         break;
 
-static void work(void *data) {
-    const linear_args *a = data;
-    int64_t self = a->threads > 1 ? a->self() : 0, panels = (a->outputs + PANEL - 1) / PANEL;
-    int64_t first = panels * self / a->threads, end = panels * (self + 1) / a->threads;
+void linear_share(const linear_args *a, int64_t self) {
+    int64_t panels = (a->outputs + PANEL - 1) / PANEL;
+    int64_t first = part(panels, self, a->threads), end = part(panels, self + 1, a->threads);
+    if (a->format == WIDE) {
+        wide_share(a, self, first, end);
+        return;
+    }
     for (int64_t panel = first; panel < end; panel++) {
         int64_t row = 0;
         switch (a->format * 2 + a->x_kind) {
@@ -141,12 +291,26 @@ static void work(void *data) {
     }
 }
 
+static void work(void *data) {
+    const linear_args *a = data;
+    linear_share(a, a->threads > 1 ? a->self() : 0);
+}
+
 /* Whether x may be bf16; else the caller widens it. */
 int linear_takes_bf16(void) {
 #ifdef __AVX512BF16__
     return 1;
 #else
     return 0;
+#endif
+}
+
+/* Whether weights of x's own dtype are read here: where a tile's sums fit the registers. */
+int linear_takes_wide(int kind) {
+#ifdef __AVX512F__
+    return kind == FLOAT32 || linear_takes_bf16();
+#else
+    return 0 * kind;
 #endif
 }
 

@@ -1,4 +1,4 @@
-"""Linear layers in C from weights of 4 or 8 bits (linear.c): one order along K for every number of rows."""
+"""Linear layers in C (linear.c): one order along K for every number of rows."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.library import KINDS, library, openmp
-from kernels.quantise import NarrowFormat
+from kernels.quantise import NarrowFormat, WeightFormat
 
-FORMATS = {"int4": 0, "int8": 1, "fp8": 2}  # linear.c
+FORMATS = {"int4": 0, "int8": 1, "fp8": 2, "same": 3}  # linear.c
 PANEL = 64  # outputs that it works on at once
+FEW_ROWS = 6  # up to which it needs no scratch
+PACKED_ROWS = 96  # rows that a thread then works on at once
 CHUNK = 64 * PANEL  # outputs packed at a time, which takes 32 bits a weight
 PARALLEL_WORK = 2**18  # multiply-adds below which waking a second thread costs more than it saves
 
@@ -21,7 +23,7 @@ class Arguments(ctypes.Structure):
     """linear_args of linear.c, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "words", "scale", "bias", "out")),
+        *((name, ctypes.c_void_p) for name in ("x", "words", "scale", "bias", "residual", "out", "scratch")),
         *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "group", "format", "x_kind", "out_kind")),
         ("threads", ctypes.c_int64),
         ("parallel", ctypes.c_void_p),
@@ -29,47 +31,68 @@ class Arguments(ctypes.Structure):
     )
 
 
-def supported(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
-    return device.type == "cpu" and dtype in KINDS and inputs % 8 == 0 and library() is not None
+def supported(inputs: int, dtype: torch.dtype, device: torch.device, weight_format: WeightFormat) -> bool:
+    found = library() if device.type == "cpu" and dtype in KINDS and inputs % 8 == 0 else None
+    return found is not None and (weight_format != "same" or bool(found.linear_takes_wide(KINDS[dtype])))
 
 
 class NativeLinear:
-    """stored `[N, K]` and scale `[N]` or `[N, K / group]` as `quantise` answers them; for rows of `dtype`."""
+    """For rows of `dtype`. With a scale, stored `[N, K]` and it, `[N]` or `[N, K / group]`, are as `quantise` answers
+    them; else stored is the weight, in `dtype`.
+    """
 
     def __init__(
-        self, stored: Tensor, scale: Tensor, bias: Tensor | None, weight_format: NarrowFormat, dtype: torch.dtype
+        self,
+        stored: Tensor,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        weight_format: WeightFormat,
+        dtype: torch.dtype,
     ) -> None:
         found = library()
         assert found is not None
         self._call, self._runtime = found.linear, openmp()
-        self._dtype, (self._outputs, inputs) = dtype, stored.shape
+        self.dtype, (self._outputs, inputs) = dtype, stored.shape
         self._x_dtype = dtype if dtype is torch.float32 or found.linear_takes_bf16() else torch.float32
-        scale = scale.view(self._outputs, -1)
-        self._words, self._scale = packed(stored, weight_format), panels(scale)
+        self._scale, groups = None, 1
+        if weight_format == "same":
+            self._words = wide_panels(stored)
+        else:
+            assert scale is not None
+            scale = scale.view(self._outputs, -1)
+            self._words, self._scale, groups = packed(stored, weight_format), panels(scale), scale.shape[1]
         self._bias = None if bias is None else panels(bias.float()[:, None])
+        self.scratch = 0 if weight_format != "same" else PACKED_ROWS * self._words.shape[1]  # words, of each thread
         self._fixed = {
             "words": self._words.data_ptr(),
-            "scale": self._scale.data_ptr(),
+            "scale": self._scale.data_ptr() if self._scale is not None else None,
             "bias": self._bias.data_ptr() if self._bias is not None else None,
             "inputs": inputs,
             "outputs": self._outputs,
-            "group": inputs // scale.shape[1],
+            "group": inputs // groups,
             "format": FORMATS[weight_format],
             "x_kind": KINDS[self._x_dtype],
             "out_kind": KINDS[dtype],
             "parallel": self._runtime and self._runtime[0],
             "self": self._runtime and self._runtime[1],
         }
-        self.bytes = 4 * (self._words.numel() + self._scale.numel())
+        self.bytes = 4 * (self._words.numel() + (self._scale.numel() if self._scale is not None else 0))
+
+    @property
+    def arguments(self) -> Arguments | None:
+        """For other C that calls it: all but x, out, rows, scratch and threads. None if rows must be widened first."""
+        return Arguments(**self._fixed) if self._x_dtype is self.dtype else None
 
     def __call__(self, rows: Tensor) -> Tensor:
         """`[R, K]` -> `[R, N]`."""
         rows = rows.to(self._x_dtype).contiguous()
         count, inputs = rows.shape
-        out = torch.empty(count, self._outputs, dtype=self._dtype)
+        out = torch.empty(count, self._outputs, dtype=self.dtype)
         many = self._runtime is not None and count * inputs * self._outputs > PARALLEL_WORK
         threads = torch.get_num_threads() if many else 1
         own = Arguments(x=rows.data_ptr(), out=out.data_ptr(), rows=count, threads=threads, **self._fixed)
+        scratch = torch.empty(threads * self.scratch if count > FEW_ROWS else 0, dtype=torch.int32)
+        own.scratch = scratch.data_ptr()
         self._call(ctypes.addressof(own))
         return out
 
@@ -78,6 +101,16 @@ def panels(values: Tensor) -> Tensor:
     """`[N, C]` -> `[N / 64, C, 64]`, the last panel filled with zeros."""
     filled = F.pad(values, (0, 0, 0, -len(values) % PANEL))
     return filled.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+
+
+def wide_panels(weight: Tensor) -> Tensor:
+    """`[N, K]` in fp32 or bf16 -> words `[N / 64, K, 64]` or `[N / 64, K / 2, 64]` int32."""
+    count, words = len(weight), weight.contiguous().view(torch.int32)
+    found = torch.empty(-(-count // PANEL), words.shape[1], PANEL, dtype=torch.int32)
+    for first in range(0, count, CHUNK):
+        rows = words[first : first + CHUNK]
+        found[first // PANEL : -(-(first + len(rows)) // PANEL)] = panels(rows)
+    return found
 
 
 def packed(stored: Tensor, weight_format: NarrowFormat) -> Tensor:

@@ -1,6 +1,6 @@
 /* The small row-wise operations of a decoder layer. One row is one job: no row's bits depend on another. Sizes are
  * multiples of 16 (the caller checks). In bf16 the results that torch would round are rounded. */
-#include "vec.h"
+#include "rows.h"
 
 #define BY_KIND(kind, call_f32, call_bf16) \
     if ((kind) == FLOAT32) \

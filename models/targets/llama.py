@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.decoder import LayerParts, NativeDecoder, join_layers
 from kernels.rotary import QKNorm
-from models.attention import Attention, project_of
+from models.attention import Attention, decode_of, project_of
 from models.config import TargetConfig
 from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding, rotate
 
@@ -43,11 +44,14 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
+    @property
+    def head_norm(self) -> QKNorm | None:
+        return QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self.qk_norm else None
+
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         if project := project_of(attention):
-            norm = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self.qk_norm else None
-            return self.o_proj(project(self.layer, qkv, rotary, norm, window=self.window))
+            return self.o_proj(project(self.layer, qkv, rotary, self.head_norm, window=self.window))
         rotated = self.num_heads + self.num_kv_heads
         qk = qkv[..., :rotated, :]
         if self.qk_norm:
@@ -71,6 +75,19 @@ class DecoderLayer(nn.Module):
         normed, x = self.post_attention_layernorm.add(x, attended)
         return x + self.mlp(normed)
 
+    def parts(self) -> LayerParts | None:
+        """For kernels that run whole layers. None if it is not packed, or of other parts than Llama's."""
+        attention, mlp = self.self_attn, self.mlp
+        if type(mlp) is not GatedMLP:
+            return None
+        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        packed = [own.packed for own in linears if type(own) is Linear and own.packed is not None]
+        if len(packed) < len(linears):
+            return None
+        qkv, output, gate_up, down = packed
+        norms = self.input_layernorm.weight, self.post_attention_layernorm.weight
+        return LayerParts(norms[0], qkv, attention.head_norm, output, norms[1], gate_up, down, attention.window)
+
 
 LAST = -1  # the layer id of what the LM head reads, as HF's `hidden_states[-1]`
 
@@ -84,6 +101,8 @@ class LlamaTarget(nn.Module):
     path: str = ""  # as the user gave it: a folder or a hub id
     folder: Path = Path()  # where the checkpoint lies
     fingerprint: str = ""
+    _joined: NativeDecoder | None = None
+    _asked = False  # whether that is known
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
@@ -115,12 +134,28 @@ class LlamaTarget(nn.Module):
         x = self.embed_tokens(ids)
         rotary = self.rotary.rows(positions, x.dtype)
         streams: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            if index in aux_layers:
-                streams[index] = x
-            x = layer(x, rotary, attention)
-        hidden = streams[end] = streams[LAST] = self.norm(x)
+        decode = decode_of(attention)
+        if decode and not torch.is_grad_enabled() and (joined := self.joined()):
+            entering = [index for index in range(end) if index in aux_layers]
+            hidden, before = decode(joined, x, rotary, entering)
+            streams.update(zip(entering, before, strict=True))
+        else:
+            for index, layer in enumerate(self.layers):
+                if index in aux_layers:
+                    streams[index] = x
+                x = layer(x, rotary, attention)
+            hidden = self.norm(x)
+        streams[end] = streams[LAST] = hidden
         return TargetOutput(x, hidden, tuple(streams[layer] for layer in aux_layers))
+
+    def joined(self) -> NativeDecoder | None:
+        """Its layers as one kernel runs them. None before they are packed, and where no kernel takes them."""
+        if not self._asked and self.lm_head.packed is not None:
+            parts = [own for layer in self.layers if (own := cast(DecoderLayer, layer).parts()) is not None]
+            if len(parts) == len(self.layers):
+                self._joined = join_layers(parts, self.norm.weight, self.config.rms_norm_eps, self.config.head_dim)
+            self._asked = True
+        return self._joined
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Post-norm hidden `[..., H]` -> `[..., V]`."""

@@ -1,0 +1,28 @@
+#ifndef HEADWAY_ATTENTION_H
+#define HEADWAY_ATTENTION_H
+
+#include "vec.h"
+
+typedef struct {
+    const void *q, *k, *v; /* [R, heads, D], [R, kv_heads, D] twice; rows `*_stride` elements apart */
+    void *cache;           /* [2, kv_heads, slots, D] */
+    void *out;             /* [R, heads, D], contiguous */
+    const int64_t *table;  /* [B, pages] page ids */
+    const int64_t *slot, *request, *committed, *tail; /* [R] each; tail: a count, or a word if `words` */
+    float *scratch;        /* [threads, 2 * longest]: scores, then slots */
+    int64_t q_stride, k_stride, v_stride;
+    int64_t rows, heads, kv_heads, dim, slots, pages, page_size, longest, first, window, words, kind, threads;
+    float scale;
+    parallel_fn parallel;
+    self_fn self;
+} attention_args;
+
+int attention_takes(int64_t dim);
+
+/* Puts the keys and values of the rows from `first` up to `end` where they will be read. */
+void attention_write(const attention_args *a, int64_t first, int64_t end);
+
+/* What thread `self` of `threads` does of it: its rows' heads. All that a row sees must have been written. */
+void attention_share(const attention_args *a, int64_t self);
+
+#endif

@@ -1,0 +1,117 @@
+/* A whole forward of a decoder: for each layer RMSNorm, QKV, QK norm, rotary embedding, paged attention, output
+ * projection, RMSNorm, gated MLP, and the norm at the end, in one call and one parallel region.
+ *
+ * It calls the kernels that run one by one otherwise (linear.c, attention.c, rows.c) and rounds where they do, so it
+ * gives the same bits as they do. A barrier stands wherever a thread reads what others wrote.
+ */
+#include "attention.h"
+#include "linear.h"
+#include "rows.h"
+
+typedef struct {
+    const void *input_norm, *post_norm;                  /* [hidden] */
+    const void *q_norm, *k_norm;                         /* [dim], or null */
+    const linear_args *qkv, *output, *gate_up, *down;    /* what the weights say of themselves */
+    int64_t window;                                      /* 0: none */
+} decoder_layer;
+
+typedef struct {
+    const decoder_layer *layers;
+    void *const *caches;             /* [layers], as attention.h has them */
+    void *const *entering;           /* [layers] where to put the stream before a layer, [rows, hidden]; null: nowhere */
+    const attention_args *attention; /* what addresses the rows; the rest is filled in here */
+    const void *final_norm;          /* [hidden] */
+    const void *cos, *sin;           /* [rows, dim] */
+    void *x;                         /* [rows, hidden]: embeddings, then the stream after the last layer */
+    void *hidden;                    /* [rows, hidden] after the final norm */
+    void *normed, *qkv, *attended, *inner, *gated; /* [rows, hidden | (heads + 2 kv_heads) dim | heads dim | 2 I | I] */
+    float *scores;                   /* [threads, 2 * longest] */
+    uint32_t *scratch;               /* as linear.h has it, for the widest of the layers */
+    int64_t count, rows, hidden_size, inner_size, kind, slots, threads;
+    float eps, scale; /* of norms; of attention's scores */
+    parallel_fn parallel;
+    self_fn self;
+    void (*barrier)(void);
+} decoder_args;
+
+typedef struct {
+    const decoder_args *a;
+    int64_t self, first, end; /* rows that are this thread's wherever rows are shared out */
+} part;
+
+static void *at(const part *p, void *base, int64_t elements) {
+    return (char *)base + elements * (p->a->kind == FLOAT32 ? sizeof(float) : sizeof(bf16));
+}
+
+static void barrier(const part *p) {
+    if (p->a->threads > 1) p->a->barrier();
+}
+
+static void norm(const part *p, const void *weight, void *out) {
+    int64_t size = p->a->hidden_size, to = p->first * size;
+    rms_norm(at(p, p->a->x, to), weight, at(p, out, to), p->end - p->first, size, size, p->a->eps, p->a->kind);
+    barrier(p);
+}
+
+static void apply(const part *p, const linear_args *weights, const void *x, const void *residual, void *out) {
+    linear_args own = *weights;
+    own.x = x, own.residual = residual, own.out = out;
+    own.rows = p->a->rows, own.threads = p->a->threads, own.scratch = p->a->scratch;
+    linear_share(&own, p->self);
+    barrier(p);
+}
+
+static void attend(const part *p, const decoder_layer *layer, void *cache) {
+    const decoder_args *a = p->a;
+    attention_args own = *a->attention;
+    int64_t dim = own.dim, rotated = own.heads + own.kv_heads, stride = (rotated + own.kv_heads) * dim;
+    for (int64_t row = p->first; row < p->end; row++) {
+        void *q = at(p, a->qkv, row * stride), *k = at(p, q, own.heads * dim);
+        if (layer->q_norm) {
+            rms_norm(q, layer->q_norm, q, own.heads, dim, dim, a->eps, a->kind);
+            rms_norm(k, layer->k_norm, k, own.kv_heads, dim, dim, a->eps, a->kind);
+        }
+        rotate(q, at(p, (void *)a->cos, row * dim), at(p, (void *)a->sin, row * dim), q, 1, stride, rotated, dim, a->kind);
+    }
+    own.q = a->qkv, own.k = at(p, a->qkv, own.heads * dim), own.v = at(p, a->qkv, rotated * dim);
+    own.q_stride = own.k_stride = own.v_stride = stride;
+    own.cache = cache, own.out = a->attended, own.scratch = a->scores;
+    own.slots = a->slots, own.kind = a->kind, own.window = layer->window, own.threads = a->threads, own.scale = a->scale;
+    attention_write(&own, p->first, p->end);
+    barrier(p);
+    attention_share(&own, p->self);
+    barrier(p);
+}
+
+static void gate(const part *p) {
+    int64_t size = p->a->inner_size;
+    silu_mul(at(p, p->a->inner, p->first * 2 * size), at(p, p->a->gated, p->first * size), p->end - p->first, size, p->a->kind);
+    barrier(p);
+}
+
+static void work(void *data) {
+    const decoder_args *a = data;
+    int64_t self = a->threads > 1 ? a->self() : 0;
+    part own = {a, self, a->rows * self / a->threads, a->rows * (self + 1) / a->threads}, *p = &own;
+    int64_t from = p->first * a->hidden_size, row = (char *)at(p, a->x, a->hidden_size) - (char *)a->x;
+    for (int64_t i = 0; i < a->count; i++) {
+        const decoder_layer *layer = a->layers + i;
+        if (a->entering[i]) memcpy(at(p, a->entering[i], from), at(p, a->x, from), (p->end - p->first) * row);
+        norm(p, layer->input_norm, a->normed);
+        apply(p, layer->qkv, a->normed, 0, a->qkv);
+        attend(p, layer, a->caches[i]);
+        apply(p, layer->output, a->attended, a->x, a->x);
+        norm(p, layer->post_norm, a->normed);
+        apply(p, layer->gate_up, a->normed, 0, a->inner);
+        gate(p);
+        apply(p, layer->down, a->gated, a->x, a->x);
+    }
+    norm(p, a->final_norm, a->hidden);
+}
+
+void decoder(decoder_args *a) {
+    if (a->threads > 1)
+        a->parallel(work, a, (unsigned)a->threads, 0);
+    else
+        work(a);
+}

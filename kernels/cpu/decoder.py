@@ -1,0 +1,150 @@
+"""All layers of a decoder's forward in one call of C (decoder.c), in the bits of the kernels that it calls."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.cpu import attention as paged
+from kernels.cpu import linear as linears
+from kernels.cpu.library import KINDS, LANES, library, openmp
+from kernels.cpu.linear import FEW_ROWS, PARALLEL_WORK
+
+if TYPE_CHECKING:
+    from kernels.decoder import LayerParts
+    from kernels.linear import PackedLinear
+
+ALIGNED = 64  # bytes, a line of the cache
+
+
+class Layer(ctypes.Structure):
+    """decoder_layer of decoder.c, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, ctypes.c_void_p) for name in ("qkv", "output", "gate_up", "down")),
+        ("window", ctypes.c_int64),
+    )
+
+
+class Arguments(ctypes.Structure):
+    """decoder_args of decoder.c, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layers", "caches", "entering", "attention", "final_norm", "cos")),
+        *((name, ctypes.c_void_p) for name in ("sin", "x", "hidden", "normed", "qkv", "attended", "inner", "gated")),
+        *((name, ctypes.c_void_p) for name in ("scores", "scratch")),
+        *((name, ctypes.c_int64) for name in ("count", "rows", "hidden_size", "inner_size", "kind", "slots")),
+        ("threads", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("parallel", "self", "barrier")),
+    )
+
+
+def supported(layers: Sequence[LayerParts], head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether decoder.c takes these: linears read by linear.c as they come, sizes of whole vectors, one dtype."""
+    if dtype not in KINDS or head_dim not in paged.HEAD_SIZES or head_dim % (2 * LANES) or library() is None:
+        return False
+    for layer in layers:
+        packed = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        norms = (layer.input_norm, layer.post_norm, *(layer.qk_norm[:2] if layer.qk_norm else ()))
+        if any(own.native is None or own.native.arguments is None or own.native.dtype is not dtype for own in packed):
+            return False
+        if any(norm.dtype is not dtype for norm in norms):
+            return False
+        if layer.qkv.in_features % LANES or layer.down.in_features % LANES:
+            return False
+    return True
+
+
+class NativeDecoder:
+    """Of layers that are `supported`, all of one shape; their tensors must stay where they are."""
+
+    def __init__(self, layers: Sequence[LayerParts], final_norm: Tensor, eps: float, head_dim: int) -> None:
+        found = library()
+        assert found is not None
+        self._call, runtime = found.decoder, openmp()
+        self._parts, self._norm = list(layers), final_norm
+        self._linears = [[_arguments(own) for own in layer.linears] for layer in layers]
+        self.layers = len(layers)
+        self._layers = (Layer * self.layers)()
+        for own, layer, packed in zip(self._layers, layers, self._linears, strict=True):
+            own.input_norm, own.post_norm = layer.input_norm.data_ptr(), layer.post_norm.data_ptr()
+            if layer.qk_norm is not None:
+                assert layer.qk_norm.eps == eps
+                own.q_norm, own.k_norm = layer.qk_norm.q.data_ptr(), layer.qk_norm.k.data_ptr()
+            own.qkv, own.output, own.gate_up, own.down = map(ctypes.addressof, packed)
+            own.window = layer.window or 0
+        first = layers[0]
+        sizes = (
+            first.qkv.in_features,
+            first.qkv.out_features,
+            first.output.in_features,
+            first.gate_up.out_features,
+            first.down.in_features,
+        )
+        self._widths, self._work = sizes, sum(own.in_features * own.out_features for own in first.linears)
+        self._scratch = max(own.native.scratch for own in first.linears if own.native is not None)
+        self._several = runtime is not None
+        self._arguments = Arguments(
+            layers=ctypes.addressof(self._layers),
+            final_norm=final_norm.data_ptr(),
+            count=len(layers),
+            hidden_size=sizes[0],
+            inner_size=sizes[-1],
+            kind=KINDS[final_norm.dtype],
+            eps=eps,
+            scale=head_dim**-0.5,
+            parallel=runtime and runtime[0],
+            self=runtime and runtime[1],
+            barrier=runtime and runtime[2],
+        )
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention: paged.Arguments,
+        caches: Sequence[Tensor],
+        entering: Sequence[int],
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """x `[R, H]`, which becomes the stream after the last layer; rotary: cos and sin `[R, 1, D]`.
+
+        Answers the stream after the final norm and those before the layers `entering`, `[R, H]` each.
+        """
+        assert x.is_contiguous()
+        rows, a = x.shape[0], self._arguments
+        cos, sin = (table.contiguous() for table in rotary)
+        hidden, streams = torch.empty_like(x), {layer: torch.empty_like(x) for layer in entering}
+        threads = torch.get_num_threads() if self._several and rows * self._work > PARALLEL_WORK else 1
+        sizes = [
+            *(rows * width * x.itemsize for width in self._widths),
+            threads * 2 * attention.longest * 4,
+            threads * self._scratch * 4 if rows > FEW_ROWS else 0,
+        ]
+        starts = list(accumulate((size + -size % ALIGNED for size in sizes), initial=0))
+        room = torch.empty(starts[-1] + ALIGNED, dtype=torch.uint8)
+        base = room.data_ptr() + -room.data_ptr() % ALIGNED
+        a.normed, a.qkv, a.attended, a.inner, a.gated, a.scores, a.scratch = (base + start for start in starts[:-1])
+        a.caches = ctypes.addressof(kept := (ctypes.c_void_p * len(caches))(*(cache.data_ptr() for cache in caches)))
+        wanted = (ctypes.c_void_p * len(caches))()
+        for layer, stream in streams.items():
+            wanted[layer] = stream.data_ptr()
+        a.entering, a.attention = ctypes.addressof(wanted), ctypes.addressof(attention)
+        a.cos, a.sin, a.x, a.hidden = cos.data_ptr(), sin.data_ptr(), x.data_ptr(), hidden.data_ptr()
+        a.rows, a.slots, a.threads = rows, caches[0].shape[2], threads
+        self._call(ctypes.addressof(a))
+        del kept
+        return hidden, tuple(streams[layer] for layer in entering)
+
+
+def _arguments(linear: PackedLinear) -> linears.Arguments:
+    found = linear.native and linear.native.arguments
+    assert found is not None, "supported() has asked"
+    return found

@@ -1,0 +1,24 @@
+#ifndef HEADWAY_LINEAR_H
+#define HEADWAY_LINEAR_H
+
+#include "vec.h"
+
+#define PACKED_ROWS 96 /* that a thread works on at once, where there are more than a tile's */
+
+typedef struct {
+    const void *x;         /* [rows, inputs], contiguous, of `x_kind` */
+    const uint32_t *words; /* [panels, inputs / weights of a word, 64] */
+    const float *scale;    /* [panels, inputs / group, 64]; null: the weights have none */
+    const float *bias;     /* [panels, 64], or null */
+    const void *residual;  /* [rows, outputs] of `out_kind`, added to the answer as rounded; null: none. May be `out` */
+    void *out;             /* [rows, outputs], of `out_kind` */
+    uint32_t *scratch;     /* [threads, PACKED_ROWS, inputs / weights of a word], for weights without a scale */
+    int64_t rows, inputs, outputs, group, format, x_kind, out_kind, threads;
+    parallel_fn parallel;
+    self_fn self;
+} linear_args;
+
+/* What thread `self` of `threads` does of it: its panels, for all rows. */
+void linear_share(const linear_args *a, int64_t self);
+
+#endif

@@ -1,0 +1,167 @@
+"""A decoder's layers in one call: the bits of the operations one by one, float64's values, and rows that stay alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from infer.kv_layers import PooledAttention
+from infer.shard import Shard
+from infer.tree import DraftTree
+from kernels.cpu.library import library
+from kernels.rows import AttentionRows
+from models.attention import CausalAttention
+from models.config import ExpertsConfig, RopeConfig, TargetConfig
+from models.targets.llama import LAST, LlamaTarget
+from models.targets.qwen3_moe import Qwen3MoeTarget
+
+PAGE, LENGTH, LAYERS = 16, 90, 3
+PLAIN = TargetConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=130,
+    hidden_size=80,
+    intermediate_size=144,
+    num_layers=LAYERS,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
+    attention_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    rope=RopeConfig(),
+    bos_token_id=0,
+    eos_token_ids=(0,),
+)
+CONFIGS = {
+    "plain": PLAIN,
+    "biases": replace(PLAIN, attention_bias=True, output_bias=True, mlp_bias=True),
+    "qk norm": replace(PLAIN, qk_norm=True, num_heads=6, num_kv_heads=3, head_dim=64),
+    "window": replace(PLAIN, windows=(None, 7, 40), num_heads=8, num_kv_heads=1, head_dim=128),
+    "long sums": replace(PLAIN, hidden_size=1104, intermediate_size=1600, num_heads=3, num_kv_heads=3, head_dim=96),
+}
+DTYPES = [torch.float32, torch.bfloat16]
+pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
+
+
+def make(config, family=LlamaTarget):
+    torch.manual_seed(0)
+    target = family(config)
+    for name, parameter in target.named_parameters():
+        scale, offset = (0.1, 1.0) if "norm" in name else (parameter.shape[-1] ** -0.5, 0.0)
+        torch.nn.init.normal_(parameter, offset, scale)
+    return target.eval().requires_grad_(False)
+
+
+def serve(config, dtype, **options):
+    shard = Shard(make(config).to(dtype), **options)
+    shard.allocate(2 * (LENGTH // PAGE + 6), PAGE)
+    return shard
+
+
+def forward(shard, start, count, tokens, *, request=0, words=None, depths=None):
+    """Of `count` rows from place `start` on. A second request's pages lie among the first one's."""
+    table = 1 + request + 2 * torch.arange(LENGTH // PAGE + 5)[None]
+    rows = AttentionRows.blocks(table, [start], [count], page_size=PAGE, words=words)
+    positions = rows.places if depths is None else rows.committed + depths
+    out = shard.forward(tokens, positions, rows, [0, 2, LAST])
+    return [out.last_hidden, out.hidden, *out.aux]
+
+
+def tokens_of(config):
+    return torch.randint(config.vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(1))
+
+
+def tree_rows(shard, tokens):
+    """The last three positions as the deepest path of a tree, behind all that precede them; rows of that path."""
+    parents = torch.tensor([[-1, 0, 0, 1, 2, 2, 5]])
+    tree = DraftTree.from_parents(torch.arange(7)[None], parents, torch.tensor([7]))
+    path, start = [0, 2, 5, 6], LENGTH - 4
+    filled = torch.full((7,), 5)
+    filled[path] = tokens[start:]
+    found = forward(shard, start, 7, filled, words=tree.ancestors[0], depths=tree.depth[0].long())
+    return [x[path] for x in found]
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("weights", ["same", "int8", "int4", "fp8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_gives_the_bits_of_the_operations_that_it_joins(name, dtype, weights, monkeypatch):
+    config = CONFIGS[name]
+    if weights == "int4":  # whose groups are of 32
+        config = replace(config, hidden_size=96, intermediate_size=160)
+    shard, tokens = serve(config, dtype, weights=weights), tokens_of(config)
+    if shard.target.joined() is None:
+        pytest.skip(f"no kernel reads {weights} weights for rows of {dtype} on this processor")
+    answers = []
+    for joined in (True, False):
+        if not joined:
+            monkeypatch.setattr("infer.kv_layers.PooledDecoding", PooledAttention)
+        whole = forward(shard, 0, LENGTH - 1, tokens[:-1]) + forward(shard, LENGTH - 1, 1, tokens[-1:])
+        caches = [cache.clone() for cache in shard.kv.caches]
+        answers.append([*whole, *caches])
+        for cache in shard.kv.caches:
+            cache.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
+    assert answers[0][0].abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_matches_a_dense_forward_in_float64(name, dtype, tolerance):
+    config = CONFIGS[name]
+    shard, tokens = serve(config, dtype), tokens_of(config)
+    wide = make(config).to(dtype).double()
+    expected = wide(tokens[None], torch.arange(LENGTH)[None], CausalAttention(), aux_layers=[0, 2, LAST])
+    for actual, own in zip(
+        forward(shard, 0, LENGTH, tokens), [expected.last_hidden, expected.hidden, *expected.aux], strict=True
+    ):
+        assert ((actual.double() - own[0]).norm() / own.norm()) < tolerance
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["biases", "qk norm", "window", "long sums"])
+def test_a_rows_bits_depend_neither_on_the_rows_beside_it_nor_on_threads(name, dtype, threads):
+    config = CONFIGS[name]
+    shard, tokens = serve(config, dtype), tokens_of(config)
+    threads(1)
+    expected = forward(shard, 0, LENGTH, tokens)
+    for count, widths in ((1, range(1, 71)), (2, (1, 2, 5, 7, 13, 70))):
+        threads(count)
+        for rows in widths:
+            found = forward(shard, LENGTH - rows, rows, tokens[LENGTH - rows :])
+            assert all(torch.equal(a, b[LENGTH - rows :]) for a, b in zip(found, expected, strict=True)), rows
+        other = forward(shard, 0, LENGTH, tokens, request=1)
+        assert all(torch.equal(a, b) for a, b in zip(other, expected, strict=True))
+        if name != "window":  # its rows count places, of which a tree has more
+            found = tree_rows(shard, tokens)
+            assert all(torch.equal(a, b[-4:]) for a, b in zip(found, expected, strict=True))
+            forward(shard, LENGTH - 4, 4, tokens[-4:])
+
+
+def test_what_no_kernel_takes_runs_operation_by_operation():
+    taken = serve(PLAIN, torch.float32).target
+    assert taken.joined() is not None
+    assert make(PLAIN).joined() is None  # not packed
+    for config in (replace(PLAIN, hidden_size=88), replace(PLAIN, head_dim=80), replace(PLAIN, intermediate_size=136)):
+        assert serve(config, torch.float32).target.joined() is None
+    assert serve(PLAIN, torch.float16).target.joined() is None
+    experts = replace(PLAIN, experts=ExpertsConfig(4, 2, 32, normalise=True))
+    assert Shard(make(experts, Qwen3MoeTarget)).target.joined() is None
