@@ -1,10 +1,10 @@
 """Linear layers for serving. Contract: the bits of a row do not depend on how many rows share the call.
 
 On a CUDA device it is one Triton kernel with one order along K (kernels/triton/linear.py), for a prompt's rows as for
-one. On a CPU weights of 4 and 8 bits go through one in C (kernels/cpu/linear.c), wider ones are prepacked for oneDNN,
-whose rows agree for every count >= 2 (shared fact, probed at start-up by `assert_row_invariant`), so a single row is
-padded to two. Elsewhere rows go through in blocks of one fixed size, so that every call of the library has the same
-shape.
+one. On a CPU it is one in C (kernels/cpu/linear.c). Where that does not read weights of the rows' own dtype (fp16, a
+processor without AVX-512 or, in bf16, its dot product), they are prepacked for oneDNN, whose rows agree for every count
+>= 2 (probed at start-up by `assert_row_invariant`), so a single row is padded to two. Elsewhere, and in fp16, rows go
+through in blocks of one fixed size, so that every call of the library has the same shape.
 """
 
 from __future__ import annotations

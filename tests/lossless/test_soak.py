@@ -111,7 +111,7 @@ def held() -> tuple[float, Counter[str]]:
 
 @torch.inference_mode()
 def meet_every_number_of_rows(engine: Engine) -> None:
-    """oneDNN compiles a kernel for each, once, and keeps it: up to a tenth of a MiB apiece, which is no leak."""
+    """Where oneDNN multiplies, it compiles a kernel for each and keeps it: up to a tenth of a MiB, which is no leak."""
     modules = (engine.target, engine.head, engine._draft_model.module)
     linears = [own.packed for module in modules for own in module.modules() if isinstance(own, Linear)]
     for linear in {(own.in_features, own.out_features): own for own in linears}.values():
