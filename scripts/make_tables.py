@@ -316,6 +316,7 @@ TABLES: dict[str, Callable[[Cell], str]] = {
     "demo-programs": by_program,
     "wide-programs": by_program,
     "wide-batches": by_program,
+    "wide-modes": by_program,
     "wide-long": by_program,
     "wide-chat": by_program,
     "1b-programs": by_program,
