@@ -205,6 +205,18 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def without_folders(value: Any) -> Any:
+    """A document of this machine for others: a path is said from the repository, and of one outside it the name."""
+    if isinstance(value, dict):
+        return {key: without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_folders(item) for item in value]
+    if not isinstance(value, str) or not Path(value).is_absolute():
+        return value
+    path, root = Path(value), Path(HERE).parent
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+
+
 def _lines(path: str) -> list[str]:
     return Path(path).read_text().splitlines() if Path(path).exists() else []
 
@@ -224,9 +236,9 @@ def document(config: BenchConfig, results: Results, target: Any) -> dict:
     return {
         "date": datetime.date.today().isoformat(),
         "machine": describe_machine(),
-        "target": {"path": config.model.path, "fingerprint": target.fingerprint},
+        "target": {"path": without_folders(config.model.path), "fingerprint": target.fingerprint},
         "heads": head_summaries(config),
-        "config": asdict(config),
+        "config": without_folders(asdict(config)),
         # by temperature, concurrency and system
         "results": {
             f"{temperature:g}": {str(n): {name: cell(c) for name, c in cells.items()} for n, cells in own.items()}

@@ -142,25 +142,17 @@ def by_program(result: Cell) -> str:
 
 
 def by_load(result: Cell) -> str:
-    """One row per server and load: what came, what was answered, and how long it took."""
-    rows = []
-    for system, levels in result["results"].items():
-        for own in levels:
-            middle = (own[key].get("p50", 0.0) for key in ("first_token_s", "token_s", "latency_s"))
-            first, token, whole = middle
-            rows.append(
-                [
-                    label(system),
-                    f"{own['load']:g}",
-                    f"{own['tokens_per_s']:.0f}",
-                    f"{first:.2f} s",
-                    f"{1000 * token:.0f} ms",
-                    f"{whole:.2f} s",
-                    f"{100 * own['unfinished'] / max(1, own['finished'] + own['unfinished']):.0f} %",
-                ]
-            )
-    header = ["", "load", "tokens/s", "first token", "per token", "whole answer", "unfinished"]
-    return rows_of(header, rows)
+    """One row per server; for each load tokens/s and the median time of a whole answer: at least so long, where some
+    were dropped.
+    """
+
+    def level(own: Cell) -> str:
+        bound = "≥ " if own["unfinished"] else ""
+        return f"{own['tokens_per_s']:.0f}, {bound}{own['latency_s'].get('p50', 0.0):.2f} s"
+
+    rows = [[label(system), *map(level, levels)] for system, levels in result["results"].items()]
+    loads = [own["load"] for own in next(iter(result["results"].values()))]
+    return rows_of(["", *(f"load {load:g}" for load in loads)], rows)
 
 
 def by_batch(result: Cell) -> str:
@@ -268,21 +260,27 @@ def plot_curves(result: Cell, path: Path) -> None:
 
 
 def plot_load(result: Cell, path: Path) -> None:
-    """Tokens/s, and the median time of an answer, over the load: a line for every server."""
+    """Tokens/s, the median time of an answer and that between its tokens, over the load: a line for every server."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    speeds, times = figure.subplots(1, 2)
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    speeds, times, gaps = figure.subplots(1, 3)
     for system, levels in result["results"].items():
-        style = {"marker": "o", "markersize": 3, "linestyle": "-" if system.startswith("server") else "--"}
+        program = system.partition(":")[0]
+        marker = {"server": "o", "vllm": "s", "llama.cpp": "^"}[program]
+        style = {"marker": marker, "markersize": 4, "linestyle": "-" if program == "server" else "--"}
         loads = [own["load"] for own in levels]
         speeds.plot(loads, [own["tokens_per_s"] for own in levels], label=label(system), **style)
         times.plot(loads, [own["latency_s"]["p50"] for own in levels], **style)
-    speeds.set(xlabel="load (1: what plain decoding can answer)", ylabel="tokens/s")
-    times.set(xlabel="load", ylabel="median seconds to the whole answer", yscale="log")
-    speeds.legend(fontsize=7)
-    for axes in (speeds, times):
+        gaps.plot(loads, [1000 * own["token_s"]["p50"] for own in levels], **style)
+    speeds.set_title("tokens/s", fontsize=10)
+    times.set_title("median seconds until an answer is whole", fontsize=10)
+    gaps.set_title("median milliseconds between two tokens", fontsize=10)
+    times.set_yscale("log")
+    for axes in (speeds, times, gaps):
+        axes.set_xlabel("load (1: what our plain decoding can answer)")
         axes.grid(alpha=0.3)
+    figure.legend(loc="outside right center", fontsize=8)
     figure.savefig(path, dpi=110)
 
 
@@ -315,8 +313,13 @@ TABLES: dict[str, Callable[[Cell], str]] = {
     "heads": by_head,
     "auto-code": by_batch,
     "auto-chat": by_batch,
-    "wide-programs": by_program,
     "demo-programs": by_program,
+    "wide-programs": by_program,
+    "wide-batches": by_program,
+    "wide-modes": by_program,
+    "wide-long": by_program,
+    "wide-chat": by_program,
+    "1b-programs": by_program,
     "served": by_load,
     "curves": by_run,
 }

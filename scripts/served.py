@@ -5,9 +5,9 @@
 
 One server runs at a time (scripts/peer_servers.py says which there are). Arrivals are a Poisson process, the same for
 every server. A load of 1 is `capacity` requests per second: unless given, what the first server answers when `slots` of
-them are always under way. After `seconds` a load ends; requests then unfinished are dropped, and count with the time
-that they had waited, so that percentiles are lower bounds where many are. The last line of standard output is one JSON
-document.
+them are always under way. After `seconds` a load ends, and what has been received until then is its speed. Requests
+then under way have DRAIN_S to end; those that do not are dropped, and count with the time that they had waited, so
+that percentiles are lower bounds where many are. The last line of standard output is one JSON document.
 """
 
 import os
@@ -29,11 +29,11 @@ import httpx
 
 from infer.cli import entry_point
 from infer.config import ServedConfig
-from scripts.bench import describe_machine, result_file
+from scripts.bench import describe_machine, result_file, without_folders
 from scripts.bench_prompts import read_prompts
 from scripts.peer_servers import Server, context_of, end_as_interrupted, make_server
 
-WARM_UP_S, REST_S = 4.0, 0.5
+WARM_UP_S, REST_S, DRAIN_S = 4.0, 0.5, 3.0
 SETTINGS = ("loads", "seconds", "slots", "prompt_tokens", "max_tokens", "file")
 
 
@@ -45,6 +45,7 @@ class Heard:
     first: float | None = None  # its first token
     last: float | None = None  # its last
     tokens: int = 0
+    in_time: int = 0  # of them those that came while the load lasted
     refused: bool = False
 
 
@@ -54,7 +55,7 @@ class Level:
 
     load: float
     requests_per_s: float  # that came
-    tokens_per_s: float  # that were received
+    tokens_per_s: float  # that were received while the load lasted
     finished: int
     unfinished: int
     refused: int
@@ -102,9 +103,10 @@ class Load:
                     now = self.clock
                     heard.first = now if heard.first is None else heard.first
                     heard.tokens, heard.last = heard.tokens + count, now
+                    heard.in_time += count if now <= self.config.seconds else 0
 
     async def open(self, rate: float) -> tuple[list[Heard], float]:
-        """What came of every request, and when it was over."""
+        """What came of every request, and when the last was ended or dropped."""
         self.start = time.perf_counter()
         all_heard, running = list[Heard](), list[asyncio.Task[None]]()
         for number, due in enumerate(arrivals(rate, self.config.seconds, self.config.seed)):
@@ -112,6 +114,8 @@ class Load:
             all_heard.append(Heard(due))
             running.append(asyncio.create_task(self.ask(number, all_heard[-1])))
         await asyncio.sleep(max(0.0, self.config.seconds - self.clock))
+        if running:
+            await asyncio.wait(running, timeout=DRAIN_S)
         return all_heard, await self._end(running)
 
     async def closed(self, seconds: float) -> float:
@@ -147,13 +151,14 @@ class Load:
         return end
 
 
-def summary(load: float, all_heard: list[Heard], end: float, max_tokens: int) -> Level:
+def summary(load: float, all_heard: list[Heard], seconds: float, end: float, max_tokens: int) -> Level:
+    """Of a load that lasted `seconds`; `end` is when what was unfinished was dropped."""
     done = [heard for heard in all_heard if heard.tokens >= max_tokens]
     several = [heard for heard in all_heard if heard.tokens > 1]
     return Level(
         load=load,
-        requests_per_s=len(all_heard) / end,
-        tokens_per_s=sum(heard.tokens for heard in all_heard) / end,
+        requests_per_s=len(all_heard) / seconds,
+        tokens_per_s=sum(heard.in_time for heard in all_heard) / seconds,
         finished=len(done),
         unfinished=len(all_heard) - len(done),
         refused=sum(heard.refused for heard in all_heard),
@@ -174,7 +179,7 @@ async def measure(server: Server, config: ServedConfig, prompts: list[list[int]]
         levels = []
         for share in config.loads:
             all_heard, end = await load.open(share * capacity)
-            levels.append(summary(share, all_heard, end, config.max_tokens))
+            levels.append(summary(share, all_heard, config.seconds, end, config.max_tokens))
             show(server.name, levels[-1])
         return levels, capacity
 
@@ -225,7 +230,7 @@ def main(config: ServedConfig) -> None:
         "name": config.save,
         "machine": describe_machine(),
         "target": {"fingerprint": fingerprint(folder), "dtype": config.model.dtype},
-        "settings": {key: getattr(config, key) for key in SETTINGS},
+        "settings": without_folders({key: getattr(config, key) for key in SETTINGS}),
         "capacity": capacity,
         "results": {},
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from infer.config import ProposerConfig
-from scripts.bench import Cell, slower_than_plain
+from scripts.bench import Cell, slower_than_plain, without_folders
 from scripts.bench_systems import shaped
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +44,17 @@ def test_slower_than_plain_is_what_noise_does_not_explain() -> None:
     assert slower_than_plain({0.0: {4: cells}}, 0.0) == [
         "head:auto5 at temperature 0, 4 at once: 0.970 (plain decoding repeated: down to 0.990, slack 0.0)"
     ]
+
+
+def test_a_result_names_no_folder_of_the_machine() -> None:
+    paths = {"file": "/home/me/asked.jsonl", "model": {"path": str(ROOT / "models/demo")}, "peers": ".peers"}
+    assert without_folders({**paths, "systems": ["off"], "rounds": 2}) == {
+        "file": "asked.jsonl",
+        "model": {"path": "models/demo"},
+        "peers": ".peers",
+        "systems": ["off"],
+        "rounds": 2,
+    }
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 
 from infer.cli import compose
 from infer.config import BenchConfig, ServedConfig
+from scripts import make_tables
 from scripts.bench import agreeing
 from scripts.bench_prompts import read_prompts
 from scripts.peer_servers import make_server
@@ -35,18 +36,30 @@ def test_arrivals_are_a_poisson_process_and_the_same_for_every_server() -> None:
 
 def test_a_request_that_is_unfinished_counts_with_the_time_that_it_waited() -> None:
     heard = [
-        Heard(due=0.0, first=0.5, last=1.4, tokens=10),
-        Heard(due=1.0, first=3.0, last=3.9, tokens=4),
+        Heard(due=0.0, first=0.5, last=1.4, tokens=10, in_time=10),
+        Heard(due=1.0, first=3.0, last=3.9, tokens=4, in_time=1),
         Heard(due=2.0),
-        Heard(due=3.0, refused=True),
+        Heard(due=2.5, refused=True),
     ]
-    level = summary(1.5, heard, end=4.0, max_tokens=10)
+    level = summary(1.5, heard, seconds=3.0, end=4.0, max_tokens=10)
     assert (level.finished, level.unfinished, level.refused) == (1, 3, 1)
-    assert (level.requests_per_s, level.tokens_per_s) == (1.0, 3.5)
-    assert level.latency_s == {"p50": 2.0, "p90": 3.0}  # of 1, 1.4, 2 and 3 seconds
-    assert level.first_token_s == {"p50": 2.0, "p90": 2.0}  # of 0.5, 1, 2 and 2
+    assert (level.requests_per_s, level.tokens_per_s) == (4 / 3, 11 / 3)
+    assert level.latency_s == {"p50": 2.0, "p90": 3.0}  # of 1.4, 1.5, 2 and 3 seconds
+    assert level.first_token_s == {"p50": 2.0, "p90": 2.0}  # of 0.5, 1.5, 2 and 2
     assert level.token_s["p50"] == pytest.approx(0.3)  # of 0.1 and 0.3
     assert percentiles([]) == {}
+
+
+def test_a_median_with_dropped_requests_is_said_to_be_a_lower_bound() -> None:
+    levels = [
+        {"load": load, "tokens_per_s": 70.4, "unfinished": unfinished, "latency_s": {"p50": 1.25}}
+        for load, unfinished in ((0.5, 0), (3.0, 7))
+    ]
+    assert make_tables.by_load({"results": {"vllm:head:chain3": levels}}).splitlines() == [
+        "|  | load 0.5 | load 3 |",
+        "| --- | --- | --- |",
+        "| vLLM, head, chain 3 | 70, 1.25 s | 70, ≥ 1.25 s |",
+    ]
 
 
 def test_answers_agree_up_to_the_end_of_the_text() -> None:
@@ -105,3 +118,8 @@ def test_our_server_under_a_load(tiny_target_folder: Path, tiny_head_folder: Pat
     assert low["refused"] == high["refused"] == 0
     assert high["tokens_per_s"] > low["tokens_per_s"] > 0
     assert 0 < low["first_token_s"]["p50"] <= low["latency_s"]["p50"] < high["latency_s"]["p50"]
+    table = make_tables.by_load(document)
+    assert table.startswith("|  | load 0.5 | load 3 |\n")
+    assert f"| Headway's server, head, chain 2 | {low['tokens_per_s']:.0f}, " in table
+    make_tables.plot_load(document, tmp_path / "served.png")
+    assert (tmp_path / "served.png").stat().st_size > 10_000
