@@ -22,8 +22,9 @@ from kernels.linear import reads_narrow
 from kernels.quantise import narrow_bytes
 from models.heads.base import Head
 from models.layers import Linear
-from models.targets import empty_target, resolve_checkpoint
+from models.targets import LAYERS, empty_target, resolve_checkpoint
 from models.targets.llama import LlamaTarget
+from models.targets.sharded import shared_elements
 from models.tokenizer import Tokenizer
 from train.config import OfflineFeaturesConfig, OnlineFeaturesConfig, RowsDataConfig, TrainConfig
 from train.feature_layout import Layout
@@ -143,6 +144,8 @@ def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: H
     vocabulary = head.config.draft_vocab_size
     steps = config.objective.steps or head.config.max_depth or 1
     logits = 4 * vocabulary * (batch + min(steps * batch, 3 * teacher.CHUNK_ELEMENTS // vocabulary))
+    if config.features.target == "sharded":
+        plan.add("memory", f"of one of {processes()} processes, which hold the target together")
     parts = {
         "target": target_bytes(target, config),
         "KV": (engine.max_tokens_in_cache or 0) * per_token // config.engine.tensor_parallel,
@@ -158,7 +161,8 @@ def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: H
     if free is not None and needed > free:
         largest = max(parts, key=lambda name: parts[name])
         cure = {
-            "target": "model.dtype=bfloat16, engine.tensor_parallel=, a smaller target, engine.weights=int8 or int4",
+            "target": "model.dtype=bfloat16, engine.tensor_parallel=, features.target=sharded with more processes, a "
+            "smaller target, engine.weights=int8 or int4",
             "KV": "a smaller engine.max_tokens_in_cache, engine.max_batch or data.max_prompt_tokens",
             "head and optimiser": "a smaller head.draft_vocab_size or head",
             "features": "features.cache_gb=0 or features=offline" if cached else "a smaller batch_size",
@@ -172,6 +176,8 @@ def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: H
 def target_bytes(target: LlamaTarget, config: TrainConfig) -> int:
     """Of this process's part: linear layers divided among ranks, and in few bits where a kernel reads these."""
     dtype, ranks = target.norm.weight.dtype, config.engine.tensor_parallel
+    if config.features.target == "sharded":
+        return sharded_bytes(target, processes())
     weight_format, device = config.engine.weight_format, device_of(config)
 
     def size(linear: Linear) -> int:
@@ -185,6 +191,17 @@ def target_bytes(target: LlamaTarget, config: TrainConfig) -> int:
     whole -= sum(m.weight.numel() for m in linear.values())
     tied = target.embed_tokens.weight.numel() if target.config.tie_word_embeddings else 0
     return sum(size(m) for m in linear.values()) // ranks + (whole + tied) * dtype.itemsize
+
+
+def sharded_bytes(target: LlamaTarget, count: int) -> int:
+    """One process's share of the layers, the two that are whole at a time, and what is never divided."""
+    tensors = {id(p): p.numel() for name, p in target.named_parameters() if not name.startswith(LAYERS)}
+    return (sum(tensors.values()) + sum(shared_elements(list(target.layers), count))) * target.norm.weight.itemsize
+
+
+def processes() -> int:
+    """Of this run, as torchrun or accelerate started it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def features_in_memory(config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> int:

@@ -23,6 +23,7 @@ FREE = (
     "stage",
     "tracker.",
     "engine.",
+    "features.target",
     "log_every",
     "eval_every",
     "eval_concurrency",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from infer.cli import compose
+from models.targets.llama import LlamaTarget
 from train import plan as module
 from train.config import TrainConfig
 from train.loop import train
@@ -89,3 +90,15 @@ def test_another_runs_settings_are_refused(settings: list[str], tmp_path: Path) 
 @pytest.mark.parametrize(("seconds", "text"), [(0.5, "0.5 s"), (99, "99 s"), (600, "10 min"), (86400, "24.0 h")])
 def test_times_for_people(seconds: float, text: str) -> None:
     assert readable(seconds) == text
+
+
+def test_a_sharded_target_is_planned_as_one_processs_share(
+    settings: list[str], tiny_target: LlamaTarget, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = check([*settings, "parallel=ddp"])["memory_bytes"]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    sharded = check([*settings, "parallel=ddp", "features.target=sharded"])["memory_bytes"]
+    layers = 4 * sum(parameter.numel() for parameter in tiny_target.layers.parameters())
+    rooms = 2 / tiny_target.config.num_layers
+    assert whole - sharded == pytest.approx(layers * (3 / 4 - rooms), rel=0.02)
+    assert "one of 4 processes, which hold the target together" in capsys.readouterr().err
