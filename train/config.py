@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
@@ -357,6 +358,7 @@ class TrainConfig:
     # identity: outputs/<run>/ is resumed when it exists; null: <model>-<head>-<date and time>
     run: str | None = None
     output_dir: str = "outputs"
+    overwrite: bool = False  # replace the head that another run exported where this one's would go
     seed: int = 0
     check: bool = (
         False  # print the plan (data, memory, disk, time, what will be written), refuse what cannot work, and stop
@@ -423,6 +425,15 @@ class TrainConfig:
                 f"data.prompt_tokens={self.data.prompt_tokens} come before it"
             )
         self._check_objective()
+
+    @property
+    def published_model(self) -> str:
+        """The name of the target that the head is for: Medusa-2 makes another one."""
+        return f"{self.model.name}-medusa-2" if self.objective.name == "medusa-2" else self.model.name
+
+    @property
+    def export_folder(self) -> Path:
+        return self.head.folder(self.output_dir, self.published_model)
 
     @property
     def room(self) -> int | None:

@@ -20,7 +20,8 @@ class ProcessExchange:
 
     def __init__(self, accelerator: Accelerator, patience_minutes: float) -> None:
         assert dist.is_initialized(), "a target is divided among several processes"
-        self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
+        self.rank: int = accelerator.process_index
+        self.ranks: int = accelerator.num_processes
         patience = timedelta(minutes=patience_minutes)
         self._weights = dist.new_group(timeout=patience)
         self._flags = dist.new_group(timeout=patience, backend="gloo")  # a flag is the host's: no wait for a GPU

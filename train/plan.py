@@ -26,13 +26,20 @@ from models.targets import LAYERS, empty_target, resolve_checkpoint
 from models.targets.llama import LlamaTarget
 from models.targets.sharded import shared_elements
 from models.tokenizer import Tokenizer
-from train.config import OfflineFeaturesConfig, OnlineFeaturesConfig, RowsDataConfig, TrainConfig
+from train.config import (
+    OWN_WEIGHTS,
+    OfflineFeaturesConfig,
+    OnlineFeaturesConfig,
+    PEagleObjectiveConfig,
+    RowsDataConfig,
+    TrainConfig,
+)
 from train.feature_layout import Layout
 from train.features import feature_bytes
 from train.objectives import teacher
 from train.preparation import make_head, pool_for
 from train.prompts import longest_prompt, read_prompts
-from train.run_folder import check_run
+from train.run_folder import check_run, other_export, refuse_other_export
 
 GB = 1e9
 TRAINED_BYTES = 16  # of a trained parameter: value, gradient and Adam's two moments, in fp32
@@ -94,10 +101,15 @@ def make_plan(config: TrainConfig) -> Plan:
     plan_memory_of(plan, config, target, head, tokens)
     store = plan_disk(plan, config, target, head, tokens, folder)
     plan_time(plan, config, target, head, tokens, answers)
-    export = config.head.folder(config.output_dir, config.model.name)
     written = [f"{folder}/ (config, data, metrics, checkpoints, plots)", *([str(store)] if store else [])]
     if config.stage == "all":
-        written.append(f"{export}/{' (replaced)' if export.exists() else ''}")
+        other = other_export(config)
+        fate = f" (replaces {other})" if other else " (replaced)" if config.export_folder.exists() else ""
+        written.append(f"{config.export_folder}/{fate}")
+        try:
+            refuse_other_export(config)
+        except ValueError as error:
+            plan.refusals.append(str(error))
     plan.add("writes", ", ".join(written))
     return plan
 
@@ -254,9 +266,13 @@ def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, 
     if config.stage == "all":
         trained, _ = parameters(head)
         batch = config.batch_size * config.sequence_length
-        depth = config.objective.steps or head.config.max_depth or 1
         kept = isinstance(config.features, OfflineFeaturesConfig) or features_in_memory(config, target, head, tokens)
-        step = config.accumulate * batch * (6 * trained * depth + (0 if kept else 2 * active)) / speed.flops
+        step = (
+            config.accumulate
+            * batch
+            * (6 * trained * uses_of_weights(config, head) + (0 if kept else 2 * active))
+            / speed.flops
+        )
         estimates["a step"] = step
         if config.steps is not None:
             estimates["all steps"] = step * config.steps
@@ -264,6 +280,16 @@ def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, 
     limit = f"; at most {config.minutes:g} minutes in all" if config.minutes is not None else ""
     plan.add("time", f"{text or 'nothing to compute here'}{limit} (at {speed.flops / 1e9:.0f} GFLOP/s, estimated)")
     plan.numbers["seconds"] = {name: round(seconds, 3) for name, seconds in estimates.items()}
+
+
+def uses_of_weights(config: TrainConfig, head: Head) -> float:
+    """How often a step of training multiplies by a weight of the head, per token."""
+    objective, depths = config.objective, config.objective.steps or head.config.max_depth or 1
+    if head.name in OWN_WEIGHTS:
+        return 1
+    if isinstance(objective, PEagleObjectiveConfig):
+        return sum(max(objective.ratio**depth, objective.min_ratio) for depth in range(depths))
+    return depths
 
 
 def active_parameters(target: LlamaTarget) -> int:

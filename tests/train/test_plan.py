@@ -102,3 +102,19 @@ def test_a_sharded_target_is_planned_as_one_processs_share(
     rooms = 2 / tiny_target.config.num_layers
     assert whole - sharded == pytest.approx(layers * (3 / 4 - rooms), rel=0.02)
     assert "one of 4 processes, which hold the target together" in capsys.readouterr().err
+
+
+def test_time_is_that_of_the_weights_a_step_really_uses(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every depth of a Medusa head has weights of its own, a recurrent one uses the same ones again."""
+    monkeypatch.setattr(module, "measure", lambda device, dtype: module.Speed(1e9, 1e9))
+
+    def seconds(*more: str) -> tuple[float, int]:
+        numbers = check([*settings, "features.cache_gb=1", *more])
+        return numbers["seconds"]["a step"], numbers["trained_parameters"]
+
+    own = "objective.steps=null", "eval_draft_tokens=2", "head.draft_vocab_size=200"
+    few, many = (seconds("head=medusa", f"head.num_heads={count}", *own) for count in (2, 4))
+    assert many[0] / few[0] == pytest.approx(many[1] / few[1], rel=0.01)
+    one, three = (seconds(f"objective.steps={count}", "eval_draft_tokens=1") for count in (1, 3))
+    assert three[0] / one[0] == pytest.approx(3, rel=0.01)
+    assert seconds("head=p-eagle", "eval_draft_tokens=1")[0] < seconds("objective.steps=8")[0] / 2

@@ -33,7 +33,7 @@ SETTINGS = [
     "head.draft_vocab_size=200", "data.num_sequences=8", "data.max_new_tokens=12", "data.prompt_tokens=12",
     "sequence_length=40", "batch_size=2", "steps=2", "minutes=null", "eval_every=1", "eval_prompts=3",
     "eval_max_tokens=8", "tracker=none", "precision=fp32", "engine.max_tokens_in_cache=1024", "engine.threads=1",
-    "objective.steps=2", "eval_draft_tokens=2", "parallel=ddp",
+    "objective.steps=2", "eval_draft_tokens=2", "parallel=ddp", "overwrite=true",
 ]  # fmt: skip
 
 
