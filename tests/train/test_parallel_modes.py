@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ SETTINGS = [
     "head.draft_vocab_size=200", "data.num_sequences=24", "data.max_new_tokens=24", "data.prompt_tokens=12",
     "sequence_length=40", "steps=5", "minutes=null", "eval_every=100", "checkpoint_every=3", "eval_prompts=2",
     "eval_max_tokens=8", "tracker=none", "engine.max_tokens_in_cache=1024", "precision=fp32", "objective.steps=3",
-    "eval_draft_tokens=3", "optim.lr=0.001", "accumulate=2", "data.max_new_tokens=16",
+    "eval_draft_tokens=3", "optim.lr=0.001", "accumulate=2", "data.max_new_tokens=16", "overwrite=true",
 ]  # fmt: skip
 KEYS = ("train/loss", "train/loss_2", "train/accuracy_0", "train/grad_norm", "train/tokens")
 
@@ -66,6 +67,37 @@ def test_a_resumed_run_has_the_same_bits(mode: str, outputs: Path) -> None:
         assert steady.keys() == torn.keys()
         for name, value in steady.items():
             assert value.equal(torn[name]), name
+
+
+@pytest.mark.slow
+def test_two_machines_learn_what_one_process_learns(outputs: Path, tiny_target_folder: Path) -> None:
+    """As the recipe for several machines has it, one launcher on each; here both are this one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = [*SETTINGS, f"model.path={tiny_target_folder}", f"output_dir={outputs}", "run=machines", "batch_size=4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launchers = [
+        subprocess.Popen(
+            [
+                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", str(rank),
+                "--nproc_per_node", "1", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}",
+                "train/run.py", *common, "parallel=ddp",
+            ],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for launcher in launchers:
+            _, errors = launcher.communicate(timeout=300)
+            assert launcher.returncode == 0, errors[-4000:]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    one, two = (last(outputs / name, "module") for name in ("single", "machines"))
+    for name, value in one.items():
+        assert value.float().sub(two[name].float()).abs().max() < 1e-4, name
 
 
 def last(run: Path, file: str) -> dict:
