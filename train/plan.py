@@ -267,12 +267,8 @@ def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, 
         trained, _ = parameters(head)
         batch = config.batch_size * config.sequence_length
         kept = isinstance(config.features, OfflineFeaturesConfig) or features_in_memory(config, target, head, tokens)
-        step = (
-            config.accumulate
-            * batch
-            * (6 * trained * uses_of_weights(config, head) + (0 if kept else 2 * active))
-            / speed.flops
-        )
+        flops = 6 * trained * uses_of_weights(config, head) + (0 if kept else 2 * active)  # per token
+        step = config.accumulate * batch * flops / speed.flops
         estimates["a step"] = step
         if config.steps is not None:
             estimates["all steps"] = step * config.steps

@@ -235,10 +235,13 @@ def make_objective(config: TrainConfig, head: Head) -> Objective:
     return OBJECTIVES[config.objective.name](head, config.objective)
 
 
-def unpacked_target(config: TrainConfig, like: torch.nn.Module) -> LlamaTarget:
-    """A second copy: packed weights, the engine's, can neither be copied nor be differentiated through."""
+def unpacked_target(config: TrainConfig, like: torch.nn.Module, layers: Sequence[int] | None = None) -> LlamaTarget:
+    """A second copy, or these layers of it: packed weights, the engine's, can neither be copied nor be differentiated
+    through.
+    """
     dtype, device = getattr(torch, config.model.dtype), next(like.parameters()).device
-    return load_target(config.model.path_or_hub_id, revision=config.model.revision, dtype=dtype, device=device)
+    model = config.model
+    return load_target(model.path_or_hub_id, revision=model.revision, dtype=dtype, device=device, layers=layers)
 
 
 def give_vocabulary(
@@ -250,7 +253,8 @@ def give_vocabulary(
     special = {*tokenizer.special_ids, *tokenizer.eos_ids, *target.config.eos_token_ids, target.config.bos_token_id}
     forced = [token for token in special if token is not None and token < vocab_size]
     head.set_vocabulary(*build_draft_vocab(sequences.counts(vocab_size), head.config.draft_vocab_size, forced))
-    donor = unpacked_target(config, head) if config.head.init_from_target or head.reads_lm_head else target
+    reads = config.head.init_from_target or head.reads_lm_head
+    donor = unpacked_target(config, head, layers=[-1]) if reads else target
     head.initialise(donor, from_target=config.head.init_from_target, seed=config.seed)
     if config.head.start_from is not None:
         go_on_from(head, resolve_path(config.head.start_from), target)

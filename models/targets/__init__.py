@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -107,27 +107,29 @@ def load_target(
     device: str | torch.device = "cpu",
     part: Part | None = None,
     exchange: Exchange | None = None,
+    layers: Sequence[int] | None = None,
 ) -> LlamaTarget:
     """Loads a target for inference: eval mode, no gradients. Raises ValueError for anything that does not fit.
 
     With `part` this rank's share of it: no more of a divided tensor is read. With `exchange` this process's share of
-    every layer, one of which is read whole at a time. A quantised checkpoint is widened (models/quantised/).
+    every layer, one of which is read whole at a time. With `layers` these alone are read, and of the others there is
+    nothing. A quantised checkpoint is widened (models/quantised/).
     """
     folder = resolve_checkpoint(path_or_hub_id, revision)
     target = empty_target(folder, part).to(dtype)
     config, layout = target.config, target.checkpoint_layout()
-    tensors: Mapping[str, Tensor] = (
-        read_weights(folder, dtype, part) if exchange is None or is_quantised(folder) else LazyTensors(folder)
-    )
+    lazy = (exchange is not None or layers is not None) and not is_quantised(folder)
+    tensors: Mapping[str, Tensor] = LazyTensors(folder) if lazy else read_weights(folder, dtype, part)
     # buffers that old exporters saved are recomputed from the config
     names = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
-    if exchange is None:
-        target.to_empty(device=device)
-    else:
+    if exchange is not None:
         names = share_layers(target, tensors, names, exchange, device, source=str(folder))
-        layout = {name: parts for name, parts in layout.items() if not name.startswith(LAYERS)}
-        for module in (target.embed_tokens, target.norm, target.lm_head):
-            module.to_empty(device=device)
+        layers = []
+    present = list(range(config.num_layers)) if layers is None else [index % config.num_layers for index in layers]
+    for module in (target.embed_tokens, target.norm, target.lm_head, *(target.layers[index] for index in present)):
+        module.to_empty(device=device)
+    absent = {name for name in layout if name.startswith(LAYERS) and int(name.split(".")[1]) not in present}
+    names -= {part for name in absent for part in layout.pop(name)}
     if config.tie_word_embeddings:
         own = part and part.rows("lm_head.weight", config.vocab_size)
         embedding = target.embed_tokens.weight
