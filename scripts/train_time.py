@@ -21,6 +21,7 @@ import json
 import statistics
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +120,13 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
-    peak = peak_flops(words)
+    peak, begun = peak_flops(words), time.strftime("%Y%m%d-%H%M%S")  # a run of that name would be resumed, not timed
     found: dict[str, Any] = {}
     for head in heads:
         for variant, chosen in variants.items():
             with tempfile.TemporaryDirectory() as exported:
-                result = time_head(head, chosen, f"train-time-{head}{variant}", str(Path(exported) / "head"))
+                name = f"train-time-{head}{variant}-{begun}"
+                result = time_head(head, chosen, name, str(Path(exported) / "head"))
             result["mfu"] = result["head_flops_per_s"] / peak
             found[f"{head}{variant}"] = result
             print(line(head + (f" {against}" if variant else ""), result), flush=True)
