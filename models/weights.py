@@ -58,6 +58,35 @@ def read_tensors(folder: Path, rows: Rows | None = None) -> Iterator[tuple[str, 
             yield name, tensor
 
 
+class LazyTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint folder, each read when it is asked for. Raises ValueError as `read_tensors` does."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file: dict[str, Path] = {}
+        for file in shard_files(folder):
+            for name in _names(file):
+                if name in self._file:
+                    raise ValueError(f"{folder}: {name} is doubled, in {self._file[name].name} and in {file.name}")
+                self._file[name] = file
+
+    def __getitem__(self, name: str) -> Tensor:
+        return next(tensor for _, tensor in read_file(self._file[name], only=name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file)
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(str(file), framework="pt") as shard:
+            return list(shard.keys())
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file}: cannot be read ({error}); copy or download it again") from error
+
+
 def read_file(file: Path, *, only: str | None = None, rows: Rows | None = None) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one safetensors file, or the one named. Raises ValueError when the file is truncated or none."""
     try:

@@ -29,7 +29,10 @@ from train.run_folder import CONFIG, flatten
 from train.trackers import read_metrics
 
 USER_ERROR = 2
-NAMES = ("run", "head.path", "output_dir", "log_every", "eval_every", "checkpoint_every", "features.path", "tracker.")
+NAMES = (
+    "run", "head.path", "output_dir", "overwrite", "log_every", "eval_every", "checkpoint_every", "features.path",
+    "features.target", "tracker.",
+)  # fmt: skip
 KEPT = ("steps", "tokens", "seconds", "trained_parameters", "acceptance_length", "acceptance_length_sampled")
 
 

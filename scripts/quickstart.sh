@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh clone to a measured speed-up: trains a head for the demo target, then generates with it and without it.
-# Makes .venv if need be. Arguments go to the training command: ./scripts/quickstart.sh minutes=2
+# Makes .venv if need be. An earlier head in outputs/heads/demo/eagle3 is replaced. Arguments go to the training command: ./scripts/quickstart.sh minutes=2
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh train,serve
@@ -10,5 +10,5 @@ run() {
     "$PYTHON" "$@"
 }
 
-run train/run.py model=demo head=eagle3 "$@"
+run train/run.py model=demo head=eagle3 overwrite=true "$@"
 run infer/generate.py model=demo head=eagle3 compare=true

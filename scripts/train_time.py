@@ -21,12 +21,30 @@ import json
 import statistics
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 HEADS = "[eagle,eagle3,medusa,mlp,p-eagle]"
 WARM_UP = 2  # steps
+USER_ERROR = 2
 SHOWN = ("data_s", "target_s", "head_s", "optimizer_s")
+
+
+def run_words(head: str, words: list[str], name: str, exported: str) -> list[str]:
+    return [*words, f"head={head}", f"run={name}", f"head.path={exported}", "tracker=none", "log_every=1"]
+
+
+def check_words(heads: list[str], variants: dict[str, list[str]]) -> None:
+    """Before any run begins. Raises ValueError for words that training does not take."""
+    from infer.cli import compose
+    from train.config import TrainConfig
+
+    for head in heads:
+        for words in variants.values():
+            config = compose("train", TrainConfig, run_words(head, words, "x", "x"))
+            if config.steps is not None and config.steps <= WARM_UP:
+                raise ValueError(f"steps={config.steps}: give more than {WARM_UP}, which warm up")
 
 
 def time_head(head: str, words: list[str], name: str, exported: str) -> dict[str, float]:
@@ -40,7 +58,7 @@ def time_head(head: str, words: list[str], name: str, exported: str) -> dict[str
     from train.step_clock import PARTS
     from train.trackers import read_metrics
 
-    own = [*words, f"head={head}", f"run={name}", f"head.path={exported}", "tracker=none", "log_every=1"]
+    own = run_words(head, words, name, exported)
     config = compose("train", TrainConfig, own)
     ran = subprocess.run([sys.executable, str(Path(HERE).parent / "train" / "run.py"), *own], stdout=subprocess.PIPE)
     if ran.returncode:
@@ -48,7 +66,9 @@ def time_head(head: str, words: list[str], name: str, exported: str) -> dict[str
     rows = [row for row in read_metrics(resolve_path(config.output_dir) / name) if "train/tokens_per_s" in row]
     rows = rows[WARM_UP:]
     if not rows:
-        raise SystemExit(f"error: steps={config.steps}: give more than {WARM_UP}, which warm up")
+        raise SystemExit(
+            f"error: minutes={config.minutes}: no more than the {WARM_UP} steps that warm up fitted into them"
+        )
     speeds = [row["train/tokens_per_s"] for row in rows]
     return {
         "tokens_per_s": statistics.median(speeds),
@@ -94,16 +114,22 @@ def main() -> int:
     variants = {"": words}
     if instead:
         variants["-against"] = [w for w in words if w.partition("=")[0] not in instead] + list(instead.values())
-    peak = peak_flops(words)
+    heads = [head.strip() for head in own["heads"].strip("[]").split(",")]
+    try:
+        check_words(heads, variants)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    peak, begun = peak_flops(words), time.strftime("%Y%m%d-%H%M%S")  # a run of that name would be resumed, not timed
     found: dict[str, Any] = {}
-    for head in own["heads"].strip("[]").split(","):
+    for head in heads:
         for variant, chosen in variants.items():
-            name = f"train-time-{head.strip()}{variant}"
             with tempfile.TemporaryDirectory() as exported:
-                result = time_head(head.strip(), chosen, name, str(Path(exported) / "head"))
+                name = f"train-time-{head}{variant}-{begun}"
+                result = time_head(head, chosen, name, str(Path(exported) / "head"))
             result["mfu"] = result["head_flops_per_s"] / peak
-            found[f"{head.strip()}{variant}"] = result
-            print(line(head.strip() + (f" {against}" if variant else ""), result), flush=True)
+            found[f"{head}{variant}"] = result
+            print(line(head + (f" {against}" if variant else ""), result), flush=True)
     machine = describe_machine()
     report = {"machine": machine, "words": words, "against": against, "peak_flops": peak, "heads": found}
     if own["save"]:

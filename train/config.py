@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING, OmegaConf
@@ -132,6 +133,12 @@ class HubDataConfig(RowsDataConfig):
 @dataclass
 class FeaturesConfig:
     name: str = MISSING
+    # whole: every process holds the target | sharded: each holds its share of every layer, and they bring a layer
+    # together when it is to run (ZeRO-3, FSDP); embedding and LM head stay whole
+    target: str = "whole"
+
+    def __post_init__(self) -> None:
+        one_of("features.target", self.target, ("whole", "sharded"))
 
 
 @dataclass
@@ -141,6 +148,7 @@ class OnlineFeaturesConfig(FeaturesConfig):
     cache_gb: float = 4.0  # features computed once and kept in memory while all of the data's fit; 0: never
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least("features.cache_gb", self.cache_gb, 0)
 
 
@@ -156,6 +164,7 @@ class OfflineFeaturesConfig(FeaturesConfig):
     top_k: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least("features.shard_mb", self.shard_mb, 1)
         one_of("features.dtype", self.dtype, ("same", "fp8"))
         at_least("features.top_k", self.top_k, 1)
@@ -349,6 +358,7 @@ class TrainConfig:
     # identity: outputs/<run>/ is resumed when it exists; null: <model>-<head>-<date and time>
     run: str | None = None
     output_dir: str = "outputs"
+    overwrite: bool = False  # replace the head that another run exported where this one's would go
     seed: int = 0
     check: bool = (
         False  # print the plan (data, memory, disk, time, what will be written), refuse what cannot work, and stop
@@ -388,6 +398,8 @@ class TrainConfig:
                 f"engine.tensor_parallel={self.engine.tensor_parallel}: divides the target among ranks that serve one "
                 f"trainer, and parallel={self.parallel.name} starts several; use parallel=single"
             )
+        if self.features.target == "sharded":
+            self._check_sharded()
         if self.run is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.run):
             raise ValueError(f"run={self.run}: becomes a folder name; use letters, digits, '.', '_' and '-'")
         if self.run == "heads":
@@ -415,9 +427,31 @@ class TrainConfig:
         self._check_objective()
 
     @property
+    def published_model(self) -> str:
+        """The name of the target that the head is for: Medusa-2 makes another one."""
+        return f"{self.model.name}-medusa-2" if self.objective.name == "medusa-2" else self.model.name
+
+    @property
+    def export_folder(self) -> Path:
+        return self.head.folder(self.output_dir, self.published_model)
+
+    @property
     def room(self) -> int | None:
         """Tokens of a row that several sequences may share; None where each has its own."""
         return self.sequence_length if self.packing else None
+
+    def _check_sharded(self) -> None:
+        own = "features.target=sharded: divides the target's layers among the processes of a run,"
+        if self.parallel.name == "single":
+            raise ValueError(
+                f"{own} of which parallel=single has one; use parallel=ddp under torchrun, or engine.tensor_parallel="
+            )
+        if self.engine.weights != "same":
+            raise ValueError(f"{own} in its own dtype; use engine.weights=same, or features.target=whole")
+        if self.engine.graphs == "on":
+            raise ValueError(f"{own} which the host leads; use engine.graphs=auto")
+        if self.objective.name == "medusa-2":
+            raise ValueError(f"{own} and objective=medusa-2 trains them; use features.target=whole")
 
     def _check_objective(self) -> None:
         objective, head, depths = self.objective, self.head, self.head.max_depth

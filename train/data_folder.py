@@ -125,6 +125,7 @@ class Making:
             atomic.write_text(parts / f"failed-{rank}.json", json.dumps(failed))
         except Interrupted:
             cut = True
+        self.engine.target.lend()
         if any_process(accelerator, cut):
             raise Interrupted
         if not accelerator.is_main_process:

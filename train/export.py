@@ -78,7 +78,7 @@ def export_head(
 
     `words` name the target on a command line; `note` is said of it on the card.
     """
-    folder = config.head.folder(config.output_dir, config.model.name)
+    folder = config.head.folder(config.output_dir, config.model.name)  # of the target as it is published
     dtype = target.norm.weight.dtype
     atomic.sweep(folder.parent)
     with atomic.replace_folder(folder) as staging:
@@ -152,7 +152,7 @@ def check_room(config: TrainConfig, head: Head, target: LlamaTarget, besides: in
 
     Raises ValueError.
     """
-    folder = config.head.folder(config.output_dir, config.model.name)
+    folder = config.export_folder
     values = (head.state_dict()[name] for name in head.checkpoint_layout())
     size = sum(value.numel() for value in values) * target.norm.weight.element_size() + besides
     place = folder

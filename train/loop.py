@@ -327,6 +327,7 @@ class Run:
                 work()
             except Interrupted:
                 cut = True
+        self.prepared.target.lend()
         if any_process(self.accelerator, cut):
             raise Interrupted
 

@@ -22,16 +22,24 @@ from kernels.linear import reads_narrow
 from kernels.quantise import narrow_bytes
 from models.heads.base import Head
 from models.layers import Linear
-from models.targets import empty_target, resolve_checkpoint
+from models.targets import LAYERS, empty_target, resolve_checkpoint
 from models.targets.llama import LlamaTarget
+from models.targets.sharded import shared_elements
 from models.tokenizer import Tokenizer
-from train.config import OfflineFeaturesConfig, OnlineFeaturesConfig, RowsDataConfig, TrainConfig
+from train.config import (
+    OWN_WEIGHTS,
+    OfflineFeaturesConfig,
+    OnlineFeaturesConfig,
+    PEagleObjectiveConfig,
+    RowsDataConfig,
+    TrainConfig,
+)
 from train.feature_layout import Layout
 from train.features import feature_bytes
 from train.objectives import teacher
 from train.preparation import make_head, pool_for
 from train.prompts import longest_prompt, read_prompts
-from train.run_folder import check_run
+from train.run_folder import check_run, other_export, refuse_other_export
 
 GB = 1e9
 TRAINED_BYTES = 16  # of a trained parameter: value, gradient and Adam's two moments, in fp32
@@ -93,10 +101,15 @@ def make_plan(config: TrainConfig) -> Plan:
     plan_memory_of(plan, config, target, head, tokens)
     store = plan_disk(plan, config, target, head, tokens, folder)
     plan_time(plan, config, target, head, tokens, answers)
-    export = config.head.folder(config.output_dir, config.model.name)
     written = [f"{folder}/ (config, data, metrics, checkpoints, plots)", *([str(store)] if store else [])]
     if config.stage == "all":
-        written.append(f"{export}/{' (replaced)' if export.exists() else ''}")
+        other = other_export(config)
+        fate = f" (replaces {other})" if other else " (replaced)" if config.export_folder.exists() else ""
+        written.append(f"{config.export_folder}/{fate}")
+        try:
+            refuse_other_export(config)
+        except ValueError as error:
+            plan.refusals.append(str(error))
     plan.add("writes", ", ".join(written))
     return plan
 
@@ -143,6 +156,8 @@ def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: H
     vocabulary = head.config.draft_vocab_size
     steps = config.objective.steps or head.config.max_depth or 1
     logits = 4 * vocabulary * (batch + min(steps * batch, 3 * teacher.CHUNK_ELEMENTS // vocabulary))
+    if config.features.target == "sharded":
+        plan.add("memory", f"of one of {processes()} processes, which hold the target together")
     parts = {
         "target": target_bytes(target, config),
         "KV": (engine.max_tokens_in_cache or 0) * per_token // config.engine.tensor_parallel,
@@ -158,7 +173,8 @@ def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: H
     if free is not None and needed > free:
         largest = max(parts, key=lambda name: parts[name])
         cure = {
-            "target": "model.dtype=bfloat16, engine.tensor_parallel=, a smaller target, engine.weights=int8 or int4",
+            "target": "model.dtype=bfloat16, engine.tensor_parallel=, features.target=sharded with more processes, a "
+            "smaller target, engine.weights=int8 or int4",
             "KV": "a smaller engine.max_tokens_in_cache, engine.max_batch or data.max_prompt_tokens",
             "head and optimiser": "a smaller head.draft_vocab_size or head",
             "features": "features.cache_gb=0 or features=offline" if cached else "a smaller batch_size",
@@ -172,6 +188,8 @@ def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: H
 def target_bytes(target: LlamaTarget, config: TrainConfig) -> int:
     """Of this process's part: linear layers divided among ranks, and in few bits where a kernel reads these."""
     dtype, ranks = target.norm.weight.dtype, config.engine.tensor_parallel
+    if config.features.target == "sharded":
+        return sharded_bytes(target, processes())
     weight_format, device = config.engine.weight_format, device_of(config)
 
     def size(linear: Linear) -> int:
@@ -185,6 +203,17 @@ def target_bytes(target: LlamaTarget, config: TrainConfig) -> int:
     whole -= sum(m.weight.numel() for m in linear.values())
     tied = target.embed_tokens.weight.numel() if target.config.tie_word_embeddings else 0
     return sum(size(m) for m in linear.values()) // ranks + (whole + tied) * dtype.itemsize
+
+
+def sharded_bytes(target: LlamaTarget, count: int) -> int:
+    """One process's share of the layers, the two that are whole at a time, and what is never divided."""
+    tensors = {id(p): p.numel() for name, p in target.named_parameters() if not name.startswith(LAYERS)}
+    return (sum(tensors.values()) + sum(shared_elements(list(target.layers), count))) * target.norm.weight.itemsize
+
+
+def processes() -> int:
+    """Of this run, as torchrun or accelerate started it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def features_in_memory(config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> int:
@@ -237,9 +266,9 @@ def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, 
     if config.stage == "all":
         trained, _ = parameters(head)
         batch = config.batch_size * config.sequence_length
-        depth = config.objective.steps or head.config.max_depth or 1
         kept = isinstance(config.features, OfflineFeaturesConfig) or features_in_memory(config, target, head, tokens)
-        step = config.accumulate * batch * (6 * trained * depth + (0 if kept else 2 * active)) / speed.flops
+        flops = 6 * trained * uses_of_weights(config, head) + (0 if kept else 2 * active)  # per token
+        step = config.accumulate * batch * flops / speed.flops
         estimates["a step"] = step
         if config.steps is not None:
             estimates["all steps"] = step * config.steps
@@ -247,6 +276,16 @@ def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, 
     limit = f"; at most {config.minutes:g} minutes in all" if config.minutes is not None else ""
     plan.add("time", f"{text or 'nothing to compute here'}{limit} (at {speed.flops / 1e9:.0f} GFLOP/s, estimated)")
     plan.numbers["seconds"] = {name: round(seconds, 3) for name, seconds in estimates.items()}
+
+
+def uses_of_weights(config: TrainConfig, head: Head) -> float:
+    """How often a step of training multiplies by a weight of the head, per token."""
+    objective, depths = config.objective, config.objective.steps or head.config.max_depth or 1
+    if head.name in OWN_WEIGHTS:
+        return 1
+    if isinstance(objective, PEagleObjectiveConfig):
+        return sum(max(objective.ratio**depth, objective.min_ratio) for depth in range(depths))
+    return depths
 
 
 def active_parameters(target: LlamaTarget) -> int:

@@ -25,6 +25,7 @@ from models.heads import HEADS, load_head
 from models.heads.base import Head
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
+from models.targets.sharded import Exchange
 from models.tokenizer import Tokenizer
 from models.vocab import build_draft_vocab, coverage
 from train.config import (
@@ -38,6 +39,7 @@ from train.config import (
 from train.data import Sequences, best_fit
 from train.data_folder import Data, open_data
 from train.evaluation import Evaluator
+from train.exchange import ProcessExchange
 from train.feature_layout import Layout
 from train.feature_store import FeatureStore, manifest, open_store, refuse_small_disk, store_name
 from train.features import FeatureSource, OnlineFeatures, make_features
@@ -71,7 +73,9 @@ class Prepared:
 def prepare_data(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: StopRequest) -> tuple[Engine, Data]:
     """The target in its engine, and the sequences of both splits: made, or found made."""
     torch.manual_seed(config.seed)
-    engine = open_engine(config, accelerator.device)
+    sharded = config.features.target == "sharded"
+    exchange = ProcessExchange(accelerator, config.parallel.patience_minutes) if sharded else None
+    engine = open_engine(config, accelerator.device, exchange)
     try:
         return engine, open_data(config, engine, accelerator, folder / "data", stop)
     except BaseException:
@@ -79,8 +83,11 @@ def prepare_data(config: TrainConfig, accelerator: Accelerator, folder: Path, st
         raise
 
 
-def open_engine(config: TrainConfig, device: torch.device) -> Engine:
-    """Around the target: whole in this process, or divided among ranks that are started and that `close` ends."""
+def open_engine(config: TrainConfig, device: torch.device, exchange: Exchange | None = None) -> Engine:
+    """Around the target: whole in this process, or divided among ranks that are started and that `close` ends.
+
+    With `exchange`: its layers divided among the processes of the run, on all of which an engine is to be opened.
+    """
     dtype = getattr(torch, config.model.dtype)
     path, revision = config.model.path_or_hub_id, config.model.revision
     drafts = ProposerConfig(name="head", max_draft_tokens=config.eval_draft_tokens)
@@ -88,7 +95,7 @@ def open_engine(config: TrainConfig, device: torch.device) -> Engine:
         if ranks is not None:
             device = ranks.device
         part = ranks.part if ranks else None
-        target = load_target(path, revision=revision, dtype=dtype, device=device, part=part)
+        target = load_target(path, revision=revision, dtype=dtype, device=device, part=part, exchange=exchange)
         return Engine(
             target,
             tokenizer=Tokenizer.load(target.folder),
@@ -193,6 +200,7 @@ def open_features(
         store.fill(config.batch_size, share, stop.check, room=config.room, show=show)
     except Interrupted:
         cut = True
+    target.lend()
     if any_process(accelerator, cut):
         raise Interrupted
     return store
@@ -200,14 +208,17 @@ def open_features(
 
 def pool_for(config: TrainConfig) -> EngineConfig:
     """The engine's settings, with a KV pool for the sequences of this run where none was asked for."""
-    if config.engine.max_tokens_in_cache is not None:
-        return config.engine
+    engine = config.engine
+    if config.features.target == "sharded":
+        engine = replace(engine, graphs="off")  # which could not wait for other processes
+    if engine.max_tokens_in_cache is not None:
+        return engine
     data = config.data
     assert isinstance(data, DemoDataConfig | RowsDataConfig)
     prompt = data.prompt_tokens if isinstance(data, DemoDataConfig) else data.max_prompt_tokens
     longest = prompt + max(data.max_new_tokens, config.eval_max_tokens) + config.eval_draft_tokens
-    tokens = config.engine.max_batch * (longest + config.engine.page_size)
-    return replace(config.engine, max_tokens_in_cache=tokens)
+    tokens = engine.max_batch * (longest + engine.page_size)
+    return replace(engine, max_tokens_in_cache=tokens)
 
 
 def make_head(config: HeadConfig, target: TargetConfig) -> Head:
@@ -224,10 +235,13 @@ def make_objective(config: TrainConfig, head: Head) -> Objective:
     return OBJECTIVES[config.objective.name](head, config.objective)
 
 
-def unpacked_target(config: TrainConfig, like: torch.nn.Module) -> LlamaTarget:
-    """A second copy: packed weights, the engine's, can neither be copied nor be differentiated through."""
+def unpacked_target(config: TrainConfig, like: torch.nn.Module, layers: Sequence[int] | None = None) -> LlamaTarget:
+    """A second copy, or these layers of it: packed weights, the engine's, can neither be copied nor be differentiated
+    through.
+    """
     dtype, device = getattr(torch, config.model.dtype), next(like.parameters()).device
-    return load_target(config.model.path_or_hub_id, revision=config.model.revision, dtype=dtype, device=device)
+    model = config.model
+    return load_target(model.path_or_hub_id, revision=model.revision, dtype=dtype, device=device, layers=layers)
 
 
 def give_vocabulary(
@@ -239,7 +253,8 @@ def give_vocabulary(
     special = {*tokenizer.special_ids, *tokenizer.eos_ids, *target.config.eos_token_ids, target.config.bos_token_id}
     forced = [token for token in special if token is not None and token < vocab_size]
     head.set_vocabulary(*build_draft_vocab(sequences.counts(vocab_size), head.config.draft_vocab_size, forced))
-    donor = unpacked_target(config, head) if config.head.init_from_target or head.reads_lm_head else target
+    reads = config.head.init_from_target or head.reads_lm_head
+    donor = unpacked_target(config, head, layers=[-1]) if reads else target
     head.initialise(donor, from_target=config.head.init_from_target, seed=config.seed)
     if config.head.start_from is not None:
         go_on_from(head, resolve_path(config.head.start_from), target)

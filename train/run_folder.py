@@ -17,12 +17,14 @@ from train import config as train_config
 from train.config import TrainConfig
 
 CONFIG, SCHEDULE = "config.yaml", "schedule.json"
+HEAD_CONFIG, PROVENANCE = "config.json", "provenance.json"  # of an exported head
 # What may differ when a run is resumed: nothing that an update depends on.
 FREE = (
     "check",
     "stage",
     "tracker.",
     "engine.",
+    "features.target",
     "log_every",
     "eval_every",
     "eval_concurrency",
@@ -31,6 +33,7 @@ FREE = (
     "export",
     "max_skipped",
     "output_dir",
+    "overwrite",
     "head.path",
     "data.concurrency",
     "data.retries",
@@ -64,11 +67,38 @@ def check_run(config: TrainConfig) -> bool:
     return False
 
 
+def other_export(config: TrainConfig) -> str | None:
+    """Whose head lies where this run's would go, if it is not its own."""
+    folder = config.export_folder
+    if not (folder / HEAD_CONFIG).is_file():
+        return None
+    try:
+        run = json.loads((folder / PROVENANCE).read_text(encoding="utf-8")).get("run")
+    except (OSError, ValueError, AttributeError):
+        run = None
+    if run is not None and run == config.run:
+        return None
+    return f"the head of run {run}" if run else "a head that no run of ours exported"
+
+
+def refuse_other_export(config: TrainConfig) -> None:
+    """Raises ValueError where this run would replace a head that is not its own, unless it was told to."""
+    if config.stage != "all" or config.overwrite:
+        return
+    other = other_export(config)
+    if other is not None:
+        raise ValueError(
+            f"{config.export_folder}: holds {other}, which this run's would replace. Give head.path= another folder, "
+            "overwrite=true to replace it, or run= the name of that run to resume it"
+        )
+
+
 def open_run(config: TrainConfig) -> Path:
     """The run's folder, made or checked."""
     assert config.run is not None
     folder = resolve_path(config.output_dir) / config.run
     check_run(config)
+    refuse_other_export(config)
     folder.mkdir(parents=True, exist_ok=True)
     atomic.sweep(folder)
     staging = folder / f".{CONFIG}.tmp"

@@ -77,26 +77,22 @@ class AdaptedTarget:
     held_out: Sequences  # the unadapted target's greedy responses
     check: Callable[[], None]
 
-    @property
-    def name(self) -> str:
-        return f"{self.config.model.name}-medusa-2"
-
     def evaluator(self) -> Evaluator:
         return self._evaluator_of(self._merged(), self.config)
 
     def publish(self) -> Publication:
-        before, target = self.config.model, self._merged()
-        folder = resolve_path(self.config.output_dir) / "models" / self.name
+        before, name, target = self.config.model, self.config.published_model, self._merged()
+        folder = resolve_path(self.config.output_dir) / "models" / name
         atomic.sweep(folder.parent)
         with atomic.replace_folder(folder) as staging:
             save_target(target, staging)
-        model = replace(before, name=self.name, path=str(folder), revision=None)
+        model = replace(before, name=name, path=str(folder), revision=None)
         config = replace(self.config, model=model)
         target = load_target(str(folder), dtype=target.norm.weight.dtype, device=target.norm.weight.device)
         evaluator = self._evaluator_of(target, config)
         difference = difference_of(evaluator, before.name)
-        atomic.write_text(folder / "README.md", CARD.format(name=self.name, before=before.path, difference=difference))
-        words = f"model={before.name} model.name={self.name} model.path={folder}"
+        atomic.write_text(folder / "README.md", CARD.format(name=name, before=before.path, difference=difference))
+        words = f"model={before.name} model.name={name} model.path={folder}"
         return Publication(config, target, evaluator, words, f"The target is not `{before.name}`. {difference}\n\n")
 
     def bytes_needed(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +18,8 @@ from models.targets.mistral import MistralTarget
 from models.targets.qwen2 import Qwen2Target
 from models.targets.qwen3 import Qwen3Target
 from models.targets.qwen3_moe import Qwen3MoeTarget
-from models.weights import fingerprint, load_into, read_tensors
+from models.targets.sharded import Exchange, LayerShares
+from models.weights import LazyTensors, fingerprint, load_into, read_tensors
 
 __all__ = ["ARCHITECTURES", "LlamaTarget", "TargetOutput", "empty_target", "load_target", "resolve_checkpoint"]
 
@@ -28,6 +30,7 @@ ARCHITECTURES: dict[str, type[LlamaTarget]] = {
     "Qwen3ForCausalLM": Qwen3Target,
     "Qwen3MoeForCausalLM": Qwen3MoeTarget,
 }
+LAYERS = "layers."  # how the names of their parameters begin
 log = logging.getLogger("headway.targets")
 
 
@@ -103,26 +106,63 @@ def load_target(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     part: Part | None = None,
+    exchange: Exchange | None = None,
+    layers: Sequence[int] | None = None,
 ) -> LlamaTarget:
     """Loads a target for inference: eval mode, no gradients. Raises ValueError for anything that does not fit.
 
-    With `part` this rank's share of it: no more of a divided tensor is read. A quantised checkpoint is widened
-    (models/quantised/).
+    With `part` this rank's share of it: no more of a divided tensor is read. With `exchange` this process's share of
+    every layer, one of which is read whole at a time. With `layers` these alone are read, and of the others there is
+    nothing. A quantised checkpoint is widened (models/quantised/).
     """
     folder = resolve_checkpoint(path_or_hub_id, revision)
-    target = empty_target(folder, part)
-    config = target.config
-    target = target.to(dtype).to_empty(device=device)
-    layout = target.checkpoint_layout()
-    tensors = read_weights(folder, dtype, part)
+    target = empty_target(folder, part).to(dtype)
+    config, layout = target.config, target.checkpoint_layout()
+    lazy = (exchange is not None or layers is not None) and not is_quantised(folder)
+    tensors: Mapping[str, Tensor] = LazyTensors(folder) if lazy else read_weights(folder, dtype, part)
+    # buffers that old exporters saved are recomputed from the config
+    names = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+    if exchange is not None:
+        names = share_layers(target, tensors, names, exchange, device, source=str(folder))
+        layers = []
+    present = list(range(config.num_layers)) if layers is None else [index % config.num_layers for index in layers]
+    for module in (target.embed_tokens, target.norm, target.lm_head, *(target.layers[index] for index in present)):
+        module.to_empty(device=device)
+    absent = {name for name in layout if name.startswith(LAYERS) and int(name.split(".")[1]) not in present}
+    names -= {part for name in absent for part in layout.pop(name)}
     if config.tie_word_embeddings:
         own = part and part.rows("lm_head.weight", config.vocab_size)
         embedding = target.embed_tokens.weight
         target.lm_head.weight = embedding if own is None else nn.Parameter(embedding[own[0] : own[1]])
         layout.pop("lm_head.weight", None)
-        tensors.pop("lm_head.weight", None)  # some exporters write the tied copy out
-    for name in [name for name in tensors if name.endswith("rotary_emb.inv_freq")]:
-        del tensors[name]  # a buffer that old exporters saved; recomputed from the config
-    load_into(target, tensors, layout, source=str(folder))
+        names.discard("lm_head.weight")  # some exporters write the tied copy out
+    load_into(target, {name: tensors[name] for name in tensors if name in names}, layout, source=str(folder))
     target.path, target.folder, target.fingerprint = str(path_or_hub_id), folder, fingerprint(folder)
     return target.eval().requires_grad_(False)
+
+
+def share_layers(
+    target: LlamaTarget,
+    tensors: Mapping[str, Tensor],
+    names: set[str],
+    exchange: Exchange,
+    device: str | torch.device,
+    *,
+    source: str,
+) -> set[str]:
+    """Divides the layers among processes. Answers those of `names` that belong to no layer."""
+    layout, taken = target.checkpoint_layout(), set[str]()
+
+    def load(index: int) -> None:
+        prefix, layer = f"{LAYERS}{index}.", target.layers[index].to_empty(device="cpu")
+        own = {name.removeprefix(prefix): parts for name, parts in layout.items() if name.startswith(prefix)}
+        wanted = names & {name for parts in own.values() for name in parts}
+        load_into(layer, {name: tensors[name] for name in wanted}, own, source=f"{source}: layer {index}")
+        taken.update(wanted)
+
+    target.shares = LayerShares(list(target.layers), exchange, load, device)
+    return names - taken
+
+
+def is_quantised(folder: Path) -> bool:
+    return SECTION in read_json(folder / "config.json")

@@ -20,6 +20,7 @@ from kernels.rotary import QKNorm
 from models.attention import Attention, decode_of, project_of
 from models.config import TargetConfig
 from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding, rotate
+from models.targets.sharded import LayerShares
 
 
 class TargetOutput(NamedTuple):
@@ -107,6 +108,7 @@ class LlamaTarget(nn.Module):
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
         self.config = config
+        self.shares: LayerShares | None = None  # where its layers are divided among processes that all run it
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
         self.layers = nn.ModuleList(self.make_layer(index) for index in range(config.num_layers))
@@ -160,6 +162,14 @@ class LlamaTarget(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Post-norm hidden `[..., H]` -> `[..., V]`."""
         return self.lm_head(hidden)
+
+    def lend(self) -> None:
+        """Where its layers are divided: takes part in the other processes' forwards until none has one left.
+
+        Every process comes here after work that not all of them do alike.
+        """
+        if self.shares is not None:
+            self.shares.lend()
 
     @property
     def heads(self) -> tuple[int, int, int]:

@@ -29,6 +29,7 @@ AUX = (2, 4, 5, LAST)
 def settings(tiny_target_folder: Path, tmp_path: Path) -> list[str]:
     return [
         f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "head.draft_vocab_size=200", "packing=true",
+        "overwrite=true",
         "data.num_sequences=8", "data.max_new_tokens=12", "data.prompt_tokens=12", "sequence_length=48",
         "batch_size=2", "minutes=null", "steps=2", "eval_prompts=2", "eval_max_tokens=8", "tracker=none",
         "precision=fp32", "engine.max_tokens_in_cache=1024", "objective.steps=2", "eval_draft_tokens=2",

@@ -150,7 +150,7 @@ def test_a_shard_that_vanished_or_is_damaged_is_named(
 
 def test_a_run_learns_the_same_from_a_store(tiny_target_folder: Path, tmp_path: Path) -> None:
     settings = [
-        f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "head.draft_vocab_size=200",
+        f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "head.draft_vocab_size=200", "overwrite=true",
         "data.num_sequences=12", "data.max_new_tokens=16", "data.prompt_tokens=12", "sequence_length=28",
         "batch_size=4", "steps=4", "minutes=null", "eval_prompts=2", "eval_max_tokens=8", "tracker=none",
         "precision=fp32", "engine.max_tokens_in_cache=1024", "objective.steps=2", "eval_draft_tokens=2",

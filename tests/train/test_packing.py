@@ -166,6 +166,7 @@ def test_what_packing_would_break_is_seen(tiny_target: LlamaTarget, documents: S
 def test_a_packed_run_resumes_with_the_same_bits(tiny_target_folder: Path, tmp_path: Path) -> None:
     settings = [
         f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "head.draft_vocab_size=200", "packing=true",
+        "overwrite=true",
         "data.num_sequences=12", "data.max_new_tokens=16", "data.prompt_tokens=12", "sequence_length=64",
         "batch_size=2", "minutes=null", "steps=4", "eval_prompts=2", "eval_max_tokens=8", "tracker=none",
         "precision=fp32", "engine.max_tokens_in_cache=1024", "objective.steps=2", "eval_draft_tokens=2",

@@ -23,7 +23,7 @@ SETTINGS = [
     "head.draft_vocab_size=200", "data.num_sequences=24", "data.max_new_tokens=24", "data.prompt_tokens=12",
     "sequence_length=40", "steps=5", "minutes=null", "eval_every=100", "checkpoint_every=3", "eval_prompts=2",
     "eval_max_tokens=8", "tracker=none", "engine.max_tokens_in_cache=1024", "precision=fp32", "objective.steps=3",
-    "eval_draft_tokens=3", "optim.lr=0.001", "accumulate=2", "data.max_new_tokens=16",
+    "eval_draft_tokens=3", "optim.lr=0.001", "accumulate=2", "data.max_new_tokens=16", "overwrite=true",
 ]  # fmt: skip
 KEYS = ("train/loss", "train/loss_2", "train/accuracy_0", "train/grad_norm", "train/tokens")
 

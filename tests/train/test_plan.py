@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from infer.cli import compose
+from models.targets.llama import LlamaTarget
 from train import plan as module
 from train.config import TrainConfig
 from train.loop import train
@@ -89,3 +90,33 @@ def test_another_runs_settings_are_refused(settings: list[str], tmp_path: Path) 
 @pytest.mark.parametrize(("seconds", "text"), [(0.5, "0.5 s"), (99, "99 s"), (600, "10 min"), (86400, "24.0 h")])
 def test_times_for_people(seconds: float, text: str) -> None:
     assert readable(seconds) == text
+
+
+def test_a_sharded_target_is_planned_as_one_processs_share(
+    settings: list[str], tiny_target: LlamaTarget, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = check([*settings, "parallel=ddp"])["memory_bytes"]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    sharded = check([*settings, "parallel=ddp", "features.target=sharded"])["memory_bytes"]
+    layers = 4 * sum(parameter.numel() for parameter in tiny_target.layers.parameters())
+    rooms = 2 / tiny_target.config.num_layers
+    assert whole - sharded == pytest.approx(layers * (3 / 4 - rooms), rel=0.02)
+    assert "one of 4 processes, which hold the target together" in capsys.readouterr().err
+
+
+def test_time_is_that_of_the_weights_a_step_really_uses(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every depth of a Medusa head has weights of its own, a recurrent one uses the same ones again."""
+    monkeypatch.setattr(module, "measure", lambda device, dtype: module.Speed(1e9, 1e9))
+
+    def seconds(*more: str) -> tuple[float, int]:
+        numbers = check([*settings, "features.cache_gb=1", *more])
+        return numbers["seconds"]["a step"], numbers["trained_parameters"]
+
+    own = "objective.steps=null", "eval_draft_tokens=2", "head.draft_vocab_size=200"
+    few, many = (seconds("head=medusa", f"head.num_heads={count}", *own) for count in (2, 4))
+    assert many[0] / few[0] == pytest.approx(many[1] / few[1], rel=0.01)
+    one, three = (seconds(f"objective.steps={count}", "eval_draft_tokens=1") for count in (1, 3))
+    assert three[0] / one[0] == pytest.approx(3, rel=0.01)
+    parallel, recurrent = seconds("head=p-eagle", "eval_draft_tokens=1"), seconds("objective.steps=8")
+    shares = sum(max(0.7**depth, 0.2) for depth in range(8))
+    assert parallel[0] / recurrent[0] == pytest.approx(shares / 8 * parallel[1] / recurrent[1], rel=0.01)

@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = [
     "head.draft_vocab_size=200", "data.num_sequences=24", "data.max_new_tokens=24", "data.prompt_tokens=12",
     "sequence_length=40", "batch_size=8", "steps=30", "minutes=null", "eval_every=100", "checkpoint_every=5",
-    "eval_prompts=4", "eval_max_tokens=24", "tracker=none", "engine.max_tokens_in_cache=2048",
+    "eval_prompts=4", "eval_max_tokens=24", "tracker=none", "overwrite=true", "engine.max_tokens_in_cache=2048",
     # what the defaults may become is a matter of taste, and not these tests'
     "precision=fp32", "log_every=1", "accumulate=1", "objective.steps=5", "eval_draft_tokens=5", "optim.lr=0.001",
 ]  # fmt: skip
@@ -546,3 +546,23 @@ def test_missing_weights_and_unknown_models_are_named(settings: list[str], tmp_p
         run(settings, f"model.path={empty}")
     with pytest.raises(ValueError, match=r"model.path=no-such-folder: no such folder"):
         run(settings, "model.path=no-such-folder")
+
+
+def test_another_runs_head_is_replaced_only_where_one_says_so(settings: list[str], tmp_path: Path) -> None:
+    own = [*settings, "overwrite=false", "steps=1"]
+    first = run(own, "run=first")
+    again = run(own, "run=first")
+    assert again["export"] == first["export"]
+    refusal = r"heads.demo.eagle3: holds the head of run first, .* head\.path=.* overwrite=true .* run= "
+    for more in (["run=second"], ["run=second", "check=true"]):
+        with pytest.raises(ValueError, match=refusal):
+            run(own, *more)
+    assert not (tmp_path / "second").exists()
+    run(own, "run=second", "stage=regenerate")
+    run(own, "run=second", f"head.path={tmp_path / 'elsewhere'}")
+    run(own, "run=third", "overwrite=true")
+    with pytest.raises(ValueError, match="holds the head of run third"):
+        run(own, "run=first")
+    (tmp_path / "heads" / "demo" / "eagle3" / "provenance.json").unlink()
+    with pytest.raises(ValueError, match="holds a head that no run of ours exported"):
+        run(own, "run=third")

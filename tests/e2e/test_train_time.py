@@ -1,0 +1,50 @@
+"""scripts/train_time.py: what it measures of a few steps, and which words it refuses before any run begins."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def time_heads(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/train_time.py", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+def test_two_ways_to_train_a_head_are_timed(tiny_target_folder: Path, tmp_path: Path) -> None:
+    words = [
+        f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "data.num_sequences=8", "data.max_new_tokens=12",
+        "data.prompt_tokens=12", "sequence_length=32", "batch_size=2", "minutes=null", "steps=4", "eval_prompts=2",
+        "eval_max_tokens=8", "precision=fp32", "engine.max_tokens_in_cache=512", "packing=true",
+    ]  # fmt: skip
+    result = time_heads("heads=[mlp]", "against=[packing=false]", *words)
+    assert result.returncode == 0, result.stderr[-4000:]
+    found = json.loads(result.stdout.splitlines()[-1])["heads"]
+    assert list(found) == ["mlp", "mlp-against"]
+    for own in found.values():
+        assert own["low"] <= own["tokens_per_s"] <= own["high"]
+        assert 0 < own["mfu"] < 1
+        assert own["head_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["batchsize=4"], "error: batchsize: "),
+        (["heads=[eagel]"], "error: head=eagel"),
+        (["against=[objective.fusd=true]"], "error: objective.fusd: "),
+        (["steps=2", "minutes=null"], "error: steps=2: give more than 2, which warm up"),
+    ],
+)
+def test_what_training_does_not_take_is_refused_with_no_traceback(words: list[str], message: str) -> None:
+    result = time_heads(*words)
+    assert result.returncode == 2
+    assert result.stderr.startswith(message)
+    assert len(result.stderr.splitlines()) == 1

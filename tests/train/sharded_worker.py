@@ -1,0 +1,73 @@
+"""One of two processes that hold a target together: `sharded_worker.py FOLDER TARGET SETTING ...`
+
+Each works on batches of its own, one of them on more than the other, and writes down what it found.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState
+
+import train.loop
+from infer.cli import compose
+from infer.request import SamplingParams
+from models.targets import load_target
+from tests.train.test_sharded_target import AUX, PROMPTS, batches_of, found_in
+from train.config import TrainConfig
+from train.exchange import ProcessExchange
+from train.loop import train as run
+from train.parallel import make_accelerator
+from train.preparation import open_engine
+
+
+def forget(accelerator: object) -> None:
+    """What `train.parallel.release` does, but for the process group, which cannot be opened twice in a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def held_bytes() -> int:
+    """Of all tensors that are alive, what two share counted once."""
+    gc.collect()
+    storages = dict[int, int]()
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def main() -> None:
+    folder, target_folder, *settings = sys.argv[1:]
+    config = compose("train", TrainConfig, [*settings, "features.target=sharded"])
+    accelerator = make_accelerator(config)
+    rank = accelerator.process_index
+    exchange = ProcessExchange(accelerator, 5.0)
+    before = held_bytes()
+    target = load_target(target_folder, exchange=exchange)
+    held = held_bytes() - before
+    del target
+    engine = open_engine(config, accelerator.device, exchange)
+    found = found_in(engine.target, batches_of(rank), AUX)
+    engine.target.lend()
+    answers = []
+    if rank == 0:
+        answers = [own.token_ids for own in engine.generate(PROMPTS, SamplingParams(max_tokens=12, seed=1))]
+    engine.target.lend()
+    torch.save({"held": held, "found": found, "answers": answers}, Path(folder) / f"rank-{rank}.pt")
+    engine.close()
+    train.loop.release = forget
+    forget(accelerator)
+    for name, more in (
+        ("whole", []),
+        ("online", ["features.target=sharded", "features.cache_gb=0"]),
+        ("offline", ["features.target=sharded", "features=offline", "features.shard_mb=1", "data.top_k=1000"]),
+    ):
+        assert run(compose("train", TrainConfig, [*settings, *more, f"run={name}"])) is not None
+
+
+if __name__ == "__main__":
+    main()

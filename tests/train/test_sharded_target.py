@@ -1,0 +1,162 @@
+"""A target whose layers two processes hold together gives the bits of a whole one, in about half of its memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from infer.cli import compose
+from infer.config import EngineConfig
+from infer.engine import Engine
+from infer.request import SamplingParams
+from models.targets import load_target
+from models.targets.llama import LAST, LlamaTarget
+from models.targets.sharded import shared_elements
+from tests.conftest import MakeTarget
+from train.checkpoint import latest_checkpoint
+from train.config import TrainConfig
+from train.data import Batch, Sequences
+from train.features import compute_features
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS, AUX = 24, (2, 12, 21, LAST)
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
+SETTINGS = [
+    "head.draft_vocab_size=200", "data.num_sequences=8", "data.max_new_tokens=12", "data.prompt_tokens=12",
+    "sequence_length=40", "batch_size=2", "steps=2", "minutes=null", "eval_every=1", "eval_prompts=3",
+    "eval_max_tokens=8", "tracker=none", "precision=fp32", "engine.max_tokens_in_cache=1024", "engine.threads=1",
+    "objective.steps=2", "eval_draft_tokens=2", "parallel=ddp", "overwrite=true",
+]  # fmt: skip
+
+
+def batches_of(rank: int) -> list[Batch]:
+    """Three of the one process and one of the other, none alike."""
+    generator = torch.Generator().manual_seed(rank)
+    rows = [torch.randint(1, 384, (9 + 5 * row,), generator=generator).tolist() for row in range(4)]
+    sequences = Sequences.of([(row, [True] * len(row)) for row in rows])
+    return [sequences.batch([0, 3]), sequences.packed([[1, 2], [3]]), sequences.batch([2])][: 3 - 2 * rank]
+
+
+def found_in(target: LlamaTarget, batches: Sequence[Batch], aux: Sequence[int]) -> torch.Tensor:
+    """Features and logits, flat."""
+    parts = [torch.stack(compute_features(target, batch, aux).aux) for batch in batches]
+    return torch.cat([part.flatten() for part in parts] + [target.logits(part[-1]).flatten() for part in parts])
+
+
+@pytest.fixture(scope="module")
+def target_folder(make_target_folder: MakeTarget) -> Path:
+    """Of so many layers that two whole ones weigh little."""
+    return make_target_folder(num_hidden_layers=LAYERS, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def outputs(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("outputs")
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+        str(Path(__file__).with_name("sharded_worker.py")), str(folder), str(target_folder), *SETTINGS,
+        f"model.path={target_folder}", f"output_dir={folder}",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr[-8000:]
+    return folder
+
+
+@pytest.mark.slow
+def test_features_logits_and_tokens_are_those_of_a_whole_target(outputs: Path, target_folder: Path) -> None:
+    config = EngineConfig(max_tokens_in_cache=1024, threads=1)
+    engine = Engine(load_target(str(target_folder)), proposer="none", config=config)
+    for rank in range(2):
+        found = torch.load(outputs / f"rank-{rank}.pt")
+        assert torch.equal(found["found"], found_in(engine.target, batches_of(rank), AUX))
+    answers = [own.token_ids for own in engine.generate(PROMPTS, SamplingParams(max_tokens=12, seed=1))]
+    assert torch.load(outputs / "rank-0.pt")["answers"] == answers
+
+
+@pytest.mark.slow
+def test_a_process_holds_half_of_the_layers(outputs: Path, target_folder: Path) -> None:
+    target = load_target(str(target_folder))
+    whole = sum(p.numel() for p in target.layers.parameters())
+    rest = target.embed_tokens.weight.numel() + target.norm.weight.numel()
+    kept, rooms = shared_elements(list(target.layers), 2)
+    assert kept == pytest.approx(whole / 2, rel=0.01)
+    assert rooms == pytest.approx(2 * whole / LAYERS, rel=0.01)
+    for rank in range(2):
+        held = torch.load(outputs / f"rank-{rank}.pt")["held"]
+        assert held == pytest.approx(4 * (kept + rooms + rest), rel=0.01)
+        assert held < 0.62 * 4 * (whole + rest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", ["online", "offline"])
+def test_a_head_trained_on_it_has_the_same_bits(features: str, outputs: Path) -> None:
+    heads = []
+    for name in ("whole", features):
+        path = latest_checkpoint(outputs / name / "checkpoints")
+        assert path is not None
+        heads.append(load_file(path / "module.safetensors"))
+    for name, value in heads[0].items():
+        assert value.equal(heads[1][name]), name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], r"features\.target=sharded: .* parallel=single has one; use parallel=ddp"),
+        (["parallel=ddp", "engine.weights=int8"], r"features\.target=sharded: .*; use engine\.weights=same"),
+        (["parallel=ddp", "engine.graphs=on"], r"features\.target=sharded: .*; use engine\.graphs=auto"),
+        (
+            ["parallel=ddp", "head=medusa", "objective=medusa-2"],
+            r"features\.target=sharded: .* objective=medusa-2 trains them",
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_sharded_target_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compose("train", TrainConfig, ["features.target=sharded", *words])
+
+
+def test_an_unknown_way_to_hold_the_target_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"features\.target=half: .*whole.*sharded"):
+        compose("train", TrainConfig, ["features.target=half"])
+
+
+class Alone:
+    """One process that holds everything, for what is wrong with a checkpoint."""
+
+    rank, ranks = 0, 1
+
+    def gather(self, whole: torch.Tensor, own: torch.Tensor) -> Callable[[], Any]:
+        whole.copy_(own)
+        return lambda: None
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"), r"layer 1.*up_proj\.weight: missing"),
+        (lambda tensors: tensors.update(extra=torch.ones(2)), r"extra: not part of this architecture"),
+    ],
+)
+def test_a_wrong_checkpoint_is_refused_by_name(
+    change: Callable[[dict[str, torch.Tensor]], Any], message: str, make_target_folder: MakeTarget
+) -> None:
+    folder = make_target_folder()
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        load_target(str(folder), exchange=Alone())
