@@ -192,6 +192,7 @@ def test_pages_are_shared_by_what_fills_them(make_engine, prompts):
     engine._planner = switch = Switch()
     full = (len(prompt) - 1) // engine.config.page_size * engine.config.page_size
     assert full
+
     def cached() -> int:
         name = engine.add(prompt, short)
         request = engine.request(name)
