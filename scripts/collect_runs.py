@@ -54,12 +54,12 @@ def read_run(folder: Path) -> dict[str, Any]:
         "data_hash": record["data_hash"],
         "data": record["data_counts"],
         "commit": record["git"]["commit"],
-        **curves(read_metrics(folder)),
+        **curves(read_metrics(folder), record["steps"]),
     }
 
 
-def curves(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """τ in the engine over tokens; of the last evaluation coverage and acceptance by position."""
+def curves(rows: list[dict[str, float]], exported: int) -> dict[str, Any]:
+    """τ in the engine over tokens; of the head of step `exported` coverage and acceptance by position."""
     tokens = {0: 0.0}
     points, last = [], dict[str, float]()
     for row in rows:
@@ -71,7 +71,7 @@ def curves(rows: list[dict[str, float]]) -> dict[str, Any]:
                     f"step {row['step']} was evaluated and not logged: make eval_every a multiple of log_every"
                 )
             points.append([int(tokens[int(row["step"])]), round(row["eval/tau_engine"], 4)])
-            last = row
+            last = row if row["step"] <= exported else last
     by_position = [round(last[key], 4) for key in sorted(key for key in last if key.startswith("eval/acceptance_"))]
     return {"tau_over_tokens": points, "by_position": by_position, "coverage": round(last["eval/coverage"], 4)}
 

@@ -145,7 +145,7 @@ def prepare_training(
     say(
         accelerator,
         f"{len(sequences)} sequences, {int(sequences.offsets[-1])} tokens, {int(sequences.assistant.sum())} of them "
-        f"the target's own (sequence_length={config.sequence_length} cuts {100 * lost:.1f} % off); "
+        f"learnt (sequence_length={config.sequence_length} cuts {100 * lost:.1f} % off); "
         f"the draft vocabulary of {head.config.draft_vocab_size} covers "
         f"{100 * coverage(sequences.ids[sequences.assistant], head.target_ids):.2f} % of these",
     )

@@ -70,3 +70,16 @@ def test_what_is_no_finished_run_is_named(runs, tmp_path):
     (half / "config.yaml").write_text((runs / "base/config.yaml").read_text().replace("run: base", "run: half"))
     with pytest.raises(ValueError, match="has not finished"):
         collect_runs.read_run(half)
+
+
+def test_positions_are_those_of_the_exported_head():
+    shares = {2: (1.5, 0.4), 4: (1.4, 0.3)}
+    rows = [{"step": step, "train/tokens": 100 * step} for step in shares]
+    rows += [
+        {"step": step, "eval/tau_engine": tau, "eval/acceptance_0": share, "eval/coverage": 1.0}
+        for step, (tau, share) in shares.items()
+    ]
+    for exported in (2, 4):
+        found = collect_runs.curves(rows, exported)
+        assert found["tau_over_tokens"] == [[200, 1.5], [400, 1.4]]
+        assert found["by_position"] == [shares[exported][1]]
