@@ -218,15 +218,28 @@ def described(differs: Cell) -> Cell:
 
 def plot_curves(result: Cell, path: Path) -> None:
     """τ over the tokens trained: of every head, and of the target's own answers against the data's. Then τ at the end
-    over the steps of training-time test and over the draft vocabulary.
+    over the steps of training-time test and over the draft vocabulary, where runs differ in these.
     """
     from matplotlib.figure import Figure
 
     base, runs = result["base"], result["runs"]
     first = next(iter(runs))
     only: dict[str, Cell] = {name: described(own["differs"]) for name, own in runs.items()}
-    figure = Figure(figsize=(9, 6.4), layout="constrained")
-    heads, answers, steps, words = figure.subplots(2, 2).flatten()
+    sizes = {  # by key: of each run that differs in this alone, its value and name
+        "objective.steps": lambda name: only[name].get("objective.steps", base["objective.steps"]),
+        "head.draft_vocab_size": lambda name: runs[name]["draft_vocab_size"],
+    }
+    points_of = {
+        key: sorted((of(name), name) for name in runs if name == first or only[name].keys() == {key})
+        for key, of in sizes.items()
+    }
+    titles = {
+        "objective.steps": "steps of training-time test (K)",
+        "head.draft_vocab_size": "tokens that the head can draft",
+    }
+    lines = 2 if all(len(own) > 1 for own in points_of.values()) else 1
+    figure = Figure(figsize=(9, 3.2 * lines), layout="constrained")
+    heads, answers, *ends = figure.subplots(lines, 2).flatten()
     for axes, keys, unchanged in (
         (heads, ("head", "steps"), base["head.name"]),
         (answers, ("data.responses",), base.get("data.responses", first)),
@@ -241,19 +254,14 @@ def plot_curves(result: Cell, path: Path) -> None:
         axes.legend(fontsize=7)
     heads.set_title("heads", fontsize=10)
     answers.set_title("the target's answers, or the data's", fontsize=10)
-    for axes, key, of, xlabel in (
-        (steps, "objective.steps", lambda name: only[name].get("objective.steps", base["objective.steps"]), "K"),
-        (words, "head.draft_vocab_size", lambda name: runs[name]["draft_vocab_size"], "draft vocabulary"),
-    ):
-        own = sorted((of(name), name) for name in runs if name == first or only[name].keys() == {key})
+    for axes, (key, own) in zip(ends, points_of.items(), strict=False):
         for measured, curve in (("acceptance_length", "greedy"), ("acceptance_length_sampled", "temperature 1")):
             points = [(value, runs[name][measured]["engine"]) for value, name in own]
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=curve)
-        axes.set(xlabel=xlabel, ylabel="τ in the engine", xticks=[value for value, _ in own])
+        axes.set(xlabel=key, ylabel="τ in the engine", xticks=[value for value, _ in own])
+        axes.set_title(titles[key], fontsize=10)
         axes.legend(fontsize=7)
-    steps.set_title("steps of training-time test (K)", fontsize=10)
-    words.set_title("tokens that the head can draft", fontsize=10)
-    for axes in (heads, answers, steps, words):
+    for axes in (heads, answers, *ends):
         axes.set_ylim(bottom=1)
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
@@ -322,11 +330,13 @@ TABLES: dict[str, Callable[[Cell], str]] = {
     "1b-programs": by_program,
     "served": by_load,
     "curves": by_run,
+    "keys": by_run,
 }
 PLOTS: dict[str, Callable[[Cell, Path], None]] = {
     "heads": plot_heads,
     "served": plot_load,
     "curves": plot_curves,
+    "keys": plot_curves,
 }
 
 
