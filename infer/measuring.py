@@ -26,7 +26,7 @@ from infer.request import Request
 
 log = logging.getLogger(__name__)
 
-VERSION = 3  # of what is measured and how
+VERSION = 4  # of what is measured and how
 PROMPT_TOKENS = 96
 REPEATS = 5
 ROWS_PER_REQUEST = (1, 2, 4, 6, 9, 17, 33, 64)
