@@ -47,7 +47,7 @@ def test_slower_than_plain_is_what_noise_does_not_explain() -> None:
 
 
 def test_a_result_names_no_folder_of_the_machine() -> None:
-    paths = {"file": "/home/me/asked.jsonl", "model": {"path": str(ROOT / "models/demo")}, "peers": ".peers"}
+    paths = {"file": "/elsewhere/asked.jsonl", "model": {"path": str(ROOT / "models/demo")}, "peers": ".peers"}
     assert without_folders({**paths, "systems": ["off"], "rounds": 2}) == {
         "file": "asked.jsonl",
         "model": {"path": "models/demo"},
