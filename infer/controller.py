@@ -147,6 +147,7 @@ class Controller:
         self._age = 0
         self._probe: Probe | None = None
         self._credit = 0.0  # seconds that may be spent on probes
+        self._due: tuple[Candidate, float] | None = None  # the next one, and its price
         self._turn = 0
         self._verdicts: dict[tuple[str, int], bool] = {}  # by drafter and batch, whether the last plan had it draft
 
@@ -189,7 +190,7 @@ class Controller:
         tokens = batch * (1 + np.cumsum(self.survival.chances("", drafter, depth))[levels - 1])
         drafting = np.array([self.costs.draft(drafter, batch, level) for level in levels.tolist()])
         speeds = tokens / (self.costs.verify(batch, rows) + drafting)
-        return bool(speeds.max() > (1 + margin(batch)) * batch / self.costs.verify(batch, float(batch)))
+        return bool(speeds.max() > (1 + margin(batch)) * batch / self.costs.plain(batch))
 
     def passes_over(self, request_id: str) -> bool:
         return request_id not in self.current.budgets and (self._probe is None or self._probe.request_id != request_id)
@@ -207,7 +208,7 @@ class Controller:
             self.survival.record(request_id, drafter, depth, accepted, expected)
             if self._probe is not None:  # what it brought pays for others, and a good surprise for a new plan
                 batch = len(self._decoding)
-                self._credit += accepted * self.costs.verify(batch, float(batch)) / batch
+                self._credit += accepted * self.costs.plain(batch) / batch
                 self._age = QUIET_STEPS if accepted > expected else self._age
                 self._probe.steps = 0
 
@@ -257,22 +258,25 @@ class Controller:
         if going is not None and going.steps > 1 and going.request_id in decoding:
             going.steps -= 1
             return going
-        batch = len(decoding)
-        plain = self.costs.verify(batch, float(batch))
-        ready = [own for own in self._candidates if own.ready]
-        chosen = (ready or self._candidates)[self._turn % len(ready or self._candidates)]
-        nodes, depth = chosen.allowed
-        price = self.costs.verify(batch, float(batch + nodes)) - plain + self.costs.draft(chosen.drafter, 1, depth)
-        if not chosen.ready:
-            price += WAKING_STEPS * WAKING_SHARE * plain
+        if self._age == 0 or self._due is None:
+            self._due = self._price_probe(len(decoding))
+        chosen, price = self._due
         self._credit = min(self._credit, 2 * price)
         if price > self._credit:
             return None
-        self._turn += 1
+        self._turn, self._due = self._turn + 1, None
         if chosen.request_id not in decoding:  # it has ended since
             return None
         self._credit -= price
         return Probe(chosen.request_id, chosen.allowed, 1 if chosen.ready else WAKING_STEPS)
+
+    def _price_probe(self, batch: int) -> tuple[Candidate, float]:
+        """Whose turn it is, and how many seconds drafting for it costs."""
+        ready = [own for own in self._candidates if own.ready] or self._candidates
+        chosen, plain = ready[self._turn % len(ready)], self.costs.plain(batch)
+        nodes, depth = chosen.allowed
+        price = self.costs.verify(batch, float(batch + nodes)) - plain + self.costs.draft(chosen.drafter, 1, depth)
+        return chosen, price if chosen.ready else price + WAKING_STEPS * WAKING_SHARE * plain
 
 
 def about(batch: int) -> int:
@@ -292,7 +296,7 @@ def best_plan(
     For every depth, nodes are taken in the order of their chances, chains from the root on and trees whole, for as
     long as the expected speed grows. The depth in force stays unless another beats it clearly.
     """
-    plain = batch / max(costs.verify(batch, float(batch)), 1e-9)
+    plain = batch / max(costs.plain(batch), 1e-9)
     plans = {0: Plan({}, 0, plain, plain)}
     pieces = sorted(divided(candidates, survival), key=lambda piece: -piece.gain / piece.rows)
     level = np.array([piece.level for piece in pieces])

@@ -86,9 +86,13 @@ class Costs:
 
     def verify(self, batch: int, rows: Sizes) -> Sizes:
         """Seconds of a step of `batch` requests and so many rows, all but its drafting."""
-        plain = self.table.at(batch, self.table.verify, float(batch))
-        extra = self.table.at(batch, self.table.verify, rows) - plain
-        return self._plain * (plain + self._around(float(batch))) + self._extra * extra
+        extra = self.table.at(batch, self.table.verify, rows) - self.table.at(batch, self.table.verify, float(batch))
+        return self.plain(batch) + self._extra * extra
+
+    def plain(self, batch: int) -> float:
+        """The same of a step without drafts."""
+        size = float(batch)
+        return self._plain * (self.table.at(batch, self.table.verify, size) + self._around(size))
 
     def draft(self, drafter: str, batch: int, depth: int) -> float:
         """Seconds of drafting `depth` deep for `batch` requests; 0 for a drafter that was not measured."""
@@ -103,7 +107,8 @@ class Costs:
         What it took longer than expected is divided among the plain step and the further rows as their seconds are
         (normalised least mean squares).
         """
-        expected, plain = float(self.verify(batch, float(rows))), float(self.verify(batch, float(batch)))
+        plain = self.plain(batch)
+        expected = plain if rows == batch else float(self.verify(batch, float(rows)))
         extra = expected - plain
         if not trusted(seconds, expected):
             return
