@@ -17,6 +17,7 @@ from infer.tree import DraftTree
 
 log = logging.getLogger(__name__)
 
+JOINED = 0.75  # of a load must decode, or more are about to join than a plan would outlast
 PATIENCE = 16  # steps without a draft after which, and after every so many more, a drafter may let go of a request
 
 
@@ -153,8 +154,14 @@ class Drafting:
     def places(self, request: Request, budget: Budget) -> int:
         return self._of(request).places(budget) if budget.nodes else 0
 
-    def candidates(self, decoding: Sequence[Request]) -> list[Candidate]:
-        """Those of these requests that may be drafted for."""
+    def candidates(self, decoding: Sequence[Request], planner: Planner, load: int) -> list[Candidate]:
+        """Those of these requests that may be drafted for. `load`: they and those that are about to join them.
+
+        Nobody while so many join that it will not pay then: few decode beside the prompts of a rush, and for a moment.
+        """
+        name = self.default
+        if load * JOINED > len(decoding) and not planner.outlook(name, self._limits[name], load):
+            return []
         allowed = ((request, self.budget(request)) for request in decoding)
         return [
             Candidate(own.request_id, self._drafter(own), budget, self._is_ready(own))

@@ -290,7 +290,10 @@ class Engine:
         outputs = self._expire()
         decoding = [request for request in self._scheduler.running if request.phase is Phase.DECODE]
         known = tuple(request.request_id for request in decoding)
-        self._planner.plan(known, lambda: self._drafting.candidates(decoding))
+        scheduler = self._scheduler
+        joined = len(scheduler.running) + (len(scheduler.waiting) if scheduler.may_admit else 0)
+        load = min(joined, self.config.max_batch)
+        self._planner.plan(known, lambda: self._drafting.candidates(decoding, self._planner, load))
         if self._rounds is not None:
             with cpu_threads(self.threads.count(self._rounds.most_rows)):
                 ahead = self._rounds.step(self._planner)

@@ -73,7 +73,12 @@ def test_a_prompt_is_continued_and_a_card_follows(generate: Generate, tiny_targe
 
 
 def test_colour_marks_accepted_tokens_and_changes_nothing_else(generate: Generate) -> None:
-    asked = ("prompt='x = 1; x = 1; x = 1; x = 1; x = 1;'", "proposer=ngram", "proposer.adaptive=false", "max_tokens=60")
+    asked = (
+        "prompt='x = 1; x = 1; x = 1; x = 1; x = 1;'",
+        "proposer=ngram",
+        "proposer.adaptive=false",
+        "max_tokens=60",
+    )
     plain, color = generate(*asked), generate(*asked, "color=always")
     assert GREEN in color
     body = color[: color.index("demo, float32")]

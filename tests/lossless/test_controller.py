@@ -185,6 +185,29 @@ def test_probes_wake_one_request_and_let_go_of_it(make_engine, prompts, monkeypa
     assert [own.output_ids for own in requests] == ids(engine.generate(prompts[2:5], long))
 
 
+def test_few_are_not_drafted_for_while_many_are_about_to_join(make_engine, prompts):
+    """In a rush of prompts the first to decode are few for a moment only."""
+    engine = make_engine(proposer="head", max_batch=4, prefill_chunk=64, max_rows=64)
+    asked = []
+
+    class Watch(Switch):
+        def plan(self, decoding, ask) -> None:
+            asked.append((len(decoding), len(ask())))
+
+    engine._planner = watch = Watch()
+    for prompt in [prompts[4], prompts[7], prompts[8]]:  # the first decodes while the others are read
+        engine.add(prompt, replace(GREEDY, max_tokens=60))
+    while engine.has_work:
+        engine.step()
+    early = [own for own in asked if 0 < own[0] < 3]
+    assert (1, 0) in early
+    assert (3, 3) in asked
+    watch.pays = True
+    asked.clear()
+    engine.generate([prompts[4], prompts[7], prompts[8]], replace(GREEDY, max_tokens=60))
+    assert (1, 1) in asked
+
+
 def test_pages_are_shared_by_what_fills_them(make_engine, prompts):
     """Who is not followed begins with anybody's pages, who is with those that its drafter has read."""
     prompt, short = prompts[6], replace(GREEDY, max_tokens=4)

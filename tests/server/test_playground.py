@@ -88,7 +88,7 @@ def test_a_completion_can_be_stopped_and_a_mistake_is_shown(server: Server, brow
     page.fill("#max_tokens", "480")
     page.fill("#temperature", "2")
     held: list[Route] = []  # so small a target would have answered before anyone could stop it
-    page.route("**/v1/completions", held.append)
+    page.route("**/v1/completions", lambda route: held.append(route))
     page.click("#run")
     expect(page.locator("#cancel")).to_be_enabled()
     page.keyboard.press("Escape")
