@@ -30,12 +30,12 @@ from train.config import (
     OWN_WEIGHTS,
     OfflineFeaturesConfig,
     OnlineFeaturesConfig,
-    PEagleObjectiveConfig,
     RowsDataConfig,
     TrainConfig,
 )
 from train.feature_layout import Layout
 from train.features import feature_bytes
+from train.objective_config import PEagleObjectiveConfig
 from train.objectives import teacher
 from train.preparation import make_head, pool_for
 from train.prompts import longest_prompt, read_prompts

@@ -30,7 +30,6 @@ from models.tokenizer import Tokenizer
 from models.vocab import build_draft_vocab, coverage
 from train.config import (
     DemoDataConfig,
-    Medusa2ObjectiveConfig,
     OfflineFeaturesConfig,
     OnlineFeaturesConfig,
     RowsDataConfig,
@@ -43,6 +42,7 @@ from train.exchange import ProcessExchange
 from train.feature_layout import Layout
 from train.feature_store import FeatureStore, manifest, open_store, refuse_small_disk, store_name
 from train.features import FeatureSource, OnlineFeatures, make_features
+from train.objective_config import Medusa2ObjectiveConfig
 from train.objectives import OBJECTIVES, Objective
 from train.objectives.medusa import MedusaTogether
 from train.parallel import any_process, say

@@ -15,10 +15,10 @@ from models.targets.llama import LlamaTarget
 from models.vocab import target_ids
 from tests.train.conftest import STEPS, make_head
 from train import alignment
-from train.config import TttConfig
 from train.data import Batch, Sequences
 from train.draft_states import draft_states
 from train.features import Features, compute_features
+from train.objective_config import TttConfig
 from train.objectives import StepSums, teach, teacher
 from train.objectives.losses import SoftCrossEntropy
 from train.objectives.ttt import TrainingTimeTest

@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from models.heads.base import Head
 from models.layers import GatedMLP
 from train import alignment
-from train.config import ObjectiveConfig
 from train.data import Batch
 from train.draft_states import draft_states
 from train.features import Features
+from train.objective_config import ObjectiveConfig
 from train.objectives import teacher as teaching
 from train.objectives.fused import chunked_sums
 from train.objectives.losses import agreement, overlap

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from train.config import EagleObjectiveConfig
+from train.objective_config import EagleObjectiveConfig
 from train.objectives.base import Objective
 from train.objectives.losses import slot_losses
 from train.objectives.teacher import Teacher

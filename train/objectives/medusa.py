@@ -16,9 +16,9 @@ from models.heads.base import Head
 from models.lora import adapt
 from models.targets.llama import LlamaTarget
 from train import alignment
-from train.config import Medusa2ObjectiveConfig, MedusaObjectiveConfig
 from train.data import Batch
 from train.features import Features, target_features
+from train.objective_config import Medusa2ObjectiveConfig, MedusaObjectiveConfig
 from train.objectives import teacher as teaching
 from train.objectives.base import Objective, StepSums, slot_weights
 from train.objectives.losses import SoftCrossEntropy, slot_losses

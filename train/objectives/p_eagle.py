@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from train import alignment
-from train.config import PEagleObjectiveConfig
+from train.objective_config import PEagleObjectiveConfig
 from train.objectives.base import Objective
 from train.objectives.losses import slot_losses
 from train.objectives.teacher import Teacher

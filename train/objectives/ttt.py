@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from train.config import TttConfig
+from train.objective_config import TttConfig
 from train.objectives.base import Objective
 from train.objectives.losses import slot_losses
 from train.objectives.teacher import Teacher

@@ -1,0 +1,132 @@
+"""The schemas of `objective=`: what a head's drafts cost in training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from infer.config_checks import at_least, one_of
+
+LOSSES = ("kl", "ce", "label", "tv", "lk", "lk_hybrid")  # train/objectives/losses.py
+
+
+@dataclass
+class ObjectiveConfig:
+    """What every objective has. The loss of step k, the k-th drafted token, counts step_weight ** k."""
+
+    name: str = MISSING
+    steps: int | None = None  # K: how many tokens are drafted from a slot; null: as many as the head can
+    step_weight: float = 1.0
+    reduction: str = "token"  # token: the mean over all slots | sequence: over sequences, of each one's mean
+    feature_noise: float = 0.0  # a: U(-a, a) is added to the features in training
+    # true: logits, probabilities and their gradients exist for a chunk of slots alone; null: on a GPU, where the head's
+    # parameters are whole
+    fused: bool | None = None
+    checkpointing: bool = False  # activations of the head's MLPs are computed again in the backward pass
+
+    def __post_init__(self) -> None:
+        at_least("objective.steps", self.steps, 1)
+        one_of("objective.reduction", self.reduction, ("token", "sequence"))
+        at_least("objective.feature_noise", self.feature_noise, 0)
+        if not 0 < self.step_weight <= 1:
+            raise ValueError(f"objective.step_weight={self.step_weight}: must be above 0 and at most 1")
+
+
+@dataclass
+class TttConfig(ObjectiveConfig):
+    """Training-time test: recurrent heads on their own states."""
+
+    steps: int | None = 3
+    step_weight: float = 0.8
+    loss: str = "kl"  # kl: to the target's distribution | ce: its choice | label: the text | tv | lk | lk_hybrid
+    kl_scale: float = 1.0  # of lk_hybrid: KL counts kl_scale * exp(-kl_decay * acceptance), 1 - acceptance the rest
+    kl_decay: float = 1.0
+    drop_out_of_vocab: bool = True  # no loss where the target's choice is outside the draft vocabulary
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("objective.loss", self.loss, LOSSES)
+        if self.steps is None:
+            raise ValueError("objective.steps=null: training-time test needs a number of steps")
+        if not 0 <= self.kl_scale <= 1:
+            raise ValueError(f"objective.kl_scale={self.kl_scale}: is a share, must be 0 to 1")
+        at_least("objective.kl_decay", self.kl_decay, 0)
+
+
+@dataclass
+class EagleObjectiveConfig(ObjectiveConfig):
+    """Regression on the target's next hidden state. More than one step: on the head's own predictions (HASS)."""
+
+    steps: int | None = 1
+    feature_noise: float = 0.1
+    regression_weight: float = 1.0  # of the smooth L1 distance of hidden states
+    distribution_weight: float = 0.1  # of the cross-entropy of next-token distributions
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps is None:
+            raise ValueError("objective.steps=null: an EAGLE head needs a number of steps; 1, or more for HASS")
+        for key in ("regression_weight", "distribution_weight"):
+            at_least(f"objective.{key}", getattr(self, key), 0)
+
+
+@dataclass
+class MedusaObjectiveConfig(ObjectiveConfig):
+    """Medusa-1 (arXiv 2401.10774): the target is frozen."""
+
+    step_weight: float = 0.8
+    labels: str = "soft"  # soft: the target's distribution | hard: the text
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("objective.labels", self.labels, ("soft", "hard"))
+
+
+@dataclass
+class Medusa2ObjectiveConfig(MedusaObjectiveConfig):
+    """Medusa-2: heads and target together, after the heads alone. Makes another target, whose text differs.
+
+    Loss of the second stage: KL(target as it was || target as it is) + heads_weight * the heads' loss.
+    """
+
+    heads_first: float = 0.5  # share of the run in which the target is frozen
+    heads_weight: float = 0.2
+    lora_rank: int = 32
+    lora_alpha: float = 16.0
+    lora_rate: float = 0.25  # the adapters' step size, as a share of the heads'
+    lora_on: list[str] = field(default_factory=lambda: ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"])
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.heads_first < 1:
+            raise ValueError(f"objective.heads_first={self.heads_first}: is a share, must be 0 to below 1")
+        at_least("objective.lora_rank", self.lora_rank, 1)
+        for key in ("heads_weight", "lora_alpha", "lora_rate"):
+            if not getattr(self, key) > 0:
+                raise ValueError(f"objective.{key}={getattr(self, key)}: must be above 0")
+        if not self.lora_on:
+            raise ValueError("objective.lora_on=[]: names no layer; objective=medusa trains the heads alone")
+
+
+@dataclass
+class MlpObjectiveConfig(ObjectiveConfig):
+    """The cross-entropy with the text, summed over heads."""
+
+
+@dataclass
+class PEagleObjectiveConfig(ObjectiveConfig):
+    """Every depth of a parallel draft; depth d on a share max(ratio ** d, min_ratio) of the slots."""
+
+    step_weight: float = 0.4  # with 1 the depths that cannot be foreseen well take the first one's place (LOG.md)
+    loss: str = "kl"  # as for ttt
+    drop_out_of_vocab: bool = True
+    ratio: float = 0.7
+    min_ratio: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("objective.loss", self.loss, LOSSES)
+        for key in ("ratio", "min_ratio"):
+            if not 0 < getattr(self, key) <= 1:
+                raise ValueError(f"objective.{key}={getattr(self, key)}: is a share, must be above 0 and at most 1")
