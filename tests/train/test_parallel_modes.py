@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from infer.cli import compose
+from tests.train.launching import on_two_processes
 from train.checkpoint import latest_checkpoint
 from train.config import TrainConfig
 from train.loop import train
 from train.parallel import zero_settings
 from train.trackers import read_metrics
 
-ROOT = Path(__file__).resolve().parents[2]
 MODES = ("ddp", "fsdp", "zero2", "zero3")
 SETTINGS = [
     "head.draft_vocab_size=200", "data.num_sequences=24", "data.max_new_tokens=24", "data.prompt_tokens=12",
@@ -34,13 +31,7 @@ def outputs(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("outputs")
     common = [*SETTINGS, f"model.path={tiny_target_folder}", f"output_dir={folder}"]
     assert train(compose("train", TrainConfig, [*common, "run=single", "batch_size=8"])) is not None
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-        str(Path(__file__).with_name("modes_worker.py")), ",".join(MODES), *common, "batch_size=4",
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr[-8000:]
+    on_two_processes(Path(__file__).with_name("modes_worker.py"), ",".join(MODES), *common, "batch_size=4")
     return folder
 
 

@@ -26,6 +26,7 @@ from infer.engine import Engine
 from models.heads import load_head
 from models.targets import load_target
 from models.targets.llama import LAST
+from tests.train.launching import ROOT, on_two_processes
 from train import checkpoint, schedule
 from train.config import TrainConfig
 from train.data import Batch
@@ -37,7 +38,6 @@ from train.sharding import Whole
 from train.stopping import Interrupted
 from train.trackers import read_metrics
 
-ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = [
     "head.draft_vocab_size=200", "data.num_sequences=24", "data.max_new_tokens=24", "data.prompt_tokens=12",
     "sequence_length=40", "batch_size=8", "steps=30", "minutes=null", "eval_every=100", "checkpoint_every=5",
@@ -492,14 +492,8 @@ def test_two_processes_train_a_head_like_one(head: list[str], settings: list[str
     """As tests/train/test_parallel_modes.py for a head with a parameter of its own, and one whose target learns too."""
     own = [*(item for item in settings if not item.startswith(OWN)), "steps=4", "eval_draft_tokens=3", *head]
     run(own, "run=single", "batch_size=8", f"output_dir={tmp_path / 'elsewhere'}")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-        str(ROOT / "train" / "run.py"), *own, "parallel=ddp", "run=double", "batch_size=4",
-    ]  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    summary = json.loads(result.stdout.splitlines()[-1])
+    double = [*own, "parallel=ddp", "run=double", "batch_size=4"]
+    summary = json.loads(on_two_processes(ROOT / "train" / "run.py", *double).splitlines()[-1])
     assert (summary["run"], summary["gap"]) == ("double", 0.0)
     single, double = (read_metrics(folder) for folder in (tmp_path / "elsewhere" / "single", tmp_path / "double"))
     for key in ("train/loss", "train/loss_3", "train/accuracy_0", "train/grad_norm", "train/tokens"):

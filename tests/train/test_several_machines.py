@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from infer.cli import compose
-from tests.train.test_parallel_modes import ROOT, SETTINGS, last
+from tests.train.launching import ROOT
+from tests.train.test_parallel_modes import SETTINGS, last
 from train.config import TrainConfig
 from train.loop import train
 
 
 @pytest.mark.slow
 def test_two_machines_learn_what_one_process_learns(tiny_target_folder: Path, tmp_path: Path) -> None:
-    """As the recipe for several machines has it, one launcher on each; here both are this one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

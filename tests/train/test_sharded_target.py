@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +18,12 @@ from models.targets import load_target
 from models.targets.llama import LAST, LlamaTarget
 from models.targets.sharded import shared_elements
 from tests.conftest import MakeTarget
+from tests.train.launching import on_two_processes
 from train.checkpoint import latest_checkpoint
 from train.config import TrainConfig
 from train.data import Batch, Sequences
 from train.features import compute_features
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYERS, AUX = 24, (2, 12, 21, LAST)
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
 SETTINGS = [
@@ -60,14 +57,8 @@ def target_folder(make_target_folder: MakeTarget) -> Path:
 @pytest.fixture(scope="module")
 def outputs(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("outputs")
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-        str(Path(__file__).with_name("sharded_worker.py")), str(folder), str(target_folder), *SETTINGS,
-        f"model.path={target_folder}", f"output_dir={folder}",
-    ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr[-8000:]
+    common = [*SETTINGS, f"model.path={target_folder}", f"output_dir={folder}"]
+    on_two_processes(Path(__file__).with_name("sharded_worker.py"), str(folder), str(target_folder), *common)
     return folder
 
 
