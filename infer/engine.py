@@ -290,10 +290,7 @@ class Engine:
         outputs = self._expire()
         decoding = [request for request in self._scheduler.running if request.phase is Phase.DECODE]
         known = tuple(request.request_id for request in decoding)
-        scheduler = self._scheduler
-        joined = len(scheduler.running) + (len(scheduler.waiting) if scheduler.may_admit else 0)
-        load = min(joined, self.config.max_batch)
-        self._planner.plan(known, lambda: self._drafting.candidates(decoding, self._planner, load))
+        self._planner.plan(known, lambda: self._drafting.candidates(decoding, self._planner, self._load))
         if self._rounds is not None:
             with cpu_threads(self.threads.count(self._rounds.most_rows)):
                 ahead = self._rounds.step(self._planner)
@@ -455,8 +452,9 @@ class Engine:
 
     @property
     def _load(self) -> int:
-        """Requests that could decode at once, as things are."""
-        return min(len(self._scheduler.running) + len(self._scheduler.waiting), self.config.max_batch)
+        """Requests that decode at once before long: those admitted, and those that wait and may be."""
+        admitted, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
+        return min(admitted + (waiting if self._scheduler.may_admit else 0), self.config.max_batch)
 
     def _forget_rounds(self) -> None:
         if self._rounds is not None:

@@ -169,7 +169,10 @@ def test_probes_wake_one_request_and_let_go_of_it(make_engine, prompts, monkeypa
     engine = make_engine(proposer=proposer, shape=SHAPES[shape], max_batch=4)
     curve = Curve((1.0, 2.0), (0.005, 0.01))
     costs = Costs(CostTable((1, 4), (curve, curve), (0.0, 0.0), {proposer: (curve, curve)}))  # rows as dear as steps
-    engine._planner = controller = Controller(costs, Survival({proposer: [0.0]}))
+    controller = Controller(costs, Survival({proposer: [0.0]}))
+    stepped = controller.stepped  # in steps as long as made-up prices have them, however fast this machine is
+    controller.stepped = lambda batch, rows, drafting, whole: stepped(batch, rows, 0.0, 0.005)
+    engine._planner = controller
     names = [engine.add(prompt, long) for prompt in prompts[2:5]]
     requests = [engine.request(name) for name in names]
     followed = []
