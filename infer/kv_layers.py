@@ -115,7 +115,12 @@ class PooledDecoding(PooledAttention):
     _plan: DecodingAttention
 
     def decode(
-        self, decoder: NativeDecoder, x: Tensor, rotary: tuple[Tensor, Tensor], entering: Sequence[int]
+        self,
+        decoder: NativeDecoder,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        entering: Sequence[int] = (),
+        tokens: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         caches = self._caches[self._first : self._first + decoder.layers]
-        return self._plan.decode(decoder, x, rotary, caches, entering)
+        return self._plan.decode(decoder, x, rotary, caches, entering, tokens)

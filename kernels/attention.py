@@ -65,6 +65,7 @@ class DecodingAttention(PagedAttention, Protocol):
         rotary: tuple[Tensor, Tensor],
         caches: Sequence[Tensor],
         entering: Sequence[int],
+        tokens: Tensor | None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """caches: of every layer; the rest as in the decoder's call."""
         ...

@@ -53,12 +53,17 @@ def project_of(attention: Attention) -> Project | None:
 class Decode(Protocol):
     """`attention.decode`, of those attentions over which all layers of a packed decoder run in one call.
 
-    x `[R, H]` becomes the stream after the last layer. Answers it after the final norm, and the streams before the
-    layers `entering`.
+    x `[R, H]` becomes the stream after the last layer; tokens `[R, H]` are the embeddings that a head's layer reads
+    beside it. Answers the stream after the final norm, if there is one, and the streams before the layers `entering`.
     """
 
     def __call__(
-        self, decoder: NativeDecoder, x: Tensor, rotary: tuple[Tensor, Tensor], entering: Sequence[int]
+        self,
+        decoder: NativeDecoder,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        entering: Sequence[int] = (),
+        tokens: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]: ...
 
 

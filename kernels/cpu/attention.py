@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kernels.cpu.library import KINDS, LANES, library, openmp
 from kernels.rows import AttentionRows
+
+if TYPE_CHECKING:
+    from kernels.cpu.decoder import NativeDecoder  # which is built on what is here
 
 HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)  # the cases compiled into attention.c
 PARALLEL_WORK = 2**18  # multiply-adds below which waking a second thread costs more than it saves
@@ -35,19 +38,6 @@ class Arguments(ctypes.Structure):
 
 def supported(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in KINDS and head_dim in HEAD_SIZES and library() is not None
-
-
-class Decoder(Protocol):
-    """kernels/cpu/decoder.py, which is built on what is here."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        attention: Arguments,
-        caches: Sequence[Tensor],
-        entering: Sequence[int],
-    ) -> tuple[Tensor, tuple[Tensor, ...]]: ...
 
 
 class NativeAttention:
@@ -91,13 +81,14 @@ class NativeAttention:
 
     def decode(
         self,
-        decoder: Decoder,
+        decoder: NativeDecoder,
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
         caches: Sequence[Tensor],
         entering: Sequence[int],
+        tokens: Tensor | None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return decoder(x, rotary, self._arguments, caches, entering)
+        return decoder(x, rotary, self._arguments, caches, entering, tokens)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, scale: float, window: int | None = None

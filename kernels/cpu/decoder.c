@@ -1,5 +1,6 @@
 /* A whole forward of a decoder: for each layer RMSNorm, QKV, QK norm, rotary embedding, paged attention, output
- * projection, RMSNorm, gated MLP, and the norm at the end, in one call and one parallel region.
+ * projection, RMSNorm, gated MLP, and the norm at the end, in one call and one parallel region. A head's layer may read
+ * its input as it is (EAGLE), or beside the embedding of a token, each normed by itself (EAGLE-3).
  *
  * It calls the kernels that run one by one otherwise (linear.c, attention.c, rows.c) and rounds where they do, so it
  * gives the same bits as they do. A barrier stands wherever a thread reads what others wrote.
@@ -9,10 +10,12 @@
 #include "rows.h"
 
 typedef struct {
-    const void *input_norm, *post_norm;                  /* [hidden] */
+    const void *input_norm, *post_norm;                  /* [hidden]; null input_norm: it reads its input as it is */
+    const void *token_norm;                              /* [hidden]; null: there is no token beside it */
     const void *q_norm, *k_norm;                         /* [dim], or null */
     const linear_args *qkv, *output, *gate_up, *down;    /* what the weights say of themselves */
     int64_t window;                                      /* 0: none */
+    int64_t residual_normed;                             /* whether the normed input goes on, not the input */
 } decoder_layer;
 
 typedef struct {
@@ -20,11 +23,13 @@ typedef struct {
     void *const *caches;             /* [layers], as attention.h has them */
     void *const *entering;           /* [layers] where to put the stream before a layer, [rows, hidden]; null: nowhere */
     const attention_args *attention; /* what addresses the rows; the rest is filled in here */
-    const void *final_norm;          /* [hidden] */
+    const void *tokens;              /* [rows, hidden] embeddings, where a layer has a token_norm */
+    const void *final_norm;          /* [hidden]; null: there is none */
     const void *cos, *sin;           /* [rows, dim] */
     void *x;                         /* [rows, hidden]: embeddings, then the stream after the last layer */
     void *hidden;                    /* [rows, hidden] after the final norm */
-    void *normed, *qkv, *attended, *inner, *gated; /* [rows, hidden | (heads + 2 kv_heads) dim | heads dim | 2 I | I] */
+    void *normed; /* [rows, hidden], or [rows, 2 * hidden] where a layer has a token_norm */
+    void *qkv, *attended, *inner, *gated; /* [rows, (heads + 2 kv_heads) dim | heads dim | 2 I | I] */
     float *scores;                   /* [threads, 2 * longest] */
     uint32_t *scratch;               /* as linear.h has it, for the widest of the layers */
     int64_t count, rows, hidden_size, inner_size, kind, slots, threads;
@@ -51,6 +56,25 @@ static void norm(const part *p, const void *weight, void *out) {
     int64_t size = p->a->hidden_size, to = p->first * size;
     rms_norm(at(p, p->a->x, to), weight, at(p, out, to), p->end - p->first, size, size, p->a->eps, p->a->kind);
     barrier(p);
+}
+
+/* What attention reads. */
+static const void *enter(const part *p, const decoder_layer *layer) {
+    const decoder_args *a = p->a;
+    int64_t size = a->hidden_size;
+    if (!layer->input_norm) return a->x;
+    if (!layer->token_norm) {
+        norm(p, layer->input_norm, a->normed);
+        return a->normed;
+    }
+    for (int64_t row = p->first; row < p->end; row++) {
+        void *x = at(p, a->x, row * size), *left = at(p, a->normed, 2 * row * size), *right = at(p, left, size);
+        rms_norm(at(p, (void *)a->tokens, row * size), layer->token_norm, left, 1, size, size, a->eps, a->kind);
+        rms_norm(x, layer->input_norm, right, 1, size, size, a->eps, a->kind);
+        if (layer->residual_normed) memcpy(x, right, (char *)right - (char *)left);
+    }
+    barrier(p);
+    return a->normed;
 }
 
 static void apply(const part *p, const linear_args *weights, const void *x, const void *residual, void *out) {
@@ -97,8 +121,7 @@ static void work(void *data) {
     for (int64_t i = 0; i < a->count; i++) {
         const decoder_layer *layer = a->layers + i;
         if (a->entering[i]) memcpy(at(p, a->entering[i], from), at(p, a->x, from), (p->end - p->first) * row);
-        norm(p, layer->input_norm, a->normed);
-        apply(p, layer->qkv, a->normed, 0, a->qkv);
+        apply(p, layer->qkv, enter(p, layer), 0, a->qkv);
         attend(p, layer, a->caches[i]);
         apply(p, layer->output, a->attended, a->x, a->x);
         norm(p, layer->post_norm, a->normed);
@@ -106,7 +129,7 @@ static void work(void *data) {
         gate(p);
         apply(p, layer->down, a->gated, a->x, a->x);
     }
-    norm(p, a->final_norm, a->hidden);
+    if (a->final_norm) norm(p, a->final_norm, a->hidden);
 }
 
 void decoder(decoder_args *a) {

@@ -26,9 +26,10 @@ class Layer(ctypes.Structure):
     """decoder_layer of decoder.c, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "token_norm", "q_norm", "k_norm")),
         *((name, ctypes.c_void_p) for name in ("qkv", "output", "gate_up", "down")),
         ("window", ctypes.c_int64),
+        ("residual_normed", ctypes.c_int64),
     )
 
 
@@ -36,7 +37,8 @@ class Arguments(ctypes.Structure):
     """decoder_args of decoder.c, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("layers", "caches", "entering", "attention", "final_norm", "cos")),
+        *((name, ctypes.c_void_p) for name in ("layers", "caches", "entering", "attention", "tokens")),
+        *((name, ctypes.c_void_p) for name in ("final_norm", "cos")),
         *((name, ctypes.c_void_p) for name in ("sin", "x", "hidden", "normed", "qkv", "attended", "inner", "gated")),
         *((name, ctypes.c_void_p) for name in ("scores", "scratch")),
         *((name, ctypes.c_int64) for name in ("count", "rows", "hidden_size", "inner_size", "kind", "slots")),
@@ -47,26 +49,31 @@ class Arguments(ctypes.Structure):
     )
 
 
-def supported(layers: Sequence[LayerParts], head_dim: int, dtype: torch.dtype) -> bool:
+def supported(layers: Sequence[LayerParts], final_norm: Tensor | None, head_dim: int) -> bool:
     """Whether decoder.c takes these: linears read by linear.c as they come, sizes of whole vectors, one dtype."""
+    dtype = layers[0].post_norm.dtype
+    if final_norm is not None and final_norm.dtype is not dtype:
+        return False
     if dtype not in KINDS or head_dim not in paged.HEAD_SIZES or head_dim % (2 * LANES) or library() is None:
         return False
     for layer in layers:
         packed = (layer.qkv, layer.output, layer.gate_up, layer.down)
-        norms = (layer.input_norm, layer.post_norm, *(layer.qk_norm[:2] if layer.qk_norm else ()))
+        norms = (layer.input_norm, layer.post_norm, layer.token_norm, *(layer.qk_norm[:2] if layer.qk_norm else ()))
         if any(own.native is None or own.native.arguments is None or own.native.dtype is not dtype for own in packed):
             return False
-        if any(norm.dtype is not dtype for norm in norms):
+        if any(norm is not None and norm.dtype is not dtype for norm in norms):
             return False
-        if layer.qkv.in_features % LANES or layer.down.in_features % LANES:
+        if layer.post_norm.shape[0] % LANES or layer.down.in_features % LANES:
             return False
     return True
 
 
 class NativeDecoder:
-    """Of layers that are `supported`, all of one shape; their tensors must stay where they are."""
+    """Of layers that are `supported`, all of one shape but for what attention reads; their tensors must stay where
+    they are.
+    """
 
-    def __init__(self, layers: Sequence[LayerParts], final_norm: Tensor, eps: float, head_dim: int) -> None:
+    def __init__(self, layers: Sequence[LayerParts], final_norm: Tensor | None, eps: float, head_dim: int) -> None:
         found = library()
         assert found is not None
         self._call, runtime = found.decoder, openmp()
@@ -75,7 +82,12 @@ class NativeDecoder:
         self.layers = len(layers)
         self._layers = (Layer * self.layers)()
         for own, layer, packed in zip(self._layers, layers, self._linears, strict=True):
-            own.input_norm, own.post_norm = layer.input_norm.data_ptr(), layer.post_norm.data_ptr()
+            own.post_norm, own.residual_normed = layer.post_norm.data_ptr(), layer.residual_normed
+            if layer.input_norm is not None:
+                own.input_norm = layer.input_norm.data_ptr()
+            if layer.token_norm is not None:
+                assert layer.input_norm is not None
+                own.token_norm = layer.token_norm.data_ptr()
             if layer.qk_norm is not None:
                 assert layer.qk_norm.eps == eps
                 own.q_norm, own.k_norm = layer.qk_norm.q.data_ptr(), layer.qk_norm.k.data_ptr()
@@ -83,22 +95,23 @@ class NativeDecoder:
             own.window = layer.window or 0
         first = layers[0]
         sizes = (
-            first.qkv.in_features,
+            max(layer.qkv.in_features for layer in layers),
             first.qkv.out_features,
             first.output.in_features,
             first.gate_up.out_features,
             first.down.in_features,
         )
         self._widths, self._work = sizes, sum(own.in_features * own.out_features for own in first.linears)
-        self._scratch = max(own.native.scratch for own in first.linears if own.native is not None)
+        every = [own.native for layer in layers for own in layer.linears]
+        self._scratch = max(own.scratch for own in every if own is not None)
         self._several = runtime is not None
         self._arguments = Arguments(
             layers=ctypes.addressof(self._layers),
-            final_norm=final_norm.data_ptr(),
+            final_norm=None if final_norm is None else final_norm.data_ptr(),
             count=len(layers),
-            hidden_size=sizes[0],
+            hidden_size=len(first.post_norm),
             inner_size=sizes[-1],
-            kind=KINDS[final_norm.dtype],
+            kind=KINDS[first.post_norm.dtype],
             eps=eps,
             scale=head_dim**-0.5,
             parallel=runtime and runtime[0],
@@ -112,16 +125,20 @@ class NativeDecoder:
         rotary: tuple[Tensor, Tensor],
         attention: paged.Arguments,
         caches: Sequence[Tensor],
-        entering: Sequence[int],
+        entering: Sequence[int] = (),
+        tokens: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """x `[R, H]`, which becomes the stream after the last layer; rotary: cos and sin `[R, 1, D]`.
+        """x `[R, H]`, which becomes the stream after the last layer; rotary: cos and sin `[R, 1, D]`; tokens `[R, H]`:
+        the embeddings beside x, for a layer with a `token_norm`.
 
-        Answers the stream after the final norm and those before the layers `entering`, `[R, H]` each.
+        Answers the stream after the final norm, if there is one, and those before the layers `entering`, `[R, H]` each.
         """
         assert x.is_contiguous()
+        assert tokens is None or tokens.is_contiguous()
         rows, a = x.shape[0], self._arguments
         cos, sin = (table.contiguous() for table in rotary)
-        hidden, streams = torch.empty_like(x), {layer: torch.empty_like(x) for layer in entering}
+        hidden = x if self._norm is None else torch.empty_like(x)
+        streams = {layer: torch.empty_like(x) for layer in entering}
         threads = torch.get_num_threads() if self._several and rows * self._work > PARALLEL_WORK else 1
         sizes = [
             *(rows * width * x.itemsize for width in self._widths),
@@ -137,6 +154,7 @@ class NativeDecoder:
         for layer, stream in streams.items():
             wanted[layer] = stream.data_ptr()
         a.entering, a.attention = ctypes.addressof(wanted), ctypes.addressof(attention)
+        a.tokens = None if tokens is None else tokens.data_ptr()
         a.cos, a.sin, a.x, a.hidden = cos.data_ptr(), sin.data_ptr(), x.data_ptr(), hidden.data_ptr()
         a.rows, a.slots, a.threads = rows, caches[0].shape[2], threads
         self._call(ctypes.addressof(a))

@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.decoder import LayerParts
 from models.attention import Attention
 from models.heads.base import AttentionShape, Borrowed, Head
 from models.heads.eagle_config import EagleConfig
+from models.joined import Joined, parts_of
 from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding
 from models.targets.llama import LlamaTarget, SelfAttention
 
@@ -34,6 +36,10 @@ class EagleLayer(nn.Module):
         normed, x = self.post_attention_layernorm.add(x, self.self_attn(x, rotary, attention))
         return x + self.mlp(normed)
 
+    def parts(self) -> LayerParts | None:
+        """For kernels that run whole layers."""
+        return parts_of(self.self_attn, self.mlp, self.post_attention_layernorm)
+
 
 class EagleHead(Head):
     name = "eagle"
@@ -51,6 +57,7 @@ class EagleHead(Head):
         self.fc = Linear(2 * layer.hidden_size, layer.hidden_size, bias=config.bias)
         self.rotary = RotaryEmbedding(layer.rope, layer.head_dim, layer.max_position_embeddings)
         self.layers = nn.ModuleList([EagleLayer(config)])
+        self._joined = Joined()
         self._borrowed: Borrowed | None = None
 
     @property
@@ -69,8 +76,9 @@ class EagleHead(Head):
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
         weight = self.embed_tokens.weight if self.config.own_embedding else self.borrowed.embedding
         x = torch.cat([F.embedding(ids, weight).to(state.dtype), state], dim=-1)
-        rotary = self.rotary.rows(positions, state.dtype)
-        return self.layers[0](self.fc(x).to(state.dtype), rotary, attention)
+        x, rotary = self.fc(x).to(state.dtype), self.rotary.rows(positions, state.dtype)
+        decode = self._joined.over(attention, self.layers, None, packed=self.fc.packed is not None)
+        return decode(x, rotary)[0] if decode else self.layers[0](x, rotary, attention)
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
         return self.borrowed.lm_head(state)

@@ -13,10 +13,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from kernels.decoder import LayerParts
 from kernels.elementwise import norm_beside
 from models.attention import Attention
 from models.heads.base import AttentionShape, Head
 from models.heads.eagle3_config import Eagle3Config
+from models.joined import Joined, parts_of
 from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding
 from models.targets.llama import DecoderLayer, LlamaTarget, SelfAttention
 from models.vocab import target_ids
@@ -42,6 +44,17 @@ class Eagle3FirstLayer(nn.Module):
         normed, x = self.post_attention_layernorm.add(residual, self.self_attn(x, rotary, attention))
         return x + self.mlp(normed)
 
+    def parts(self) -> LayerParts | None:
+        """For kernels that run whole layers."""
+        return parts_of(
+            self.self_attn,
+            self.mlp,
+            self.post_attention_layernorm,
+            input_norm=self.hidden_norm,
+            token_norm=self.input_layernorm,
+            residual_normed=self.norm_before_residual,
+        )
+
 
 class Eagle3Head(Head):
     """Buffers map vocabularies: `d2t` int64 [Vd], an offset (target id = draft id + d2t), and `t2d` bool [V]."""
@@ -65,6 +78,7 @@ class Eagle3Head(Head):
             norms = (RMSNorm(config.target_hidden_size, layer.rms_norm_eps) for _ in config.aux_layers)
             self.fc_norm = nn.ModuleList(norms)
         self.fc = Linear(fused, layer.hidden_size, bias=False)
+        self._joined = Joined()
         self.rotary = RotaryEmbedding(layer.rope, layer.head_dim, layer.max_position_embeddings)
         rest = (DecoderLayer(layer, index) for index in range(1, layer.num_layers))
         self.layers = nn.ModuleList([Eagle3FirstLayer(config), *rest])
@@ -93,11 +107,15 @@ class Eagle3Head(Head):
         """The next state is pre-norm, with norm_output post-norm. Every depth has the same weights."""
         embedding = self.embed_tokens(ids).to(state.dtype)
         rotary = self.rotary.rows(positions, state.dtype)
+        norm = self.norm if self.config.norm_output else None
+        decode = self._joined.over(attention, self.layers, norm, packed=self.fc.packed is not None)
+        if decode:
+            return decode(state.clone(), rotary, tokens=embedding)[0]
         first, *rest = self.layers
         x = first(embedding, state, rotary, attention)
         for layer in rest:
             x = layer(x, rotary, attention)
-        return self.norm(x) if self.config.norm_output else x
+        return x if norm is None else norm(x)
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
         return self.lm_head(state if self.config.norm_output else self.norm(state))

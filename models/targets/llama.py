@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.decoder import LayerParts, NativeDecoder, join_layers
+from kernels.decoder import LayerParts
 from kernels.rotary import QKNorm
-from models.attention import Attention, decode_of, project_of
+from models.attention import Attention, project_of
 from models.config import TargetConfig
+from models.joined import Joined, parts_of
 from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding, rotate
 from models.targets.sharded import LayerShares
 
@@ -77,17 +78,8 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(normed)
 
     def parts(self) -> LayerParts | None:
-        """For kernels that run whole layers. None if it is not packed, or of other parts than Llama's."""
-        attention, mlp = self.self_attn, self.mlp
-        if type(mlp) is not GatedMLP:
-            return None
-        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        packed = [own.packed for own in linears if type(own) is Linear and own.packed is not None]
-        if len(packed) < len(linears):
-            return None
-        qkv, output, gate_up, down = packed
-        norms = self.input_layernorm.weight, self.post_attention_layernorm.weight
-        return LayerParts(norms[0], qkv, attention.head_norm, output, norms[1], gate_up, down, attention.window)
+        """For kernels that run whole layers."""
+        return parts_of(self.self_attn, self.mlp, self.post_attention_layernorm, input_norm=self.input_layernorm)
 
 
 LAST = -1  # the layer id of what the LM head reads, as HF's `hidden_states[-1]`
@@ -102,12 +94,11 @@ class LlamaTarget(nn.Module):
     path: str = ""  # as the user gave it: a folder or a hub id
     folder: Path = Path()  # where the checkpoint lies
     fingerprint: str = ""
-    _joined: NativeDecoder | None = None
-    _asked = False  # whether that is known
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
         self.config = config
+        self._joined = Joined()
         self.shares: LayerShares | None = None  # where its layers are divided among processes that all run it
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
@@ -136,10 +127,10 @@ class LlamaTarget(nn.Module):
         x = self.embed_tokens(ids)
         rotary = self.rotary.rows(positions, x.dtype)
         streams: dict[int, Tensor] = {}
-        decode = decode_of(attention)
-        if decode and not torch.is_grad_enabled() and (joined := self.joined()):
+        decode = self._joined.over(attention, self.layers, self.norm, packed=self.lm_head.packed is not None)
+        if decode:
             entering = [index for index in range(end) if index in aux_layers]
-            hidden, before = decode(joined, x, rotary, entering)
+            hidden, before = decode(x, rotary, entering)
             streams.update(zip(entering, before, strict=True))
         else:
             for index, layer in enumerate(self.layers):
@@ -149,15 +140,6 @@ class LlamaTarget(nn.Module):
             hidden = self.norm(x)
         streams[end] = streams[LAST] = hidden
         return TargetOutput(x, hidden, tuple(streams[layer] for layer in aux_layers))
-
-    def joined(self) -> NativeDecoder | None:
-        """Its layers as one kernel runs them. None before they are packed, and where no kernel takes them."""
-        if not self._asked and self.lm_head.packed is not None:
-            parts = [own for layer in self.layers if (own := cast(DecoderLayer, layer).parts()) is not None]
-            if len(parts) == len(self.layers):
-                self._joined = join_layers(parts, self.norm.weight, self.config.rms_norm_eps, self.config.head_dim)
-            self._asked = True
-        return self._joined
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Post-norm hidden `[..., H]` -> `[..., V]`."""

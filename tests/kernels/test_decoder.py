@@ -7,13 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from infer.kv_layers import PooledAttention
+from infer.kv_layers import KVLayers, LayerShape, PooledAttention
 from infer.shard import Shard
 from infer.tree import DraftTree
 from kernels.cpu.library import library
 from kernels.rows import AttentionRows
 from models.attention import CausalAttention
 from models.config import ExpertsConfig, RopeConfig, TargetConfig
+from models.heads.eagle import EagleHead
+from models.heads.eagle3 import Eagle3Head
+from models.heads.eagle3_config import Eagle3Config
+from models.heads.eagle_config import EagleConfig
+from models.joined import Joined
+from models.layers import pack
 from models.targets.llama import LAST, LlamaTarget
 from models.targets.qwen3_moe import Qwen3MoeTarget
 
@@ -87,6 +93,10 @@ def tree_rows(shard, tokens):
     return [x[path] for x in found]
 
 
+def joined(target):
+    return Joined().decoder(target.layers, target.norm, packed=target.lm_head.packed is not None)
+
+
 @pytest.fixture
 def threads():
     before = torch.get_num_threads()
@@ -108,11 +118,11 @@ def test_it_gives_the_bits_of_the_operations_that_it_joins(name, dtype, weights,
     if weights == "int4":  # whose groups are of 32
         config = replace(config, hidden_size=96, intermediate_size=160)
     shard, tokens = serve(config, dtype, weights=weights), tokens_of(config)
-    if shard.target.joined() is None:
+    if joined(shard.target) is None:
         pytest.skip(f"no kernel reads {weights} weights for rows of {dtype} on this processor")
     answers = []
-    for joined in (True, False):
-        if not joined:
+    for at_once in (True, False):
+        if not at_once:
             monkeypatch.setattr("infer.kv_layers.PooledDecoding", PooledAttention)
         whole = forward(shard, 0, LENGTH - 1, tokens[:-1]) + forward(shard, LENGTH - 1, 1, tokens[-1:])
         caches = [cache.clone() for cache in shard.kv.caches]
@@ -158,10 +168,63 @@ def test_a_rows_bits_depend_neither_on_the_rows_beside_it_nor_on_threads(name, d
 
 def test_what_no_kernel_takes_runs_operation_by_operation():
     taken = serve(PLAIN, torch.float32).target
-    assert taken.joined() is not None
-    assert make(PLAIN).joined() is None  # not packed
+    assert joined(taken) is not None
+    assert joined(make(PLAIN)) is None  # not packed
     for config in (replace(PLAIN, hidden_size=88), replace(PLAIN, head_dim=80), replace(PLAIN, intermediate_size=136)):
-        assert serve(config, torch.float32).target.joined() is None
-    assert serve(PLAIN, torch.float16).target.joined() is None
+        assert joined(serve(config, torch.float32).target) is None
+    assert joined(serve(PLAIN, torch.float16).target) is None
     experts = replace(PLAIN, experts=ExpertsConfig(4, 2, 32, normalise=True))
-    assert Shard(make(experts, Qwen3MoeTarget)).target.joined() is None
+    assert joined(Shard(make(experts, Qwen3MoeTarget)).target) is None
+
+
+def make_head(name, dtype, **options):
+    """Borrows from a packed target, and is packed itself."""
+    target = make(PLAIN)
+    config = EagleConfig if name == "eagle" else Eagle3Config
+    head = (EagleHead if name == "eagle" else Eagle3Head)(config.for_target(PLAIN, **options))
+    torch.manual_seed(1)
+    for parameter_name, parameter in head.named_parameters():
+        scale, offset = (0.1, 1.0) if "norm" in parameter_name else (parameter.shape[-1] ** -0.5, 0.0)
+        torch.nn.init.normal_(parameter, offset, scale)
+    head.borrow(target.to(dtype))
+    head = head.eval().requires_grad_(False).to(dtype)
+    pack(head)
+    return head
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("eagle", {}),
+        ("eagle3", {"aux_layers": [0, 1], "norm_output": False, "norm_before_residual": False}),
+        ("eagle3", {"aux_layers": [1], "norm_output": True, "norm_before_residual": True, "num_layers": 2}),
+    ],
+)
+def test_a_heads_layers_give_the_bits_of_the_operations_too(name, options, dtype, count, threads, monkeypatch):
+    threads(count)
+    head = make_head(name, dtype, **options)
+    own = head.attention
+    shapes = [LayerShape(own.num_kv_heads, own.head_dim)] * own.layers
+    kv = KVLayers(shapes, tree_layers=0, num_pages=8, page_size=PAGE, dtype=dtype, device=torch.device("cpu"))
+    tokens, generator = tokens_of(PLAIN)[:40], torch.Generator().manual_seed(2)
+    features = torch.randn(40, PLAIN.hidden_size, generator=generator).to(dtype)
+    kept, table, answers = features.clone(), 1 + torch.arange(4)[None], []
+    calls = 0
+    for at_once in (True, False):
+        if not at_once:
+            monkeypatch.setattr("infer.kv_layers.PooledDecoding", PooledAttention)
+        states = []
+        for start, end in ((0, 37), (37, 38), (38, 40)):
+            rows = AttentionRows.blocks(table, [start], [end - start], page_size=PAGE)
+            attention = kv.attention(rows, own.num_heads, own.num_kv_heads, own.head_dim)
+            calls += hasattr(attention, "decode")
+            states.append(head.step(tokens[start:end], features[start:end], rows.places, attention, 0))
+        answers.append([*states, head.logits(states[-1], 0), *(cache.clone() for cache in kv.caches)])
+        for cache in kv.caches:
+            cache.zero_()
+    assert calls == 3
+    assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
+    assert torch.equal(features, kept)  # a state is another draft's too
+    assert answers[0][0].abs().max() > 0.1

@@ -1,0 +1,81 @@
+"""The layers of a target or a head as one kernel runs them (kernels/decoder.py), made once they are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.decoder import LayerParts, NativeDecoder, join_layers
+from models.attention import Attention, decode_of
+from models.layers import GatedMLP, Linear, RMSNorm
+
+if TYPE_CHECKING:
+    from models.targets.llama import SelfAttention
+
+
+def parts_of(
+    attention: SelfAttention,
+    mlp: nn.Module,
+    post_norm: RMSNorm,
+    *,
+    input_norm: RMSNorm | None = None,
+    token_norm: RMSNorm | None = None,
+    residual_normed: bool = False,
+) -> LayerParts | None:
+    """None if a layer of these is not packed, or of other parts than Llama's."""
+    if type(mlp) is not GatedMLP:
+        return None
+    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+    packed = [own.packed for own in linears if type(own) is Linear and own.packed is not None]
+    if len(packed) < len(linears):
+        return None
+    qkv, output, gate_up, down = packed
+    return LayerParts(
+        input_norm=None if input_norm is None else input_norm.weight,
+        qkv=qkv,
+        qk_norm=attention.head_norm,
+        output=output,
+        post_norm=post_norm.weight,
+        gate_up=gate_up,
+        down=down,
+        window=attention.window,
+        token_norm=None if token_norm is None else token_norm.weight,
+        residual_normed=residual_normed,
+    )
+
+
+class Joined:
+    """Of one module, whose layers have `parts()`. A copy of the module joins its own."""
+
+    def __init__(self) -> None:
+        self._decoder: NativeDecoder | None = None
+        self._known = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Joined:
+        return Joined()
+
+    def decoder(self, layers: Iterable[nn.Module], norm: RMSNorm | None, *, packed: bool) -> NativeDecoder | None:
+        """`norm` comes after the layers. None before they are `packed`, and where no kernel takes them."""
+        if packed and not self._known:
+            own: list[Any] = list(layers)
+            parts = [found for layer in own if (found := layer.parts()) is not None]
+            if len(parts) == len(own):
+                weight = None if norm is None else norm.weight
+                eps, head_dim = own[0].post_attention_layernorm.eps, own[0].self_attn.head_dim
+                self._decoder = join_layers(parts, weight, eps, head_dim)
+            self._known = True
+        return self._decoder
+
+    def over(
+        self, attention: Attention, layers: Iterable[nn.Module], norm: RMSNorm | None, *, packed: bool
+    ) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]] | None:
+        """models.attention.Decode with these layers given; None where they run one after another."""
+        decode = decode_of(attention)
+        if decode is None or torch.is_grad_enabled():
+            return None
+        decoder = self.decoder(layers, norm, packed=packed)
+        return None if decoder is None else partial(decode, decoder)
