@@ -136,6 +136,7 @@ class EngineConfig:
     prefix_cache: bool = True  # requests share the KV of common beginnings (of one tenant: SamplingParams.cache_salt)
     exact: bool = True  # the same bits for a row in any batch (DESIGN section 6)
     weights: str = "same"  # of the target's linear layers: "int8", "fp8" or "int4" (by group), which changes the text
+    head_weights: str = "same"  # likewise of a head's, which changes what is drafted and never the text
     kv_dtype: str = "same"  # of keys and values: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the text
     threads: int | None = None  # CPU threads of a step, ranks together; null: one or torch's own number, as measured
     graphs: str = "auto"  # CUDA graphs of decoding and drafting: auto (on a GPU) | on | off; no token changes
@@ -151,6 +152,7 @@ class EngineConfig:
         if self.page_size < 1 or self.page_size & (self.page_size - 1):
             raise ValueError(f"engine.page_size={self.page_size}: must be a power of two (16, 32, ...)")
         one_of("engine.weights", self.weights, WEIGHTS)
+        one_of("engine.head_weights", self.head_weights, WEIGHTS)
         one_of("engine.kv_dtype", self.kv_dtype, ("same", "fp8"))
         one_of("engine.graphs", self.graphs, ("auto", "on", "off"))
         for key in ("graph_batches", "graph_rows"):
@@ -178,6 +180,10 @@ class EngineConfig:
     @property
     def weight_format(self) -> WeightFormat:
         return cast("WeightFormat", self.weights)
+
+    @property
+    def head_format(self) -> WeightFormat:
+        return cast("WeightFormat", self.head_weights)
 
 
 @dataclass

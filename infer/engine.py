@@ -394,7 +394,7 @@ class Engine:
         packed.borrow(self.target)
         packed.to(device=self.device, dtype=self.dtype)
         packed.stack_layers()
-        pack(packed, exact=self.config.exact)
+        packed.pack(exact=self.config.exact, weight_format=self.config.head_format)
         return head_proposer(packed, self.target.config.num_layers, self.proposer_config)
 
     def _use_head(self, head: Head) -> None:

@@ -5,6 +5,7 @@ Slot = page * page_size + offset. Who owns which page is the pool's business (in
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -75,10 +76,7 @@ class KVLayers:
     ) -> PooledAttention:
         """The attention seam over these rows; `first_layer` is where the model's layers begin."""
         plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, self._dtype, self._kv_dtype)
-        if isinstance(plan, ProjectedAttention):
-            return PooledProjections(self.caches, first_layer, plan)
-        kind = PooledDecoding if isinstance(plan, DecodingAttention) else PooledAttention
-        return kind(self.caches, first_layer, plan)
+        return seam_over(type(plan))(self.caches, first_layer, plan)
 
 
 class PooledAttention:
@@ -124,3 +122,11 @@ class PooledDecoding(PooledAttention):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         caches = self._caches[self._first : self._first + decoder.layers]
         return self._plan.decode(decoder, x, rotary, caches, entering, tokens)
+
+
+@functools.cache  # to look at a protocol takes longer than a head's layer
+def seam_over(plan: type[PagedAttention]) -> type[PooledAttention]:
+    """What a model is given over plans of this type."""
+    if issubclass(plan, ProjectedAttention):
+        return PooledProjections
+    return PooledDecoding if issubclass(plan, DecodingAttention) else PooledAttention

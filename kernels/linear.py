@@ -2,7 +2,7 @@
 
 On a CUDA device it is one Triton kernel with one order along K (kernels/triton/linear.py), for a prompt's rows as for
 one. On a CPU it is one in C (kernels/cpu/linear.c). Where that does not read weights of the rows' own dtype (fp16, a
-processor without AVX-512 or, in bf16, its dot product), they are prepacked for oneDNN, whose rows agree for every count
+processor without AVX-512), they are prepacked for oneDNN, whose rows agree for every count
 >= 2 (probed at start-up by `assert_row_invariant`), so a single row is padded to two. Elsewhere, and in fp16, rows go
 through in blocks of one fixed size, so that every call of the library has the same shape.
 """
@@ -34,6 +34,7 @@ class PackedLinear:
     ) -> None:
         self.out_features, self.in_features = weight.shape
         self._bias, self._exact, self._scale = bias, exact, None
+        self.weight_format = weight_format
         self._triton = in_use(weight.device) and (exact or weight_format != "same")
         self.native: NativeLinear | None = None
         dtype, device = weight.dtype, weight.device
@@ -55,6 +56,14 @@ class PackedLinear:
         else:
             self._weight = weight.contiguous() if self._triton else weight
         self.bytes = sum(own.numel() * own.element_size() for own in (weight, self._scale) if own is not None)
+
+    def whole_weight(self) -> Tensor | None:
+        """`[N, K]` as it was given; None if it is held in fewer bits."""
+        if self.weight_format != "same":
+            return None
+        if self.native is not None:
+            return self.native.whole_weight()
+        return self._weight.to_dense() if self._onednn else self._weight
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)

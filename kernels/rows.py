@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -49,6 +49,11 @@ class AttentionRows:
         longest = max(start + count for start, count in blocks)
         rows = tuple(count for count in counts if count)
         return cls(table, request, start, offset, words, page_size, longest, rows, first)
+
+    def next(self) -> AttentionRows:
+        """Of chains, one row of each request: the row after it, which sees this one too."""
+        assert self.words is None
+        return replace(self, committed=self.committed + 1, longest=self.longest + 1)
 
     @cached_property
     def places(self) -> Tensor:

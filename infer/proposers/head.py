@@ -220,20 +220,21 @@ class HeadProposer:
         laws: dict[int, list[Tensor]] = {}
         drafts: list[list[int]] = [[] for _ in requests]
         going, depth = list(range(len(requests))), 0
+        # [B] slot i drafts what the target chooses at row i + 1, and is where the drafted token is read
+        slots = torch.tensor([len(request.tokens) - 1 for request in requests], device=state.device)
+        rows: AttentionRows | None = None
         if self.confidence is not None:
             self.confidence.start(requests, [budget.depth for budget in budgets])
         while True:
             batch = [requests[index] for index in going]
             logits = self._head.logits(state, depth)
             logits = narrowed(batch, logits, [drafts[index] for index in going], self.draft_ids)
-            # slot i drafts what the target chooses at row i + 1
-            positions = torch.tensor([len(request.tokens) - 1 + depth for request in batch], device=state.device)
             for place, row in self._laws(batch, logits, parameters).items():
                 laws.setdefault(going[place], []).append(row)
             if self.confidence is None:
-                tokens, verdicts = self._choose(logits, positions, parameters), None
+                tokens, verdicts = self._choose(logits, slots, parameters), None
             else:
-                best, values = self._best(logits, positions, parameters, 1)
+                best, values = self._best(logits, slots, parameters, 1)
                 tokens, verdicts = best[:, 0], self.confidence.judge(batch, values[:, 0].tolist())
             depth += 1
             still = []
@@ -248,19 +249,22 @@ class HeadProposer:
                 keep = torch.tensor(still, device=state.device)
                 going = [going[place] for place in still]
                 state, tokens, parameters = state[keep], tokens[keep], parameters and parameters.rows(keep)
-            state = self._step_chains([requests[index] for index in going], tokens, state, depth)
+                slots, rows = slots[keep], None
+            attention: Attention = no_attention
+            if self.kv_layers:
+                rows = (
+                    rows.next() if rows is not None else self._chain_rows([requests[index] for index in going], depth)
+                )
+                attention = self.attend(rows)
+            state = self._head.step(tokens, state, slots, attention, depth)
+            slots = slots + 1
         tree = DraftTree.chains([request.tokens[-1] for request in requests], drafts)
-        tree.laws = {index: torch.stack(rows) for index, rows in laws.items()}
+        tree.laws = {index: torch.stack(own) for index, own in laws.items()}
         return tree
 
-    def _step_chains(self, requests: Sequence[Request], tokens: Tensor, state: Tensor, depth: int) -> Tensor:
-        """The state of `depth` `[B, S]`, from the token and the state of the depth before."""
-        slots = [len(request.tokens) - 2 + depth for request in requests]
-        if not self.kv_layers:
-            positions = torch.tensor(slots, device=tokens.device)
-            return self._head.step(tokens, state, positions, no_attention, depth)
-        rows = self._rows(requests, slots, [1] * len(slots))
-        return self._head.step(tokens, state, self._slots(requests, rows), self.attend(rows), depth)
+    def _chain_rows(self, requests: Sequence[Request], depth: int) -> AttentionRows:
+        """One row of each, of the token drafted at `depth` - 1."""
+        return self._rows(requests, [len(request.tokens) - 2 + depth for request in requests], [1] * len(requests))
 
     def _trees(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         """Grows every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own."""

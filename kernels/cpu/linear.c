@@ -130,6 +130,35 @@ INLINE void tile(const linear_args *a, int64_t panel, int64_t row, int rows, int
     answer(a, row, panel, rows, sums);
 }
 
+/* sums[r][v] += a pair of x times the pairs w[v]; rows of x lie `row_step` apart. */
+INLINE void add_pairs(vec sums[][VECTORS], const uint32_t *x, int64_t row_step, const vec *w, int rows) {
+#ifdef __AVX512BF16__
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++) {
+        __m512bh pair = (__m512bh)_mm512_set1_epi32((int32_t)x[r * row_step]);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++)
+            sums[r][v] = (vec)_mm512_dpbf16_ps((__m512)sums[r][v], pair, (__m512bh)w[v]);
+    }
+#else
+    /* The low halves, then the high ones: with both widened at once the sums would leave the registers. */
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+        vec wide[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) wide[v] = (vec)(half ? (uvec)w[v] & 0xffff0000u : (uvec)w[v] << 16);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            uint32_t word = half ? x[r * row_step] & 0xffff0000u : x[r * row_step] << 16;
+            float one;
+            memcpy(&one, &word, sizeof one);
+#pragma GCC unroll 4
+            for (int v = 0; v < VECTORS; v++) sums[r][v] += one * wide[v];
+        }
+    }
+#endif
+}
+
 /* sums[r][v] += the products of `steps` words of x and of a panel's weights. x's words of one row lie `step` apart,
  * those of two rows `row_step`. `lines` of what lies from `fetch` on are brought nearer at every step. */
 INLINE void add_words(
@@ -142,17 +171,12 @@ INLINE void add_words(
         for (int v = 0; v < VECTORS; v++) memcpy(&w[v], words + v * LANES, sizeof w[v]);
 #pragma GCC unroll 4
         for (int i = 0; i < lines; i++) __builtin_prefetch(fetch + i * LANES, 0, 2);
+        if (kind == BFLOAT16) {
+            add_pairs(sums, x, row_step, w, rows);
+            continue;
+        }
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
-#ifdef __AVX512BF16__
-            if (kind == BFLOAT16) {
-                __m512bh pair = (__m512bh)_mm512_set1_epi32((int32_t)x[r * row_step]);
-#pragma GCC unroll 4
-                for (int v = 0; v < VECTORS; v++)
-                    sums[r][v] = (vec)_mm512_dpbf16_ps((__m512)sums[r][v], pair, (__m512bh)w[v]);
-                continue;
-            }
-#endif
             float one;
             memcpy(&one, x + r * row_step, sizeof one);
 #pragma GCC unroll 4
@@ -296,7 +320,7 @@ static void work(void *data) {
     linear_share(a, a->threads > 1 ? a->self() : 0);
 }
 
-/* Whether x may be bf16; else the caller widens it. */
+/* Whether x may be bf16 where weights are narrow; else the caller widens it. */
 int linear_takes_bf16(void) {
 #ifdef __AVX512BF16__
     return 1;
@@ -306,11 +330,11 @@ int linear_takes_bf16(void) {
 }
 
 /* Whether weights of x's own dtype are read here: where a tile's sums fit the registers. */
-int linear_takes_wide(int kind) {
+int linear_takes_wide(void) {
 #ifdef __AVX512F__
-    return kind == FLOAT32 || linear_takes_bf16();
+    return 1;
 #else
-    return 0 * kind;
+    return 0;
 #endif
 }
 

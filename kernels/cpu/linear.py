@@ -33,7 +33,7 @@ class Arguments(ctypes.Structure):
 
 def supported(inputs: int, dtype: torch.dtype, device: torch.device, weight_format: WeightFormat) -> bool:
     found = library() if device.type == "cpu" and dtype in KINDS and inputs % 8 == 0 else None
-    return found is not None and (weight_format != "same" or bool(found.linear_takes_wide(KINDS[dtype])))
+    return found is not None and (weight_format != "same" or bool(found.linear_takes_wide()))
 
 
 class NativeLinear:
@@ -53,7 +53,8 @@ class NativeLinear:
         assert found is not None
         self._call, self._runtime = found.linear, openmp()
         self.dtype, (self._outputs, inputs) = dtype, stored.shape
-        self._x_dtype = dtype if dtype is torch.float32 or found.linear_takes_bf16() else torch.float32
+        widened = weight_format != "same" and not found.linear_takes_bf16()
+        self._x_dtype = torch.float32 if widened else dtype
         self._scale, groups = None, 1
         if weight_format == "same":
             self._words = wide_panels(stored)
@@ -76,12 +77,19 @@ class NativeLinear:
             "parallel": self._runtime and self._runtime[0],
             "self": self._runtime and self._runtime[1],
         }
+        self._own = Arguments(**self._fixed)  # of the calls here; x to scratch are filled in by each
         self.bytes = 4 * (self._words.numel() + (self._scale.numel() if self._scale is not None else 0))
 
     @property
     def arguments(self) -> Arguments | None:
         """For other C that calls it: all but x, out, rows, scratch and threads. None if rows must be widened first."""
         return Arguments(**self._fixed) if self._x_dtype is self.dtype else None
+
+    def whole_weight(self) -> Tensor:
+        """`[N, K]` as it was given, of a weight without a scale."""
+        assert self._scale is None
+        words = self._words.transpose(1, 2).flatten(0, 1)[: self._outputs]
+        return words.contiguous().view(self.dtype)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """`[R, K]` -> `[R, N]`."""
@@ -90,9 +98,10 @@ class NativeLinear:
         out = torch.empty(count, self._outputs, dtype=self.dtype)
         many = self._runtime is not None and count * inputs * self._outputs > PARALLEL_WORK
         threads = torch.get_num_threads() if many else 1
-        own = Arguments(x=rows.data_ptr(), out=out.data_ptr(), rows=count, threads=threads, **self._fixed)
-        scratch = torch.empty(threads * self.scratch if count > FEW_ROWS else 0, dtype=torch.int32)
-        own.scratch = scratch.data_ptr()
+        own = self._own
+        own.x, own.out, own.rows, own.threads = rows.data_ptr(), out.data_ptr(), count, threads
+        scratch = torch.empty(threads * self.scratch, dtype=torch.int32) if count > FEW_ROWS else None
+        own.scratch = None if scratch is None else scratch.data_ptr()
         self._call(ctypes.addressof(own))
         return out
 

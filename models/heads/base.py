@@ -15,8 +15,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from kernels.quantise import WeightFormat
 from models.attention import Attention
-from models.layers import Linear
+from models.layers import Linear, pack
 from models.targets.llama import LlamaTarget
 
 
@@ -110,6 +111,10 @@ class Head(nn.Module, ABC):
 
     def stack_layers(self) -> None:
         """Lays the weights of layers that are run at once beside each other; called before they are packed."""
+
+    def pack(self, *, exact: bool, weight_format: WeightFormat) -> None:
+        """As models.layers.pack. What is borrowed is the target's, and stays as it is."""
+        pack(self, exact=exact, weight_format=weight_format)
 
     @property
     def reads_lm_head(self) -> bool:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.decoder import LayerParts
+from kernels.quantise import WeightFormat
 from models.attention import Attention
 from models.heads.base import AttentionShape, Borrowed, Head
 from models.heads.eagle_config import EagleConfig
@@ -57,6 +58,7 @@ class EagleHead(Head):
         self.fc = Linear(2 * layer.hidden_size, layer.hidden_size, bias=config.bias)
         self.rotary = RotaryEmbedding(layer.rope, layer.head_dim, layer.max_position_embeddings)
         self.layers = nn.ModuleList([EagleLayer(config)])
+        self.narrow_lm_head: Linear | None = None  # a copy in fewer bits of the borrowed one
         self._joined = Joined()
         self._borrowed: Borrowed | None = None
 
@@ -81,7 +83,8 @@ class EagleHead(Head):
         return decode(x, rotary)[0] if decode else self.layers[0](x, rotary, attention)
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
-        return self.borrowed.lm_head(state)
+        lm_head = self.borrowed.lm_head if self.narrow_lm_head is None else self.narrow_lm_head
+        return lm_head(state)
 
     @property
     def borrowed(self) -> Borrowed:
@@ -90,6 +93,17 @@ class EagleHead(Head):
 
     def borrow(self, target: LlamaTarget) -> None:
         self._borrowed = Borrowed(target.lm_head, target.embedding_weight)
+
+    def pack(self, *, exact: bool, weight_format: WeightFormat) -> None:
+        """With fewer bits than the target's it also speaks through a copy of the LM head in as many, unless that is
+        divided among processes or narrow itself.
+        """
+        super().pack(exact=exact, weight_format=weight_format)
+        lm_head = self.borrowed.lm_head
+        if weight_format != "same" and type(lm_head) is Linear and (weight := lm_head.whole_weight()) is not None:
+            self.narrow_lm_head = Linear(*reversed(weight.shape), bias=False, device="meta")
+            self.narrow_lm_head.weight = nn.Parameter(weight, requires_grad=False)
+            self.narrow_lm_head.pack(exact=exact, weight_format=weight_format)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def] # as nn.Module has it
         super()._apply(fn, recurse)

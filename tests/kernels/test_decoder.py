@@ -123,7 +123,7 @@ def test_it_gives_the_bits_of_the_operations_that_it_joins(name, dtype, weights,
     answers = []
     for at_once in (True, False):
         if not at_once:
-            monkeypatch.setattr("infer.kv_layers.PooledDecoding", PooledAttention)
+            monkeypatch.setattr("infer.kv_layers.seam_over", lambda plan: PooledAttention)
         whole = forward(shard, 0, LENGTH - 1, tokens[:-1]) + forward(shard, LENGTH - 1, 1, tokens[-1:])
         caches = [cache.clone() for cache in shard.kv.caches]
         answers.append([*whole, *caches])
@@ -214,7 +214,7 @@ def test_a_heads_layers_give_the_bits_of_the_operations_too(name, options, dtype
     calls = 0
     for at_once in (True, False):
         if not at_once:
-            monkeypatch.setattr("infer.kv_layers.PooledDecoding", PooledAttention)
+            monkeypatch.setattr("infer.kv_layers.seam_over", lambda plan: PooledAttention)
         states = []
         for start, end in ((0, 37), (37, 38), (38, 40)):
             rows = AttentionRows.blocks(table, [start], [end - start], page_size=PAGE)

@@ -30,6 +30,13 @@ def test_row_bits_do_not_depend_on_the_number_of_rows(dtype, inputs, outputs):
     assert_row_invariant(linear, dtype, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_weight_can_be_taken_out_again(dtype):
+    weight = torch.randn(130, 64).to(dtype)
+    assert torch.equal(PackedLinear(weight).whole_weight(), weight)
+    assert PackedLinear(weight, weight_format="int8").whole_weight() is None
+
+
 def test_the_probe_notices_a_linear_whose_bits_depend_on_rows():
     class Drifting(PackedLinear):
         def __call__(self, x):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from infer.config import EngineConfig
+from tests.heads import ONE_OF_EACH
 from tests.interpreted import scaled
 from tests.lossless.plain import GREEDY, SAMPLED, ids
 
@@ -25,9 +26,28 @@ def test_drafts_change_no_token_of_a_target_with_narrow_weights(make_small_engin
     assert 0 < (own - other).abs().max() < error * other.abs().max()
 
 
-def test_an_unknown_format_is_an_error():
-    with pytest.raises(ValueError, match="engine.weights=int3: must be one of same, int8, fp8, int4"):
-        EngineConfig(weights="int3")
+@pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("head", ONE_OF_EACH)
+def test_a_head_in_fewer_bits_drafts_a_little_otherwise_and_changes_no_token(
+    make_engine, prompts, expected, head, weights
+):
+    few = prompts[2:5]
+    engines = [make_engine(head=head, head_weights=own, max_batch=4) for own in ("same", weights)]
+    for params in (GREEDY, SAMPLED):
+        plain = expected[torch.float32, params][2:5]
+        assert [ids(engine.generate(few, params)) for engine in engines] == [plain, plain]
+    accepted = [engine.stats.speculation.accepted for engine in engines]
+    assert accepted[1] > accepted[0] / 2 > 0
+    modules = [engine.head for engine in engines]
+    state = torch.randn(3, modules[0].config.hidden_size, generator=torch.Generator().manual_seed(0))
+    whole, narrow = (module.logits(state, 0) for module in modules)
+    assert 0 < (whole - narrow).abs().max() < {"int8": 0.05, "fp8": 0.2, "int4": 0.5}[weights] * whole.abs().max()
+
+
+@pytest.mark.parametrize("key", ["weights", "head_weights"])
+def test_an_unknown_format_is_an_error(key):
+    with pytest.raises(ValueError, match=f"engine.{key}=int3: must be one of same, int8, fp8, int4"):
+        EngineConfig(**{key: "int3"})
 
 
 def test_drafts_change_no_token_over_keys_and_values_of_8_bits(make_small_engine):
