@@ -26,7 +26,7 @@ def test_drafts_change_no_token_of_a_target_with_narrow_weights(make_small_engin
     assert 0 < (own - other).abs().max() < error * other.abs().max()
 
 
-@pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("head", ONE_OF_EACH)
 def test_a_head_in_fewer_bits_drafts_a_little_otherwise_and_changes_no_token(
     make_engine, prompts, expected, head, weights
@@ -41,7 +41,7 @@ def test_a_head_in_fewer_bits_drafts_a_little_otherwise_and_changes_no_token(
     modules = [engine.head for engine in engines]
     state = torch.randn(3, modules[0].config.hidden_size, generator=torch.Generator().manual_seed(0))
     whole, narrow = (module.logits(state, 0) for module in modules)
-    assert 0 < (whole - narrow).abs().max() < {"int8": 0.05, "fp8": 0.2, "int4": 0.5}[weights] * whole.abs().max()
+    assert 0 < (whole - narrow).abs().max() < {"int8": 0.05, "int4": 0.5}[weights] * whole.abs().max()
 
 
 @pytest.mark.parametrize("key", ["weights", "head_weights"])
