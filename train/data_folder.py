@@ -1,10 +1,10 @@
 """outputs/<run>/data: the sequences of both splits, made once per run, or taken from a run that made the very same.
 
     train.safetensors, held_out.safetensors   ids, mask and offsets (train/data.py)
-    source.json                               what they were made from, and the counts
+    source.json                               what they are made from, and at the end the counts
     failed.json                               conversations that could not be answered, and why
 
-The training part is written last: it marks the whole.
+The training part is written last: it marks the whole. Whatever is resumed must be made from what source.json says.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from train.examples import Example
 from train.parallel import any_process, say
 from train.prompts import Prompts, longest_prompt, read_prompts
 from train.regenerate import Answerer, EngineAnswerer, collect_parts, regenerate, sampling_params
-from train.reuse import RECIPE, copy_twin, find_twin, recipe
+from train.reuse import INGREDIENTS, RECIPE, copy_twin, find_twin, ingredients, read_record, recipe, refuse_other
 from train.stopping import Interrupted, StopRequest
 
 TRAIN, HELD_OUT, SOURCE, FAILED = "train.safetensors", "held_out.safetensors", "source.json", "failed.json"
@@ -45,7 +45,8 @@ def open_data(config: TrainConfig, engine: Engine, accelerator: Accelerator, fol
     again = config.stage == "regenerate" and (folder / FAILED).is_file()
     if again or not (folder / TRAIN).is_file():
         Making(config, engine, accelerator, folder, stop).make(again)
-    record = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
+    record = read_record(folder / SOURCE)
+    refuse_other(config, ingredients(config, engine.target, record["source"]), folder / SOURCE)
     return Data(
         Sequences.load(folder / TRAIN), Sequences.load(folder / HELD_OUT), record["source"], record.get("counts", {})
     )
@@ -66,9 +67,14 @@ class Making:
         prompts = read_prompts(config, self.tokenizer, self.engine.context)
         for line in prompts.reading.lines():
             say(accelerator, line)
-        own = recipe(config, self.engine.target, prompts.source)
-        if not again and self._copied(own):
+        own = ingredients(config, self.engine.target, prompts.source)
+        begun = any_process(accelerator, (self.folder / SOURCE).is_file())
+        if begun:
+            refuse_other(config, own, self.folder / SOURCE)
+        if not again and self._copied(recipe(own)):
             return
+        if not begun and accelerator.is_main_process:
+            self._record(own, {})
 
         def greedy(number: int) -> SamplingParams:
             return SamplingParams(max_tokens=config.eval_max_tokens)
@@ -136,7 +142,7 @@ class Making:
         return collect_parts(parts, examples, failed), failed
 
     def _write(
-        self, prompts: Prompts, own: str, train: Sequences, held_out: Sequences, failed: Mapping[int, str]
+        self, prompts: Prompts, own: Mapping[str, Any], train: Sequences, held_out: Sequences, failed: Mapping[int, str]
     ) -> None:
         answers = {"conversations": len(prompts.train), "failed": len(failed)}
         counts = {"rows": prompts.reading.summary(), "answers": {**answers, "done": len(prompts.train) - len(failed)}}
@@ -154,8 +160,7 @@ class Making:
             f"{len(train)} sequences from {len(prompts.train) - len(failed)} conversations, {tokens} tokens, "
             f"{100 * learnt / tokens:.1f} % of them learnt, at most {int(train.lengths.max())} in a row",
         )
-        record = {"source": prompts.source, RECIPE: own, "counts": counts}
-        atomic.write_text(self.folder / SOURCE, json.dumps(record, indent=2) + "\n")
+        self._record(own, counts)
         held_out.save(self.folder / HELD_OUT)
         train.save(self.folder / TRAIN)
         atomic.discard(self.folder / Path(HELD_OUT).stem)
@@ -164,6 +169,11 @@ class Making:
         else:
             atomic.discard(self.folder / Path(TRAIN).stem)
             atomic.discard(self.folder / FAILED)
+
+    def _record(self, own: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record = {"source": own["source"], RECIPE: recipe(own), INGREDIENTS: own, "counts": counts}
+        atomic.write_text(self.folder / SOURCE, json.dumps(record, indent=2) + "\n")
 
     def _copied(self, own: str) -> bool:
         """Takes the sequences of another run beside this one, if it was given the very same to make."""

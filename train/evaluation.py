@@ -130,9 +130,21 @@ class Evaluator:
             total.merge(completion.stats)
             ids, assistant = responses.row(index)
             if completion.token_ids != ids[assistant].tolist():
-                assert not self._config.engine.exact, "speculation changed a token"
-                warn("the engine's tokens differ with and without the head (engine.exact=false)")
+                self._explain(index, completion, temperature)
         return total
+
+    def _explain(self, index: int, completion: Completion, temperature: float) -> None:
+        """Raises ValueError where the engine does not write what it once wrote, even without a head."""
+        if not self._config.engine.exact:
+            warn("the engine's tokens differ with and without the head (engine.exact=false)")
+            return
+        plain = self._generate(temperature)[index].token_ids
+        assert completion.token_ids == plain, "speculation changed a token"
+        raise ValueError(
+            f"held-out prompt {index}: the target does not write here what it wrote when this run's data were made, on "
+            "another machine or with other versions; go on where the run was begun, or begin anew with another "
+            "run=<name> under another output_dir="
+        )
 
     def speeds(self, head: Head, concurrency: Sequence[int]) -> dict[int, float]:
         """Greedy, by prompts at once: the median ratio of the speed with this head to the speed without."""

@@ -8,32 +8,62 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from models.targets.llama import LlamaTarget
 from train import atomic
 from train.config import TrainConfig
 
-RECIPE = "recipe"
+SOURCE, RECIPE, INGREDIENTS = "source", "recipe", "made_from"  # of a record
 WITHOUT_EFFECT = ("concurrency", "retries", "timeout_s")  # of data, on what is written
 
 
-def recipe(config: TrainConfig, target: LlamaTarget, source: str) -> str:
-    """A hash over all that the sequences of both splits depend on. `source` names the prompts and their content."""
-    data = {key: value for key, value in asdict(config.data).items() if key not in WITHOUT_EFFECT}
-    parts = {
+def ingredients(config: TrainConfig, target: LlamaTarget, source: str) -> dict[str, Any]:
+    """All that the sequences of both splits depend on. `source` names the prompts and their content."""
+    engine, data = config.engine, asdict(config.data)
+    changing = {key: getattr(engine, key) for key in ("weights", "kv_dtype") if getattr(engine, key) != "same"}
+    return {
         "target": target.fingerprint,
         "dtype": config.model.dtype,
         "source": source,
-        "data": data,
+        "data": {key: value for key, value in data.items() if key not in WITHOUT_EFFECT},
         "seed": config.seed,
         "held out": [config.eval_prompts, config.eval_max_tokens],
-        "exact": config.engine.exact,
-        **({} if config.engine.weights == "same" else {"weights": config.engine.weights}),
+        "exact": engine.exact,
+        **changing,
     }
+
+
+def recipe(parts: Mapping[str, Any]) -> str:
+    """A hash over ingredients."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def refuse_other(config: TrainConfig, own: Mapping[str, Any], record: Path) -> None:
+    """Raises ValueError naming the difference where the JSON file `record` names other ingredients than `own`."""
+    known = read_record(record)
+    if known[RECIPE] == recipe(own):
+        return
+    found = known.get(INGREDIENTS, {})
+    names = [name for name in sorted(found.keys() | own.keys()) if found.get(name) != own.get(name)]
+    what = "; ".join(f"{name} was {found.get(name)} and is {own.get(name)}" for name in names if found)
+    cure = "begin anew with another run=<name>"
+    if "target" in names:
+        cure = f"put back the weights that model.path={config.model.path} had, or {cure}"
+    raise ValueError(
+        f"run={config.run}: {record.parent} was made from something else: {what or 'it says no more'}; {cure}"
+    )
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return record | {key: record[key] for key in (SOURCE, RECIPE)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error!r}); begin anew with another run=<name>") from error
 
 
 def find_twin(runs: Path, wanted: str, record: str, files: Sequence[str]) -> Path | None:

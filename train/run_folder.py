@@ -40,6 +40,7 @@ FREE = (
     "data.timeout_s",
     "parallel.patience_minutes",
 )
+BOUND = ("engine.weights", "engine.kv_dtype", "engine.exact")  # of those: the text that a target writes depends on them
 ABSENT = object()
 
 
@@ -112,7 +113,7 @@ def refuse_differences(new: TrainConfig, old: TrainConfig, folder: Path) -> None
     different = [
         f"{key}={mine.get(key, ABSENT)} (the run has {theirs.get(key, ABSENT)})"
         for key in sorted(mine.keys() | theirs.keys())
-        if mine.get(key, ABSENT) != theirs.get(key, ABSENT) and not key.startswith(FREE)
+        if mine.get(key, ABSENT) != theirs.get(key, ABSENT) and (key in BOUND or not key.startswith(FREE))
     ]
     if different:
         raise ValueError(

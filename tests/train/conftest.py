@@ -19,6 +19,7 @@ from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from models.vocab import build_draft_vocab
 from tests.heads import memorise
+from tests.train.running import SETTINGS
 from train.data import Sequences
 
 STEPS = 4
@@ -41,6 +42,11 @@ def responses(engine: Engine) -> Sequences:
     completions = engine.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=False))
     rows = [(c.prompt_ids + c.token_ids, [False] * len(c.prompt_ids) + [True] * len(c.token_ids)) for c in completions]
     return Sequences.of(rows)
+
+
+@pytest.fixture
+def settings(tiny_target_folder: Path, tmp_path: Path) -> list[str]:
+    return [*SETTINGS, f"model.path={tiny_target_folder}", f"output_dir={tmp_path}"]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from infer.cli import compose
 from infer.engine import Engine
 from models.targets.llama import LlamaTarget
 from tests.heads import make_head, make_objective
-from tests.train.test_run import SETTINGS
+from tests.train.running import SETTINGS
 from train.config import TrainConfig
 from train.data import Batch, Sequences
 from train.features import compute_features

@@ -1,18 +1,10 @@
-"""Whole runs on the tiny target: what they leave behind, and that no interruption changes the head."""
+"""Whole runs on the tiny target: what they leave behind, and what they refuse."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import random
 import re
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,58 +19,16 @@ from models.heads import load_head
 from models.targets import load_target
 from models.targets.llama import LAST
 from tests.train.launching import ROOT, on_two_processes
-from train import checkpoint, schedule
+from tests.train.running import assert_equal, run
+from train import schedule
 from train.config import TrainConfig
 from train.data import Batch
 from train.features import compute_features
 from train.loop import Run, resume_command, train
-from train.regenerate import regenerate
 from train.run_folder import name_run
 from train.sharding import Whole
 from train.stopping import Interrupted
 from train.trackers import read_metrics
-
-SETTINGS = [
-    "head.draft_vocab_size=200", "data.num_sequences=24", "data.max_new_tokens=24", "data.prompt_tokens=12",
-    "sequence_length=40", "batch_size=8", "steps=30", "minutes=null", "eval_every=100", "checkpoint_every=5",
-    "eval_prompts=4", "eval_max_tokens=24", "tracker=none", "overwrite=true", "engine.max_tokens_in_cache=2048",
-    # what the defaults may become is a matter of taste, and not these tests'
-    "precision=fp32", "log_every=1", "accumulate=1", "objective.steps=5", "eval_draft_tokens=5", "optim.lr=0.001",
-]  # fmt: skip
-
-
-@pytest.fixture
-def settings(tiny_target_folder: Path, tmp_path: Path) -> list[str]:
-    return [*SETTINGS, f"model.path={tiny_target_folder}", f"output_dir={tmp_path}"]
-
-
-def run(settings: list[str], *more: str) -> dict[str, Any]:
-    result = train(compose("train", TrainConfig, [*settings, *more]), [*settings, *more])
-    assert result is not None
-    return result
-
-
-def start(settings: list[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, str(ROOT / "train" / "run.py"), *settings]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/")
-
-
-def wait_for(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not ready():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "heads" / "demo" / "eagle3" / "model.safetensors")
-
-
-def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        assert torch.equal(value, b[name]), name
 
 
 def test_what_a_run_leaves_behind(
@@ -130,53 +80,6 @@ def test_what_a_run_leaves_behind(
 
     again = run(settings, "run=one", "eval_every=20", "log_every=10", "tracker=tensorboard")
     assert again["acceptance_length"] == result["acceptance_length"]
-
-
-def test_interrupted_in_every_way_it_is_the_same_head(
-    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Ctrl-C while responses are generated, SIGUSR1 and kill -9 between steps; then to the end."""
-    elsewhere = tmp_path / "elsewhere"  # or the torn run would take its sequences
-    run([*settings, "run=steady", f"output_dir={elsewhere}"])
-
-    folder = tmp_path / "torn"
-
-    def steps() -> int:
-        return max((int(row["step"]) for row in read_metrics(folder)), default=0)
-
-    def interrupt(answerer: Any, examples: Any, *rest: Any, **options: Any) -> Any:
-        if len(examples) == 24:
-            os.kill(os.getpid(), signal.SIGINT)
-        return regenerate(answerer, examples, *rest, **options)
-
-    torn = [*settings, "run=torn"]
-    with monkeypatch.context() as patch:
-        patch.setattr("train.data_folder.regenerate", interrupt)
-        assert train(compose("train", TrainConfig, torn), torn) is None
-    expected = " ".join(["stopped; resume with: python train/run.py", *torn])
-    assert capsys.readouterr().err.strip().endswith(expected)
-    assert not (folder / "checkpoints").exists()
-
-    process = start(torn)
-    wait_for(process, lambda: steps() >= 7)
-    process.send_signal(signal.SIGUSR1)
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, out) == (0, ""), err
-    assert err.strip().endswith(expected)
-    stopped = int((folder / "checkpoints" / "latest").read_text().split("-")[1])
-    assert 7 <= stopped < 30
-
-    process = start(torn)
-    wait_for(process, lambda: steps() >= min(stopped + 6, 28))
-    process.kill()
-    process.communicate(timeout=120)
-
-    assert run(torn)["run"] == "torn"
-    assert "resumed after step" in capsys.readouterr().err
-    assert_equal(tensors(tmp_path), tensors(elsewhere))
-    whole = [row for row in read_metrics(elsewhere / "steady") if "train/loss" in row]
-    torn = [row for row in read_metrics(folder) if "train/loss" in row]
-    assert [(row["step"], row["train/loss"]) for row in torn] == [(row["step"], row["train/loss"]) for row in whole]
 
 
 OWN = ("head.draft_vocab_size", "objective.steps", "eval_draft_tokens")  # what SETTINGS say for eagle3
@@ -293,47 +196,6 @@ def test_medusa_2_publishes_a_target_and_its_head(
         assert_equal(mine, its)
 
 
-def test_a_run_is_resumed_under_its_own_settings_only(settings: list[str], tmp_path: Path) -> None:
-    run(settings, "run=one", "steps=2")
-    with pytest.raises(ValueError, match=r"begun with other settings: batch_size=4 \(the run has 8\); optim.lr=0.1 \("):
-        run(settings, "run=one", "steps=2", "optim.lr=0.1", "batch_size=4")
-    run(settings, "run=one", "steps=2", "eval_every=7", "tracker=tensorboard")  # nothing the head depends on
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").touch()
-    with pytest.raises(ValueError, match=r"run=mine: .* holds something else than a training run"):
-        run(settings, "run=mine")
-
-
-def test_another_run_takes_the_sequences_that_it_would_make_itself(
-    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(settings, "run=first", "steps=1")
-    assert "the target continues" in capsys.readouterr().err
-    first = tmp_path / "first" / "data"
-    run(settings, "run=wider", "steps=1", "head.draft_vocab_size=384", "sequence_length=30")
-    err = capsys.readouterr().err
-    assert f"sequences as in {first}" in err
-    assert "the target continues" not in err
-    for name in ("train.safetensors", "held_out.safetensors", "source.json"):
-        assert (tmp_path / "wider" / "data" / name).read_bytes() == (first / name).read_bytes()
-    for number, other in enumerate(("seed=1", "data.top_k=5", "eval_max_tokens=20", "model.dtype=bfloat16")):
-        run(settings, f"run=other-{number}", "steps=1", other)
-        assert "the target continues" in capsys.readouterr().err
-
-
-def test_unfinished_or_damaged_sequences_are_nobodys_twin(
-    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(settings, "run=first", "steps=1")
-    data = tmp_path / "first" / "data"
-    (data / "train.safetensors").unlink()
-    run(settings, "run=second", "steps=1")
-    (tmp_path / "second" / "data" / "source.json").write_text("{")
-    capsys.readouterr()
-    run(settings, "run=third", "steps=1")
-    assert "the target continues" in capsys.readouterr().err
-
-
 def test_updates_that_are_not_finite_are_left_out_and_end_the_run(settings: list[str], tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"step \d+: the (loss|gradient norm) is (nan|inf), the 3\. time in a row"
@@ -390,44 +252,6 @@ def test_the_head_that_drafted_best_is_exported(
     assert result["acceptance_length"]["engine"] == pytest.approx(taus[best], abs=1e-4)
     provenance = json.loads((tmp_path / "heads" / "demo" / "eagle3" / "provenance.json").read_text())
     assert provenance["steps"] == best
-
-
-def live(settings: list[str], seconds: float) -> None:
-    """One life of a run in a process of its own, killed after `seconds`."""
-    child = os.fork()  # what is imported stays imported: a life is short
-    if child == 0:
-        os.setpgrp()
-        with contextlib.suppress(BaseException), open(os.devnull, "w") as null:
-            os.dup2(null.fileno(), 1)
-            os.dup2(null.fileno(), 2)
-            train(compose("train", TrainConfig, settings))
-        os._exit(0)
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and os.waitpid(child, os.WNOHANG) == (0, 0):
-        time.sleep(0.005)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(child, 0)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_killed_at_any_moment_it_loses_no_more_than_a_checkpoints_worth(settings: list[str], tmp_path: Path) -> None:
-    own = [*settings, "checkpoint_every=2", "eval_every=6", "steps=10"]
-    begun = time.monotonic()
-    run([*own, "run=whole", f"output_dir={tmp_path / 'elsewhere'}"])
-    whole_time = time.monotonic() - begun
-    moments = random.Random(5)
-    folder = tmp_path / "torn"
-    for _ in range(2):
-        before = read_metrics(folder) if folder.is_dir() else []
-        live([*own, "run=torn"], whole_time * moments.uniform(0.1, 0.9))
-        done = max((row["step"] for row in (read_metrics(folder) if folder.is_dir() else before)), default=0)
-        latest = checkpoint.latest_checkpoint(folder / "checkpoints")
-        saved = int(latest.name.removeprefix("step-")) if latest else 0
-        assert saved >= done - 3  # the step in work, and two since the last checkpoint
-    run([*own, "run=torn"])
-    assert_equal(tensors(tmp_path), tensors(tmp_path / "elsewhere"))
 
 
 def test_minutes_become_steps_once(settings: list[str], tmp_path: Path) -> None:

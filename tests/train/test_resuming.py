@@ -1,0 +1,194 @@
+"""No interruption changes the head, and a run goes on as it was begun or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from infer.cli import compose
+from tests.train.running import assert_equal, run, start, tensors, wait_for
+from train import checkpoint
+from train.config import TrainConfig
+from train.loop import train
+from train.regenerate import regenerate
+from train.stopping import Interrupted
+from train.trackers import read_metrics
+
+
+def test_interrupted_in_every_way_it_is_the_same_head(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C while responses are generated, SIGUSR1 and kill -9 between steps; then to the end."""
+    elsewhere = tmp_path / "elsewhere"  # or the torn run would take its sequences
+    run([*settings, "run=steady", f"output_dir={elsewhere}"])
+
+    folder = tmp_path / "torn"
+
+    def steps() -> int:
+        return max((int(row["step"]) for row in read_metrics(folder)), default=0)
+
+    def interrupt(answerer: Any, examples: Any, *rest: Any, **options: Any) -> Any:
+        if len(examples) == 24:
+            os.kill(os.getpid(), signal.SIGINT)
+        return regenerate(answerer, examples, *rest, **options)
+
+    torn = [*settings, "run=torn"]
+    with monkeypatch.context() as patch:
+        patch.setattr("train.data_folder.regenerate", interrupt)
+        assert train(compose("train", TrainConfig, torn), torn) is None
+    expected = " ".join(["stopped; resume with: python train/run.py", *torn])
+    assert capsys.readouterr().err.strip().endswith(expected)
+    assert not (folder / "checkpoints").exists()
+
+    process = start(torn)
+    wait_for(process, lambda: steps() >= 7)
+    process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (0, ""), err
+    assert err.strip().endswith(expected)
+    stopped = int((folder / "checkpoints" / "latest").read_text().split("-")[1])
+    assert 7 <= stopped < 30
+
+    process = start(torn)
+    wait_for(process, lambda: steps() >= min(stopped + 6, 28))
+    process.kill()
+    process.communicate(timeout=120)
+
+    assert run(torn)["run"] == "torn"
+    assert "resumed after step" in capsys.readouterr().err
+    assert_equal(tensors(tmp_path), tensors(elsewhere))
+    whole = [row for row in read_metrics(elsewhere / "steady") if "train/loss" in row]
+    torn = [row for row in read_metrics(folder) if "train/loss" in row]
+    assert [(row["step"], row["train/loss"]) for row in torn] == [(row["step"], row["train/loss"]) for row in whole]
+
+
+def test_a_run_is_resumed_under_its_own_settings_only(settings: list[str], tmp_path: Path) -> None:
+    run(settings, "run=one", "steps=2")
+    with pytest.raises(ValueError, match=r"begun with other settings: batch_size=4 \(the run has 8\); optim.lr=0.1 \("):
+        run(settings, "run=one", "steps=2", "optim.lr=0.1", "batch_size=4")
+    for key, other in (("engine.exact", "False"), ("engine.kv_dtype", "fp8"), ("engine.weights", "int8")):
+        with pytest.raises(ValueError, match=rf"begun with other settings: {key}={other} \(the run has (same|True)\)"):
+            run(settings, "run=one", "steps=2", f"{key}={other}")
+    more = ["eval_every=7", "tracker=tensorboard", "engine.max_batch=4"]
+    run(settings, "run=one", "steps=2", *more)  # nothing the head depends on
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(ValueError, match=r"run=mine: .* holds something else than a training run"):
+        run(settings, "run=mine")
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_run_goes_on_with_the_weights_it_was_begun_with(
+    torn: bool, settings: list[str], tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether all of its answers were written or none yet."""
+    folder = tmp_path / "target"
+    shutil.copytree(tiny_target_folder, folder)
+    own = [*settings, f"model.path={folder}", "run=one", "stage=regenerate"]
+    with monkeypatch.context() as patch:
+        if torn:
+            patch.setattr("train.data_folder.collect_parts", interrupted)
+        assert (train(compose("train", TrainConfig, own), own) is None) == torn
+    weights = load_file(folder / "model.safetensors")
+    before = weights["model.norm.weight"].clone()
+    for scale, error in ((2, r"one.data was made from something else: target was \w+ and is \w+; put back"), (1, None)):
+        weights["model.norm.weight"] = before * scale
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
+            run(own)
+
+
+def interrupted(*rest: Any) -> Any:
+    raise Interrupted
+
+
+def test_answers_that_the_target_does_not_write_here_are_an_error_that_says_so(
+    settings: list[str], tmp_path: Path
+) -> None:
+    """As on another machine, whose arithmetic rounds otherwise."""
+    run(settings, "run=one", "stage=regenerate")
+    path = tmp_path / "one" / "data" / "held_out.safetensors"
+    tensors = load_file(path)
+    tensors["ids"][-1] += 1
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match="held-out prompt 3: the target does not write here what it wrote when"):
+        run(settings, "run=one")
+
+
+def test_another_run_takes_the_sequences_that_it_would_make_itself(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(settings, "run=first", "steps=1")
+    assert "the target continues" in capsys.readouterr().err
+    first = tmp_path / "first" / "data"
+    run(settings, "run=wider", "steps=1", "head.draft_vocab_size=384", "sequence_length=30")
+    err = capsys.readouterr().err
+    assert f"sequences as in {first}" in err
+    assert "the target continues" not in err
+    for name in ("train.safetensors", "held_out.safetensors", "source.json"):
+        assert (tmp_path / "wider" / "data" / name).read_bytes() == (first / name).read_bytes()
+    for number, other in enumerate(
+        ("seed=1", "data.top_k=5", "eval_max_tokens=20", "model.dtype=bfloat16", "engine.kv_dtype=fp8")
+    ):
+        run(settings, f"run=other-{number}", "stage=regenerate", other)
+        assert "the target continues" in capsys.readouterr().err
+
+
+def test_unfinished_or_damaged_sequences_are_nobodys_twin(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(settings, "run=first", "steps=1")
+    data = tmp_path / "first" / "data"
+    (data / "train.safetensors").unlink()
+    run(settings, "run=second", "steps=1")
+    (tmp_path / "second" / "data" / "source.json").write_text("{")
+    capsys.readouterr()
+    run(settings, "run=third", "steps=1")
+    assert "the target continues" in capsys.readouterr().err
+
+
+def live(settings: list[str], seconds: float) -> None:
+    """One life of a run in a process of its own, killed after `seconds`."""
+    child = os.fork()  # what is imported stays imported: a life is short
+    if child == 0:
+        os.setpgrp()
+        with contextlib.suppress(BaseException), open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), 1)
+            os.dup2(null.fileno(), 2)
+            train(compose("train", TrainConfig, settings))
+        os._exit(0)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and os.waitpid(child, os.WNOHANG) == (0, 0):
+        time.sleep(0.005)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child, 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_killed_at_any_moment_it_loses_no_more_than_a_checkpoints_worth(settings: list[str], tmp_path: Path) -> None:
+    own = [*settings, "checkpoint_every=2", "eval_every=6", "steps=10"]
+    begun = time.monotonic()
+    run([*own, "run=whole", f"output_dir={tmp_path / 'elsewhere'}"])
+    whole_time = time.monotonic() - begun
+    moments = random.Random(5)
+    folder = tmp_path / "torn"
+    for _ in range(2):
+        before = read_metrics(folder) if folder.is_dir() else []
+        live([*own, "run=torn"], whole_time * moments.uniform(0.1, 0.9))
+        done = max((row["step"] for row in (read_metrics(folder) if folder.is_dir() else before)), default=0)
+        latest = checkpoint.latest_checkpoint(folder / "checkpoints")
+        saved = int(latest.name.removeprefix("step-")) if latest else 0
+        assert saved >= done - 3  # the step in work, and two since the last checkpoint
+    run([*own, "run=torn"])
+    assert_equal(tensors(tmp_path), tensors(tmp_path / "elsewhere"))
