@@ -1,16 +1,22 @@
 """Files and folders that are whole or not there: written beside their place, flushed to disk, then moved.
 
-A kill, a full disk or a power cut leaves what was there before. Knows nothing about what the files hold.
+A kill, a full disk or a power cut leaves what was there before. Several runs, on several machines, may write into one
+folder: what is unfinished bears the name of who writes it, and nobody else removes it. Knows nothing about what the
+files hold.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import os
+import re
 import shutil
+import socket
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -18,6 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
+UNFINISHED = re.compile(r"\.(?P<place>[0-9a-f]{8})-(?P<process>\d+)(\.old)?\.tmp$")
+FORGOTTEN_S = 24 * 3600  # unfinished and untouched for so long, of a process that cannot be asked
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -28,7 +36,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     Raises ValueError naming the path and the bytes when the disk cannot take it; `folder` is then as it was.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    staging = unfinished(folder)
     discard(staging)
     staging.mkdir()
     try:
@@ -44,7 +52,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    staging = unfinished(path)
     with refuse_full_disk(path, staging):
         staging.write_text(text, encoding="utf-8")
         flush(staging)
@@ -53,7 +61,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    staging = unfinished(path)
     with refuse_full_disk(path, staging):
         save_file(dict(tensors), staging)
         flush(staging)
@@ -62,7 +70,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def copy_file(source: Path, path: Path) -> None:
-    staging = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    staging = unfinished(path)
     with refuse_full_disk(path, staging):
         shutil.copyfile(source, staging)
         flush(staging)
@@ -70,10 +78,48 @@ def copy_file(source: Path, path: Path) -> None:
         flush(path.parent)
 
 
+def unfinished(path: Path, mark: str = "") -> Path:
+    """Where this process writes what is to become `path`."""
+    return path.with_name(f".{path.name}.{this_place()}-{os.getpid()}{mark}.tmp")
+
+
+def this_place() -> str:
+    """Where a process's number means that process: on this machine, in this container."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:  # no Linux
+        space = ""
+    return hashlib.sha256(f"{socket.gethostname()} {space}".encode()).hexdigest()[:8]
+
+
 def sweep(folder: Path) -> None:
-    """Removes what a killed process left unfinished in `folder`."""
+    """Removes what a killed process left unfinished in `folder`, and nothing that another one may still be writing."""
     for path in folder.glob(".*.tmp"):
-        discard(path)
+        if is_left(path):
+            with suppress(FileNotFoundError):  # another run sweeps too
+                discard(path)
+
+
+def is_left(path: Path) -> bool:
+    """Whether nobody writes it any more: its process is gone, or ran elsewhere and has not touched it for long."""
+    name = UNFINISHED.search(path.name)
+    if name is not None and name["place"] == this_place():
+        return not is_alive(int(name["process"]))
+    try:
+        touched = max(part.stat().st_mtime for part in [path, *path.rglob("*")])
+    except FileNotFoundError:  # it has just been finished
+        return False
+    return time.time() - touched > FORGOTTEN_S
+
+
+def is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 @contextmanager
@@ -114,7 +160,7 @@ def swap(new: Path, old: Path) -> None:
     if not old.exists():
         os.rename(new, old)
     elif not _exchange(new, old):
-        aside = new.with_name(f".{old.name}.{os.getpid()}.old.tmp")
+        aside = unfinished(old, ".old")
         os.rename(old, aside)
         os.rename(new, old)
         os.rename(aside, new)

@@ -87,7 +87,7 @@ def cut_shards(sequences: Sequences, token_bytes: int, shard_mb: int) -> list[Sh
 
 
 def open_store(folder: Path, wanted: dict[str, Any]) -> None:
-    """Makes the folder and its manifest, or checks those that are there.
+    """Makes the folder and its manifest, or checks those that are there and removes what was left unfinished.
 
     Raises ValueError naming every difference when the store holds features of anything else.
     """
@@ -107,6 +107,7 @@ def open_store(folder: Path, wanted: dict[str, Any]) -> None:
                 f"features.path={folder}: this store was made for something else: {'; '.join(different)}. Give another "
                 "features.path, or none"
             )
+        atomic.sweep(folder)
         return
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"features.path={folder}: holds something else than a store of features; give another folder")
@@ -169,7 +170,6 @@ class FeatureStore:
 
         With `room` sequences share a row of up to so many tokens.
         """
-        atomic.sweep(self.folder)
         rank, world = share
         missing = set(self.missing)
         todo = [shard for shard in self._shards[rank::world] if shard in missing]  # by number: others are at work too

@@ -17,6 +17,7 @@ from train import config as train_config
 from train.config import TrainConfig
 
 CONFIG, SCHEDULE = "config.yaml", "schedule.json"
+WRITTEN_INTO = ("data", "checkpoints")  # by a run, of its folder
 HEAD_CONFIG, PROVENANCE = "config.json", "provenance.json"  # of an exported head
 # What may differ when a run is resumed: nothing that an update depends on.
 FREE = (
@@ -101,10 +102,12 @@ def open_run(config: TrainConfig) -> Path:
     check_run(config)
     refuse_other_export(config)
     folder.mkdir(parents=True, exist_ok=True)
-    atomic.sweep(folder)
-    staging = folder / f".{CONFIG}.tmp"
-    save_config(config, staging)
-    staging.replace(folder / CONFIG)
+    for place in (folder, *(folder / name for name in WRITTEN_INTO)):
+        atomic.sweep(place)
+    staging = atomic.unfinished(folder / CONFIG)
+    with atomic.refuse_full_disk(folder / CONFIG, staging):
+        save_config(config, staging)
+        staging.replace(folder / CONFIG)
     return folder
 
 

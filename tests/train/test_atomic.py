@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.train.conftest import full_disk
+from tests.train.launching import ROOT
 from train import atomic
 
 
@@ -100,10 +104,27 @@ def test_other_errors_keep_their_name(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
-def test_sweep_removes_what_a_kill_left(tmp_path: Path) -> None:
-    (tmp_path / ".x.123.tmp").mkdir()
-    (tmp_path / ".x.123.tmp" / "a").touch()
-    (tmp_path / ".y.5.tmp").touch()
-    (tmp_path / "z").touch()
+def test_sweep_removes_what_a_kill_left_and_nothing_that_is_being_written(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        here, day = atomic.this_place(), 24 * 3600
+        living = {f".x.{here}-{process.pid}.tmp", f".x.{here}-{os.getpid()}.old.tmp", ".x.01234567-1.tmp"}
+        for name in living:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "a").touch()
+        os.utime(tmp_path / ".x.01234567-1.tmp", (0, time.time() - 2 * day))  # elsewhere; what is in it is new
+        (tmp_path / "z").touch()
+        (tmp_path / ".x.01234567-2.tmp").touch()  # elsewhere, and forgotten
+        os.utime(tmp_path / ".x.01234567-2.tmp", (0, time.time() - 2 * day))
+        atomic.sweep(tmp_path)
+        assert names(tmp_path) == {"z"} | living
+        process.kill()
     atomic.sweep(tmp_path)
-    assert names(tmp_path) == {"z"}
+    assert names(tmp_path) == {"z"} | (living - {f".x.{here}-{process.pid}.tmp"})
+
+
+def test_another_run_may_sweep_while_this_one_writes(tmp_path: Path) -> None:
+    sweep = f"from pathlib import Path; from train import atomic; atomic.sweep(Path({str(tmp_path)!r}))"
+    with atomic.replace_folder(tmp_path / "x") as staging:
+        (staging / "a").write_text("1")
+        subprocess.run([sys.executable, "-c", sweep], check=True, cwd=ROOT)
+    assert content(tmp_path / "x") == {"a": "1"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from models.targets import load_target
 from models.targets.llama import LAST, LlamaTarget
 from models.tokenizer import Tokenizer
 from tests.conftest import MakeTarget
+from train import atomic
 from train import feature_store as module
 from train.config import OfflineFeaturesConfig, TrainConfig
 from train.data import Batch, Sequences
@@ -83,7 +86,6 @@ def test_an_interrupted_store_is_completed_to_the_same_files(
     with pytest.raises(Interrupted):
         fill(torn, check=stop)
     assert 0 < len(torn.missing) < 3
-    (tmp_path / "torn" / ".shard-00002.safetensors.9.tmp").write_bytes(b"of a process that was killed")
     for rank in range(2):
         fill(torn, rank, 2)
     assert content(tmp_path / "torn") == content(tmp_path / "whole")
@@ -106,7 +108,13 @@ def test_a_store_of_anything_else_is_refused_and_the_difference_named(
     layout = Layout.of(engine.target, AUX)
     mine = manifest(engine.target, tiny_tokenizer, responses, layout, 1)
     open_store(tmp_path / "store", mine)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left, alive = (f".shard-00002.safetensors.{atomic.this_place()}-{n}.tmp" for n in (ended.pid, os.getpid()))
+    for name in (left, alive):
+        (tmp_path / "store" / name).write_bytes(b"half a shard")
     open_store(tmp_path / "store", mine)
+    assert [path.name for path in (tmp_path / "store").glob(".*")] == [alive]
     other = load_target(str(make_target_folder(seed=1)), dtype=torch.bfloat16)
     with pytest.raises(
         ValueError, match=r"dtype is float32, this run has bfloat16; target is \w+, this run has \w+\. Give"
