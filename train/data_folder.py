@@ -23,11 +23,11 @@ from train.config import RowsDataConfig, TrainConfig
 from train.data import Sequences
 from train.dialogue import given_rows
 from train.examples import Example
-from train.parallel import any_process, say
+from train.parallel import any_process, say, stopping_together
 from train.prompts import Prompts, longest_prompt, read_prompts
 from train.regenerate import Answerer, EngineAnswerer, collect_parts, regenerate, sampling_params
 from train.reuse import INGREDIENTS, RECIPE, copy_twin, find_twin, ingredients, read_record, recipe, refuse_other
-from train.stopping import Interrupted, StopRequest
+from train.stopping import StopRequest
 
 TRAIN, HELD_OUT, SOURCE, FAILED = "train.safetensors", "held_out.safetensors", "source.json", "failed.json"
 
@@ -64,7 +64,8 @@ class Making:
 
     def make(self, again: bool) -> None:
         config, accelerator = self.config, self.accelerator
-        prompts = read_prompts(config, self.tokenizer, self.engine.context)
+        with stopping_together(accelerator):
+            prompts = read_prompts(config, self.tokenizer, self.engine.context, self.stop.check)
         for line in prompts.reading.lines():
             say(accelerator, line)
         own = ingredients(config, self.engine.target, prompts.source)
@@ -114,9 +115,8 @@ class Making:
         """Of all processes together; what it returns is of use on the main one."""
         accelerator, parts = self.accelerator, self.folder / Path(name).stem
         rank, world = accelerator.process_index, accelerator.num_processes
-        cut = False
         failed: dict[int, str] = {}
-        try:
+        with stopping_together(accelerator, self.engine.target.lend):
             failed = regenerate(
                 answerer,
                 examples,
@@ -129,11 +129,6 @@ class Making:
                 show=accelerator.is_main_process,
             )
             atomic.write_text(parts / f"failed-{rank}.json", json.dumps(failed))
-        except Interrupted:
-            cut = True
-        self.engine.target.lend()
-        if any_process(accelerator, cut):
-            raise Interrupted
         if not accelerator.is_main_process:
             return Sequences.of([]), {}
         for other in range(1, world):

@@ -6,7 +6,7 @@ Knows nothing about losses; what a feature means is DESIGN section 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -82,8 +82,9 @@ class CachedFeatures:
         room: int | None = None,
         *,
         show: bool,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """With `room` sequences share a row of up to so many tokens."""
+        """With `room` sequences share a row of up to so many tokens. `check` is called often and may raise to stop."""
         self._offsets = sequences.offsets
         self._device = target.norm.weight.device
         layers, total = stored_layers(aux_layers), int(sequences.offsets[-1])
@@ -92,6 +93,7 @@ class CachedFeatures:
         self._store = torch.empty(len(layers), total, target.config.hidden_size, dtype=dtype, device=self._device)
         batches = sequences.batches(range(len(sequences)), batch_size, room)
         for batch in tqdm(batches, desc="features", unit="batch", disable=not show, dynamic_ncols=True):
+            check()
             features = compute_features(target, batch.to(self._device), layers)
             for row, place in zip(batch.rows, batch.places, strict=True):
                 low, high = int(self._offsets[row]), int(self._offsets[row + 1])
@@ -120,8 +122,9 @@ def make_features(
     batch_size: int,
     room: int | None = None,
     show: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> FeatureSource:
     """The cached form while it fits `features.cache_gb`, else the target runs for every batch."""
     if feature_bytes(target, aux_layers, int(sequences.offsets[-1])) <= config.cache_gb * 1e9:
-        return CachedFeatures(target, aux_layers, sequences, batch_size, room, show=show)
+        return CachedFeatures(target, aux_layers, sequences, batch_size, room, show=show, check=check)
     return OnlineFeatures(target, aux_layers)

@@ -28,14 +28,23 @@ from train.evaluation import acceptance_metrics, step_metrics
 from train.export import Measured, check_room, export_head
 from train.flops import head_flops
 from train.objectives import StepSums, recall, teach
-from train.parallel import any_process, broadcast_text, lost_process, make_accelerator, release, say, total
+from train.parallel import (
+    any_process,
+    broadcast_text,
+    lost_process,
+    make_accelerator,
+    release,
+    say,
+    stopping_together,
+    total,
+)
 from train.plan import check_plan, measure, outlook
 from train.plots import draw_plots
 from train.preparation import prepare, prepare_data
 from train.provenance import provenance
 from train.report import write_report
 from train.served import Publication
-from train.sharding import State, agree, load_module
+from train.sharding import State, Whole, agree, load_module
 from train.step_clock import StepClock, memory_bytes
 from train.stopping import Interrupted, StopRequest
 from train.trackers import Results, Trackers, make_trackers
@@ -64,9 +73,13 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
     config = dataclasses.replace(config, run=broadcast_text(accelerator, str(run_folder.name_run(config).run)))
     with StopRequest() as stop:
         run = Run(config, accelerator, stop, started)
+        together = False  # whether every process ends here
         try:
-            return run.execute()
+            result = run.execute()
+            together = True
+            return result
         except Interrupted:
+            together = True
             say(accelerator, f"stopped; resume with: {resume_command(config, overrides, accelerator.num_processes)}")
             return None
         except RuntimeError as error:
@@ -79,9 +92,7 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
                 f"resume with: {resume_command(config, overrides, accelerator.num_processes)}"
             ) from error
         finally:
-            run.trackers.finish()
-            if run.engine is not None:
-                run.engine.close()
+            run.close(together=together)
             release(accelerator)
 
 
@@ -99,6 +110,7 @@ class Run:
         self.trackers = Trackers([])
         self.clock = StepClock(accelerator.device)
         self.engine: Engine | None = None  # with a target that may be divided among further processes
+        self.placement: Whole | None = None
         self.step = self.tokens = 0
         self.skipped = self.skipped_in_a_row = 0  # updates left out because something was not finite
         self.best = 0.0  # acceptance length in the engine
@@ -116,7 +128,7 @@ class Run:
         for line in outlook(config):
             say(accelerator, line)
         self.prepared = prepare(config, accelerator, self.folder, self.stop)
-        self.engine = self.prepared.engine
+        self.engine, self.placement = self.prepared.engine, self.prepared.placement
         check_room(config, self.prepared.head, self.prepared.target, self.prepared.served.bytes_needed())
         self._restore()
         if accelerator.is_main_process:
@@ -125,6 +137,14 @@ class Run:
         self.steps = self._decide_steps()
         self._optimise()
         return self._finish()
+
+    def close(self, *, together: bool) -> None:
+        """`together`: every process closes its own, at the same place."""
+        if self.placement is not None:
+            self.placement.close(together=together)
+        self.trackers.finish()
+        if self.engine is not None:
+            self.engine.close()
 
     def _regenerate(self) -> dict[str, Any]:
         self.engine, data = prepare_data(self.config, self.accelerator, self.folder, self.stop)
@@ -170,7 +190,11 @@ class Run:
             self._save(best=True)
 
     def _between_steps(self) -> None:
-        """Evaluates before it saves, so that a checkpoint knows what its evaluation found."""
+        """Evaluates before it saves, so that a checkpoint knows what its evaluation found.
+
+        After an update that was left out the state is as sound as before it, but nothing is saved by the calendar: a
+        run that stops for good after several keeps the checkpoints from before the trouble.
+        """
         last = self.step == self.steps
         stopping = any_process(self.accelerator, self.stop.requested)
         better = False
@@ -179,8 +203,8 @@ class Run:
                 better = self._improved(self._evaluate())
             except Interrupted:
                 stopping = True
-        due = stopping or last or better or self.step % self.config.checkpoint_every == 0
-        if due and not self.skipped_in_a_row:
+        due = self.step % self.config.checkpoint_every == 0 and not self.skipped_in_a_row
+        if stopping or last or better or due:
             self._save(best=better)
         if stopping and not last:
             raise Interrupted
@@ -238,8 +262,7 @@ class Run:
             return norm
         self.skipped += 1
         self.skipped_in_a_row += 1
-        touched = wrong != "loss" and not self.prepared.placement.drops_gradients
-        if touched or self.skipped_in_a_row >= self.config.max_skipped:
+        if self.skipped_in_a_row >= self.config.max_skipped:
             kept = checkpoint.latest_checkpoint(self.folder / "checkpoints")
             rows = ", ".join(map(str, self._sequences_of_step()[:SHOWN_ROWS]))
             raise ValueError(
@@ -321,15 +344,9 @@ class Run:
 
     def _alone(self, work: Callable[[], None]) -> None:
         """Runs `work` on the main process; an interruption there is one everywhere, or the others would wait on."""
-        cut = False
-        if self.accelerator.is_main_process:
-            try:
+        with stopping_together(self.accelerator, self.prepared.target.lend):
+            if self.accelerator.is_main_process:
                 work()
-            except Interrupted:
-                cut = True
-        self.prepared.target.lend()
-        if any_process(self.accelerator, cut):
-            raise Interrupted
 
     def _decide_steps(self) -> int:
         """Evaluates the untrained head, and turns `minutes` into steps; once per run."""
@@ -356,7 +373,8 @@ class Run:
         """Of one step, measured without changing anything."""
         times = []
         for _ in range(1 + TRIAL_STEPS):
-            self.stop.check()
+            with stopping_together(self.accelerator):
+                self.stop.check()
             begun = time.perf_counter()
             self._forward_backward(metrics=False, progress=1.0)
             self.prepared.placement.drop()
@@ -368,7 +386,6 @@ class Run:
         summary: dict[str, Any] = {"run": self.config.run}
         self.prepared.placement.collect()
         self._alone(lambda: summary.update(self._export()))
-        self.prepared.placement.close()
         return summary
 
     def _export(self) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +20,7 @@ from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwar
 from torch import Tensor
 
 from train.config import TrainConfig
+from train.stopping import Interrupted
 
 LAUNCH = "torchrun --nproc_per_node 2 train/run.py parallel={name} ..."
 
@@ -141,6 +144,22 @@ def total(accelerator: Accelerator, value: Tensor) -> Tensor:
 def any_process(accelerator: Accelerator, flag: bool) -> bool:
     """Whether `flag` holds on any process, so that all of them stop at the same step."""
     return bool(total(accelerator, torch.tensor(float(flag), device=accelerator.device)) > 0)
+
+
+@contextmanager
+def stopping_together(accelerator: Accelerator, before: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """An interruption of the block on one process is one on all of them, or they would wait for it.
+
+    `before`: what each does when its block has ended, before it hears of the others.
+    """
+    cut = False
+    try:
+        yield
+    except Interrupted:
+        cut = True
+    before()
+    if any_process(accelerator, cut):
+        raise Interrupted
 
 
 def say(accelerator: Accelerator, text: str) -> None:

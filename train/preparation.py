@@ -45,7 +45,7 @@ from train.features import FeatureSource, OnlineFeatures, make_features
 from train.objective_config import Medusa2ObjectiveConfig
 from train.objectives import OBJECTIVES, Objective
 from train.objectives.medusa import MedusaTogether
-from train.parallel import any_process, say
+from train.parallel import say, stopping_together
 from train.schedule import peak_rate
 from train.served import AdaptedTarget, FrozenTarget, ServedTarget
 from train.sharding import PLACEMENTS, Whole
@@ -134,7 +134,11 @@ def prepare_training(
     objective = make_objective(config, head)
     rate = peak_rate(config.optim, head.config.hidden_size)
     placement = PLACEMENTS[config.parallel.name](accelerator, objective, config.optim, rate)
-    features = open_features(config, engine, head.config.aux_layers, sequences, accelerator, stop)
+    try:
+        features = open_features(config, engine, head.config.aux_layers, sequences, accelerator, stop)
+    except BaseException as error:
+        placement.close(together=isinstance(error, Interrupted))
+        raise
     served: ServedTarget
     if isinstance(objective, MedusaTogether):
         served = AdaptedTarget(config, objective, tokenizer, pool_for(config), data.held_out, stop.check)
@@ -179,8 +183,17 @@ def open_features(
     """Raises Interrupted on every process when a stop is requested meanwhile."""
     settings, target, show = config.features, engine.target, accelerator.is_main_process
     if isinstance(settings, OnlineFeaturesConfig):
-        size = config.batch_size
-        return make_features(settings, target, aux_layers, sequences, batch_size=size, room=config.room, show=show)
+        with stopping_together(accelerator, target.lend):
+            return make_features(
+                settings,
+                target,
+                aux_layers,
+                sequences,
+                batch_size=config.batch_size,
+                room=config.room,
+                show=show,
+                check=stop.check,
+            )
     assert isinstance(settings, OfflineFeaturesConfig)
     assert engine.tokenizer is not None
     layout = Layout.of(target, aux_layers, settings)
@@ -194,15 +207,9 @@ def open_features(
     if accelerator.is_main_process:
         open_store(folder, record)
     accelerator.wait_for_everyone()
-    cut = False
-    try:
+    with stopping_together(accelerator, target.lend):
         share = (accelerator.process_index, accelerator.num_processes)
         store.fill(config.batch_size, share, stop.check, room=config.room, show=show)
-    except Interrupted:
-        cut = True
-    target.lend()
-    if any_process(accelerator, cut):
-        raise Interrupted
     return store
 
 

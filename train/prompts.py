@@ -7,7 +7,7 @@ never stops a run. What is generated from a prompt is train/regenerate.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,7 +64,10 @@ class Prompts:
     reading: Reading
 
 
-def read_prompts(config: TrainConfig, tokenizer: Tokenizer, context: int) -> Prompts:
+def read_prompts(
+    config: TrainConfig, tokenizer: Tokenizer, context: int, check: Callable[[], None] = lambda: None
+) -> Prompts:
+    """`check` is called between rows and may raise to stop."""
     data = config.data
     if isinstance(data, DemoDataConfig):
         if data.prompt_tokens + 2 >= context:
@@ -75,7 +78,7 @@ def read_prompts(config: TrainConfig, tokenizer: Tokenizer, context: int) -> Pro
         reading = Reading(Counter(prompt=count), read=count, train=len(train), held_out=len(held_out))
         return Prompts(train, held_out, held_out, f"demo corpus {corpus_hash()}", reading)
     assert isinstance(data, FilesDataConfig | HubDataConfig)
-    return Reader(data, tokenizer, longest_prompt(data, context), config.eval_prompts).read()
+    return Reader(data, tokenizer, longest_prompt(data, context), config.eval_prompts, check).read()
 
 
 def by_key(prompts: list[list[int]]) -> dict[int, Example]:
@@ -91,8 +94,14 @@ def longest_prompt(data: DataConfig, context: int) -> int:
 
 class Reader:
     def __init__(
-        self, data: FilesDataConfig | HubDataConfig, tokenizer: Tokenizer, longest: int, eval_prompts: int
+        self,
+        data: FilesDataConfig | HubDataConfig,
+        tokenizer: Tokenizer,
+        longest: int,
+        eval_prompts: int,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        self.check = check
         self.data, self.tokenizer, self.longest, self.eval_prompts = data, tokenizer, longest, eval_prompts
         self.reading = Reading()
         self.train: dict[int, Example] = {}
@@ -130,6 +139,7 @@ class Reader:
     def _fill(self, items: Iterable[Item], side: str | None) -> None:
         """Until nothing more is wanted. `side` None: each row's prompt decides."""
         for item in items:
+            self.check()
             full = {TO_TRAIN: len(self.train) >= self.data.num_sequences}
             full[TO_HELD_OUT] = len(self.held_out) >= self.eval_prompts
             if full[side] if side else all(full.values()):

@@ -40,8 +40,6 @@ class State(NamedTuple):
 class Whole:
     """The contract of all of them; this one keeps everything in every process."""
 
-    drops_gradients = True  # an update whose gradients are not finite leaves the head as it was
-
     def __init__(self, accelerator: Accelerator, objective: Objective, optim: OptimConfig, rate: float) -> None:
         self.accelerator, self.plain, self.clip = accelerator, objective, optim.clip
         self.optimizer: Any = make_optimizer(objective, optim, rate)
@@ -102,8 +100,8 @@ class Whole:
         load_module(self.plain.trained, state.module)
         checkpoint.load_optimizer_tensors(self.plain.trained, self.optimizer, state.optimizer)
 
-    def close(self) -> None:
-        """After the last use, on every process."""
+    def close(self, *, together: bool) -> None:
+        """After the last use. `together`: every process does, at the same place."""
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -183,8 +181,6 @@ class FullyShard(Divided):
 
 
 class Zero(Divided):
-    drops_gradients = False  # DeepSpeed knows the norm only after its step
-
     def _divide(self) -> None:
         refuse_loose_parameters(self.plain.head, self.accelerator)
         self.objective, self.optimizer = self.accelerator.prepare(self.objective, self.optimizer)
@@ -199,7 +195,7 @@ class Zero(Divided):
         self._engine.backward(loss)
 
     def update(self, rate: float, *, sound: bool) -> float:
-        """Only an unsound loss is left out."""
+        """DeepSpeed knows the norm only in its step, which it leaves out itself where that is not finite."""
         if not sound:
             self.drop()
             return math.nan
@@ -210,9 +206,10 @@ class Zero(Divided):
     def drop(self) -> None:
         self._engine.optimizer.zero_grad()
 
-    def close(self) -> None:
+    def close(self, *, together: bool) -> None:
         self._engine.destroy()  # without it a process may abort at its exit, after everything was done
-        self.accelerator.wait_for_everyone()
+        if together:
+            self.accelerator.wait_for_everyone()
 
     def _module(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param

@@ -1,10 +1,13 @@
-"""Two processes on one machine, as torchrun starts them."""
+"""Two processes on one machine, as torchrun starts them, or without it."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,3 +26,29 @@ def on_two_processes(script: Path, *arguments: str) -> str:
     )
     assert result.returncode == 0, result.stderr[-8000:]
     return result.stdout
+
+
+@contextmanager
+def two_ranks(settings: list[str]) -> Iterator[list[subprocess.Popen[str]]]:
+    """train/run.py, twice. No torchrun, which would end the others itself when one ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        **os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "train" / "run.py"), *settings],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()

@@ -1,23 +1,27 @@
 """One of two processes that train in every parallel mode in turn: `modes_worker.py MODE,... SETTING ...`
 
-Each mode: a run without interruption, and one that stops after its third step and is resumed.
+Each mode: a run without interruption, one that stops after its third step and is resumed, and one with bad steps.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from typing import Any
 
 from accelerate.state import AcceleratorState
 
 import train.loop
 from infer.cli import compose
 from train.config import TrainConfig
-from train.loop import Run
+from train.features import Features
+from train.loop import Run, StepResult
 from train.loop import train as run
+from train.sharding import Zero
 from train.stopping import Interrupted
 
-REAL = Run._between_steps
+REAL, REAL_PASS, REAL_CLOSE = Run._between_steps, Run._forward_backward, Zero.close
 
 
 def forget(accelerator: object) -> None:
@@ -32,8 +36,30 @@ def stopping(own: Run) -> None:
         raise Interrupted
 
 
+def poisoned(own: Run, **options: Any) -> StepResult:
+    """Of the last process alone: the second step's features are not finite, and the third one's gradients."""
+    prepared, last = own.prepared, own.accelerator.num_processes - 1
+    features, backward = prepared.features, prepared.placement.backward
+
+    def bad_features(batch: Any) -> Features:
+        found = features(batch)
+        return Features(tuple(states * math.nan for states in found.aux), found.hidden * math.nan)
+
+    if own.accelerator.process_index == last:
+        if own.step == 1:
+            prepared.features = bad_features
+        if own.step == 2:
+            prepared.placement.backward = lambda loss, **which: backward(loss * math.nan, **which)
+    try:
+        return REAL_PASS(own, **options)
+    finally:
+        prepared.features, prepared.placement.backward = features, backward
+
+
 def main() -> None:
     train.loop.release = forget
+    closed = []
+    Zero.close = lambda own, *, together: (closed.append(together), REAL_CLOSE(own, together=together))[1]
     modes, *settings = sys.argv[1:]
     for mode in modes.split(","):
         own = [*settings, f"parallel={mode}"]
@@ -43,6 +69,12 @@ def main() -> None:
         assert run(compose("train", TrainConfig, torn)) is None
         Run._between_steps = REAL
         assert run(compose("train", TrainConfig, torn)) is not None
+        Run._forward_backward = poisoned
+        assert run(compose("train", TrainConfig, [*own, f"run={mode}-bad", "steps=4"])) is not None
+        Run._forward_backward = REAL_PASS
+        assert closed == [True] * (4 if mode.startswith("zero") else 0), "DeepSpeed is ended however a run ends"
+        closed.clear()
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -9,9 +9,10 @@ from safetensors.torch import load_file
 
 from infer.cli import compose
 from tests.train.launching import on_two_processes
+from tests.train.modes_worker import poisoned
 from train.checkpoint import latest_checkpoint
 from train.config import TrainConfig
-from train.loop import train
+from train.loop import Run, train
 from train.parallel import zero_settings
 from train.trackers import read_metrics
 
@@ -27,10 +28,14 @@ KEYS = ("train/loss", "train/loss_2", "train/accuracy_0", "train/grad_norm", "tr
 
 @pytest.fixture(scope="module")
 def outputs(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs named after their modes, and `single`."""
+    """Runs named after their modes, and `single`; with `-bad` those that leave updates out."""
     folder = tmp_path_factory.mktemp("outputs")
     common = [*SETTINGS, f"model.path={tiny_target_folder}", f"output_dir={folder}"]
     assert train(compose("train", TrainConfig, [*common, "run=single", "batch_size=8"])) is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "_forward_backward", poisoned)
+        bad = [*common, "run=single-bad", "batch_size=8", "steps=4"]
+        assert train(compose("train", TrainConfig, bad)) is not None
     on_two_processes(Path(__file__).with_name("modes_worker.py"), ",".join(MODES), *common, "batch_size=4")
     return folder
 
@@ -59,10 +64,26 @@ def test_a_resumed_run_has_the_same_bits(mode: str, outputs: Path) -> None:
             assert value.equal(torn[name]), name
 
 
-def last(run: Path, file: str) -> dict:
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_is_bad_in_one_process_is_left_out_by_all(mode: str, outputs: Path) -> None:
+    """Once for a loss that is not finite, once for a gradient; what comes after is as if nothing had been."""
+    single, double = (read_metrics(outputs / f"{name}-bad") for name in ("single", mode))
+    for rows in (single, double):
+        skipped = [(row["step"], row["train/skipped_steps"]) for row in rows if "train/skipped_steps" in row]
+        assert skipped == [(2, 1), (3, 2)]
+    losses = [[row["train/loss"] for row in rows if "train/loss" in row] for rows in (single, double)]
+    assert len(losses[0]) == 2
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    one, two = (last(outputs / f"{name}-bad", "module", step=4) for name in ("single", mode))
+    for name, value in one.items():
+        assert value.float().sub(two[name].float()).abs().max() < 1e-4, name
+
+
+def last(run: Path, file: str, step: int = 5) -> dict:
     path = latest_checkpoint(run / "checkpoints")
     assert path is not None
-    assert path.name == "step-000005"
+    assert path.name == f"step-{step:06d}"
     return load_file(path / f"{file}.safetensors")
 
 

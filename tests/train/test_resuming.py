@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from train import checkpoint
 from train.config import TrainConfig
 from train.loop import train
 from train.regenerate import regenerate
+from train.sharding import Whole
 from train.stopping import Interrupted
 from train.trackers import read_metrics
 
@@ -69,6 +72,49 @@ def test_interrupted_in_every_way_it_is_the_same_head(
     whole = [row for row in read_metrics(elsewhere / "steady") if "train/loss" in row]
     torn = [row for row in read_metrics(folder) if "train/loss" in row]
     assert [(row["step"], row["train/loss"]) for row in torn] == [(row["step"], row["train/loss"]) for row in whole]
+
+
+def test_a_stop_at_a_step_that_is_left_out_loses_nothing(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Whole._clip
+    norms: list[float] = []
+
+    def clip(self: Whole) -> float:
+        norms.append(real(self))
+        if len(norms) != 3:
+            return norms[-1]
+        os.kill(os.getpid(), signal.SIGTERM)
+        return math.inf
+
+    monkeypatch.setattr(Whole, "_clip", clip)
+    own = [*settings, "run=one", "steps=4", "checkpoint_every=100"]
+    assert train(compose("train", TrainConfig, own), own) is None
+    assert (tmp_path / "one" / "checkpoints" / "latest").read_text() == "step-000003\n"
+    run(own)
+    assert len(norms) == 4
+    assert [row["train/skipped_steps"] for row in read_metrics(tmp_path / "one") if row["step"] == 3] == [1]
+
+
+@pytest.mark.parametrize("name", ["train.prompts.parse_row", "train.features.compute_features"])
+def test_a_stop_is_heard_while_data_are_read_and_features_computed(
+    name: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, _, function = name.rpartition(".")
+    real, calls = getattr(sys.modules[module], function), 0
+
+    def slow(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*given)
+
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "say {number}"}}\n' for number in range(20)))
+    kept = [item for item in settings if not item.startswith("data.prompt_tokens")]
+    own = [*kept, "data=files", f"data.path={tmp_path / 'rows.jsonl'}", "data.held_out_share=0.3", "run=one"]
+    monkeypatch.setattr(name, slow)
+    assert train(compose("train", TrainConfig, own), own) is None
+    assert calls == 1
 
 
 def test_a_run_is_resumed_under_its_own_settings_only(settings: list[str], tmp_path: Path) -> None:

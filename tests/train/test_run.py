@@ -228,7 +228,8 @@ def test_one_bad_update_changes_nothing(
 
     kept: dict[str, torch.Tensor] = {}
     monkeypatch.setattr(Whole, "_clip", clip)
-    run(settings, "run=one", "steps=5")
+    run(settings, "run=one", "steps=5", "eval_every=3")
+    assert (tmp_path / "one" / "checkpoints" / "best").read_text() == "step-000003\n"
     assert "step 3 left out: the gradient norm is not finite" in capsys.readouterr().err
     rows = read_metrics(tmp_path / "one")
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 4, 5]
