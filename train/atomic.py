@@ -52,9 +52,13 @@ def replace_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
     staging = unfinished(path)
     with refuse_full_disk(path, staging):
-        staging.write_text(text, encoding="utf-8")
+        staging.write_bytes(content)
         flush(staging)
         os.replace(staging, path)
         flush(path.parent)
@@ -123,13 +127,15 @@ def is_alive(process: int) -> bool:
 
 
 @contextmanager
-def refuse_full_disk(path: Path, staging: Path) -> Iterator[None]:
-    """Turns "no room" in any of its shapes into one ValueError, and removes the unfinished `staging`."""
+def refuse_full_disk(path: Path, staging: Path | None = None) -> Iterator[None]:
+    """Turns "no room" in any of its shapes into one ValueError, and removes the unfinished `staging`, if any."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        written = sum(file.stat().st_size for file in [staging, *staging.rglob("*")] if file.is_file())
-        discard(staging)
+        begun = staging or path
+        written = sum(file.stat().st_size for file in [begun, *begun.rglob("*")] if file.is_file())
+        if staging is not None:
+            discard(staging)
         code = error.errno if isinstance(error, OSError) else None
         if code not in NO_ROOM and not any(f"os error {number}" in str(error) for number in NO_ROOM):
             raise

@@ -5,9 +5,11 @@ measured, speed.png over the number of requests at the end.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from train import atomic
 from train.export import Measured
 from train.trackers import read_metrics, warn
 
@@ -65,5 +67,7 @@ def draw_curves(
     plot.grid(alpha=0.3)
     if any(curves.values()):
         plot.legend(fontsize=7 if len(curves) > 4 else None)
-    figure.savefig(path)
+    picture = BytesIO()
+    figure.savefig(picture, format="png")
+    atomic.write_bytes(path, picture.getvalue())
     return path

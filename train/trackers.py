@@ -11,6 +11,7 @@ import json
 import netrc
 import os
 import re
+import secrets
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 from train import atomic
 from train.config import TrackerConfig, WandbConfig
 
-METRICS = "metrics.jsonl"
+METRICS, WANDB_ID = "metrics.jsonl", "wandb-id"
 SECRET_KEY = re.compile(r"(key|token|secret|password|passwd|credentials?|auth)$", re.IGNORECASE)
 SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-)\w{8,}|//[^/\s:@]+:[^/\s@]+@")
 INIT_SECONDS = 20  # for W&B to answer at the start; then the run is tracked offline
@@ -59,20 +60,20 @@ class JsonlTracker:
     """One JSON object per line. Rows after `resume_step`, of a run that was killed, are dropped: they come again."""
 
     def __init__(self, folder: Path, resume_step: int) -> None:
-        path = folder / METRICS
+        self._path = folder / METRICS
         kept = [json.dumps(row) for row in read_metrics(folder) if row["step"] <= resume_step]
-        atomic.write_text(path, "".join(line + "\n" for line in kept))
-        self._file = path.open("a", encoding="utf-8")
+        atomic.write_text(self._path, "".join(line + "\n" for line in kept))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
+        """Raises ValueError where the disk is full."""
+        with atomic.refuse_full_disk(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
 
     def publish(self, results: Results) -> None:
         """Plots and report lie beside the metrics already."""
 
     def finish(self) -> None:
-        self._file.close()
+        """Nothing is open between two rows."""
 
 
 class TensorboardTracker:
@@ -97,14 +98,14 @@ class TensorboardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases, files under the run's folder. The run's name is its id there, so that resuming continues it."""
+    """Weights & Biases, files under the run's folder, where its id there is kept too, so that resuming continues it."""
 
     def __init__(self, wandb: Any, config: WandbConfig, folder: Path, run: str, settings: Mapping[str, Any]) -> None:
         self._wandb, self._config = wandb, config
         arguments = {
             "project": config.project,
             "entity": config.entity,
-            "id": run,
+            "id": wandb_id(folder),
             "name": run,
             "dir": str(folder),
             "config": dict(settings),
@@ -195,6 +196,14 @@ def import_wandb() -> Any | None:
     except ImportError:
         return None
     return wandb if hasattr(wandb, "init") else None
+
+
+def wandb_id(folder: Path) -> str:
+    """Of the run in this folder, made once; its name may be another run's too, of another folder or person."""
+    path = folder / WANDB_ID
+    if not path.is_file():
+        atomic.write_text(path, secrets.token_hex(8) + "\n")
+    return path.read_text(encoding="utf-8").strip()
 
 
 def wandb_mode(config: WandbConfig, default_url: str) -> str:

@@ -17,10 +17,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from infer.cli import compose
+from tests.train.conftest import full_disk
 from tests.train.running import assert_equal, run, start, tensors, wait_for
 from train import checkpoint
 from train.config import TrainConfig
-from train.loop import train
+from train.loop import Run, train
 from train.regenerate import regenerate
 from train.sharding import Whole
 from train.stopping import Interrupted
@@ -88,12 +89,34 @@ def test_a_stop_at_a_step_that_is_left_out_loses_nothing(
         return math.inf
 
     monkeypatch.setattr(Whole, "_clip", clip)
-    own = [*settings, "run=one", "steps=4", "checkpoint_every=100"]
+    own = [*settings, "run=one", "checkpoint_every=100"]
     assert train(compose("train", TrainConfig, own), own) is None
     assert (tmp_path / "one" / "checkpoints" / "latest").read_text() == "step-000003\n"
-    run(own)
-    assert len(norms) == 4
     assert [row["train/skipped_steps"] for row in read_metrics(tmp_path / "one") if row["step"] == 3] == [1]
+
+
+@pytest.mark.parametrize(("room", "file"), [(2000, "metrics.jsonl"), (50_000, "checkpoints/step-000006")])
+def test_a_disk_that_fills_during_a_run(
+    room: int, file: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """`capsys`: what is printed needs no disk."""
+    real, own = Run._between_steps, [*settings, "run=one", "steps=6", "checkpoint_every=3"]
+    with contextlib.ExitStack() as later, monkeypatch.context() as patch:
+
+        def between(self: Run) -> None:
+            real(self)
+            if self.step == 4:
+                later.enter_context(full_disk(room))
+
+        patch.setattr(Run, "_between_steps", between)
+        with pytest.raises(ValueError, match=rf"{tmp_path}/one/{file}: no room to write it: stopped after \d+ bytes"):
+            run(own)
+    folder = tmp_path / "one" / "checkpoints"
+    assert (folder / "latest").read_text() == "step-000003\n"
+    assert [path.name for path in folder.glob("step-*")] == ["step-000003"]
+    if file == "metrics.jsonl":
+        run(own)
+        assert [row["step"] for row in read_metrics(tmp_path / "one") if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("name", ["train.prompts.parse_row", "train.features.compute_features"])

@@ -81,16 +81,32 @@ def test_tensorboard_missing_is_a_clear_error(tmp_path: Path, monkeypatch: pytes
 
 
 def test_wandb_offline_without_credentials(tmp_path: Path) -> None:
-    """The real package: its files land in the run's folder, under the run's name, without the secrets."""
+    """The real package: its files land in the run's folder, under an id of its own, without the secrets."""
     settings = {"wandb_api_key": "wandb_api_key-value", "nested": {"note": "hf_abcdefghijkl"}, "lr": 0.1}
     track(WandbConfig("wandb"), tmp_path / "run", **settings)
-    [record] = (tmp_path / "run" / "wandb").glob("offline-run-*/run-some-run.wandb")
+    own = (tmp_path / "run" / "wandb-id").read_text().strip()
+    [record] = (tmp_path / "run" / "wandb").glob(f"offline-run-*/run-{own}.wandb")
     assert appears(b"train/loss", record.parent)
     stored = everything_in(record.parent)
     assert b"wandb_api_key-value" not in stored
     assert b"hf_abcdefghijkl" not in stored
     assert len(read_metrics(tmp_path / "run")) == 2
     assert [path.name for path in Path.cwd().glob("wandb")] == []
+
+
+def test_a_run_keeps_its_id_and_shares_it_with_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of one name, in two folders; the first is resumed."""
+    asked: list[str] = []
+
+    def init(**arguments: Any) -> Any:
+        asked.append(arguments["id"])
+        return types.SimpleNamespace(log=lambda *given, **named: None, finish=lambda: None)
+
+    wandb = types.SimpleNamespace(init=init, Settings=lambda **given: types.SimpleNamespace(base_url="https://x"))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for folder in ("one", "other", "one"):
+        track(WandbConfig("wandb", mode="online"), tmp_path / folder)
+    assert asked[0] == asked[2] != asked[1]
 
 
 def test_results_go_to_wandb_as_far_as_they_are_let(tmp_path: Path) -> None:
@@ -107,7 +123,7 @@ def test_results_go_to_wandb_as_far_as_they_are_let(tmp_path: Path) -> None:
         trackers.log(1, {"train/loss": 1.0})
         trackers.publish(results)
         trackers.finish()
-        [record] = (tmp_path / name / "wandb").glob(f"offline-run-*/run-{name}.wandb")
+        [record] = (tmp_path / name / "wandb").glob("offline-run-*/run-*.wandb")
         assert list(record.parent.rglob("plot*.png"))
         assert appears(b"train/loss", record.parent)
         for text in (b"a private question", b"demo-eagle3"):
@@ -123,7 +139,7 @@ def test_an_unreachable_server_means_offline(
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     track(WandbConfig("wandb"), tmp_path / "run")
     assert "W&B cannot be reached (CommError: " in capsys.readouterr().err
-    assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*/run-some-run.wandb"))) == 1
+    assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))) == 1
     with pytest.raises(ValueError, match=r"tracker.mode=online: W&B cannot be reached"):
         track(WandbConfig("wandb", mode="online"), tmp_path / "run2")
 
