@@ -26,7 +26,7 @@ LAUNCH = "torchrun --nproc_per_node 2 train/run.py parallel={name} ..."
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
-    """Raises ValueError for a launch that does not fit `parallel`; asserts that the processes really work together."""
+    """Raises ValueError for a launch that does not fit `parallel`, and where the processes would not work together."""
     name, world = config.parallel.name, int(os.environ.get("WORLD_SIZE", "1"))
     if name != "single" and world == 1:
         raise ValueError(f"parallel={name}: started as a single process; start it with {LAUNCH.format(name=name)}")
@@ -59,11 +59,30 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
         kwargs_handlers=[group, wrapper] if world > 1 else None,
         deepspeed_plugin=zero_plugin(config) if zero else None,
     )
-    assert accelerator.num_processes == world, "accelerate and the launcher disagree on the number of processes"
-    kind = str(accelerator.distributed_type)
-    assert world == 1 or kind != "DistributedType.NO", "gradients would not be averaged"
-    assert zero == (kind == "DistributedType.DEEPSPEED"), f"parallel={name} became {kind}"
+    try:
+        refuse_other_launch(accelerator, name, world)
+    except ValueError:
+        release(accelerator)
+        raise
     return accelerator
+
+
+def refuse_other_launch(accelerator: Accelerator, name: str, world: int) -> None:
+    """Raises ValueError where accelerate took from its launcher or its variables what `parallel` does not say."""
+    kind, zero = str(accelerator.distributed_type.value), name.startswith("zero")
+    wanted = "NO" if name == "single" else "DEEPSPEED" if zero else "MULTI"  # else gradients would not be averaged
+    cure = f"start it with {LAUNCH.format(name=name)}, and without accelerate's config file or ACCELERATE_ variables"
+    if accelerator.num_processes != world:
+        raise ValueError(
+            f"parallel={name}: WORLD_SIZE says {world} processes, accelerate found {accelerator.num_processes}; {cure}"
+        )
+    if not kind.startswith(wanted):
+        raise ValueError(f"parallel={name}: accelerate was told to use {kind}, and not {wanted}; {cure}")
+    if not zero and accelerator.gradient_accumulation_steps != 1:
+        raise ValueError(
+            f"parallel={name}: accelerate was told to accumulate over {accelerator.gradient_accumulation_steps} steps; "
+            f"say accumulate={accelerator.gradient_accumulation_steps} instead, and {cure}"
+        )
 
 
 def zero_plugin(config: TrainConfig) -> Any:

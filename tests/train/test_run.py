@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
 from infer.cli import compose
@@ -25,6 +28,7 @@ from train.config import TrainConfig
 from train.data import Batch
 from train.features import compute_features
 from train.loop import Run, resume_command, train
+from train.parallel import refuse_other_launch
 from train.run_folder import name_run
 from train.sharding import Whole
 from train.stopping import Interrupted
@@ -333,6 +337,35 @@ def test_launches_that_only_look_distributed_are_refused(settings: list[str], mo
             run(settings, f"parallel={name}")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="parallel=single: started as 2 processes; say parallel=ddp"):
+        run(settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "world", "error"),
+    [
+        ("ddp", "FSDP", 2, "parallel=ddp: accelerate was told to use FSDP, and not MULTI; start it with torchrun"),
+        ("fsdp", "DEEPSPEED", 2, "parallel=fsdp: accelerate was told to use DEEPSPEED, and not MULTI;"),
+        ("ddp", "NO", 2, "parallel=ddp: accelerate was told to use NO"),
+        ("zero2", "MULTI_GPU", 2, "parallel=zero2: accelerate was told to use MULTI_GPU, and not DEEPSPEED"),
+        ("single", "MULTI_CPU", 1, "parallel=single: accelerate was told to use MULTI_CPU"),
+        ("ddp", "MULTI_CPU", 4, "parallel=ddp: WORLD_SIZE says 4 processes, accelerate found 2"),
+        ("ddp", "MULTI_CPU", 2, None),
+        ("fsdp", "MULTI_GPU", 2, None),
+        ("zero3", "DEEPSPEED", 2, None),
+    ],
+)
+def test_what_accelerate_was_told_elsewhere_is_refused(name: str, kind: str, world: int, error: str | None) -> None:
+    made: Any = types.SimpleNamespace(
+        distributed_type=DistributedType(kind), num_processes=min(world, 2), gradient_accumulation_steps=1
+    )
+    with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
+        refuse_other_launch(made, name, world)
+
+
+def test_accelerates_own_accumulation_is_refused(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would divide every loss once more."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    with pytest.raises(ValueError, match="accelerate was told to accumulate over 4 steps; say accumulate=4 instead"):
         run(settings)
 
 
