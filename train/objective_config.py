@@ -23,7 +23,8 @@ class ObjectiveConfig:
     # true: logits, probabilities and their gradients exist for a chunk of slots alone; null: on a GPU, where the head's
     # parameters are whole
     fused: bool | None = None
-    checkpointing: bool = False  # activations of the head's MLPs are computed again in the backward pass
+    # activations of the head's MLPs are computed again in the backward pass; with medusa-2 those of the target's layers
+    checkpointing: bool = False
 
     def __post_init__(self) -> None:
         at_least("objective.steps", self.steps, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from infer.cli import compose
 from infer.engine import Engine
 from models.attention import CausalAttention, repeat_kv
 from models.heads.base import Head
@@ -18,7 +20,7 @@ from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from tests.heads import make_head, make_objective
 from train import alignment
-from train.config import SCHEMAS
+from train.config import SCHEMAS, TrainConfig
 from train.data import Batch, Sequences
 from train.draft_states import draft_states
 from train.features import Features, compute_features, target_features
@@ -362,21 +364,54 @@ def test_checkpointing_keeps_less_and_changes_nothing(
         head = make_head(tiny_target, variant)
         name = "ttt" if head.name != "p-eagle" else "p-eagle"
         made = make_objective(head, name, steps=K, checkpointing=checkpointing)
-        kept = 0
+        found.append(learnt(made, lambda made=made: run(made, engine, batch)[0]))
+    compare_learnt(*found, share=0.85)
 
-        def keep(value: Tensor) -> Tensor:
-            nonlocal kept
-            kept += value.numel()
-            return value
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-            loss = run(made, engine, batch)[0]
-        before = kept
-        loss.backward()
-        found.append((loss.detach(), {n: p.grad for n, p in head.named_parameters() if p.grad is not None}, before))
-    (loss, gradients, whole), (again, same, less) = found
-    assert torch.equal(loss, again)
-    assert gradients.keys() == same.keys()
-    for name, value in gradients.items():
-        torch.testing.assert_close(same[name], value, rtol=1e-5, atol=1e-7)
-    assert less < 0.85 * whole
+def test_checkpointing_medusa_2_is_of_the_targets_layers(
+    engine: Engine, tiny_target_folder: Path, tiny_target: LlamaTarget, batch: Batch
+) -> None:
+    found = []
+    for checkpointing in (False, True):
+        head = make_head(tiny_target, "medusa, truncated", num_heads=K)
+        words = ["head=medusa", f"head.num_heads={K}", "eval_draft_tokens=1", "objective=medusa-2"]
+        config = compose("train", TrainConfig, [*words, f"objective.checkpointing={checkpointing}"]).objective
+        made = MedusaTogether(head, config, load_target(str(tiny_target_folder)))
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in made.target.named_parameters():
+            if name.endswith("lora_b"):
+                parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
+        features = features_of(head, engine, batch)
+        teacher = teach(engine.target, features.hidden, batch, head.target_ids)
+        given = (batch, features, teacher, made.denominators(batch), True, None, 1.0)
+        found.append(learnt(made, lambda made=made, given=given: made(*given)[0]))
+        assert "forward" not in vars(made.target.layers[0])
+    assert any("lora_a" in name for name in found[0][1])
+    compare_learnt(*found, share=0.5)
+
+
+Learnt = tuple[Tensor, dict[str, Tensor], int]
+
+
+def learnt(made: Objective, forward: Callable[[], Tensor]) -> Learnt:
+    """Loss, gradients, and how many numbers were kept between forward and backward."""
+    kept = 0
+
+    def keep(value: Tensor) -> Tensor:
+        nonlocal kept
+        kept += value.numel()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        loss = forward()
+    before = kept
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in made.named_parameters() if p.grad is not None}, before
+
+
+def compare_learnt(whole: Learnt, less: Learnt, *, share: float) -> None:
+    assert torch.equal(whole[0], less[0])
+    assert whole[1].keys() == less[1].keys()
+    for name, value in whole[1].items():
+        torch.testing.assert_close(less[1][name], value, rtol=1e-5, atol=1e-7)
+    assert less[2] < share * whole[2]

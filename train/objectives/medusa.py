@@ -6,6 +6,9 @@ Medusa-2: after the heads, the target itself learns to be foreseen, held to what
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +72,8 @@ class MedusaTogether(MedusaHeads):
         if progress <= self.config.heads_first:
             return super().forward(batch, features, teacher, denominators, metrics, generator)
         with torch.autocast(batch.ids.device.type, enabled=False):  # the target runs as it is served
-            own = target_features(self.target, batch, self.head.config.aux_layers)
+            with recomputing(self.target.layers if self.config.checkpointing else ()):
+                own = target_features(self.target, batch, self.head.config.aux_layers)
             drift = self.drift(batch, own.hidden, teacher) / denominators[0].clamp(min=1)
         loss, sums = super().forward(batch, own, teacher, denominators, metrics, generator)
         return drift + self.config.heads_weight * loss, sums
@@ -89,3 +93,16 @@ class MedusaTogether(MedusaHeads):
         p = log_p.exp()
         costs = SoftCrossEntropy.apply(self.target.logits(rows).float(), p) + torch.linalg.vecdot(p, log_p)
         return (costs * weights).sum()
+
+
+@contextmanager
+def recomputing(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Of what runs within, these layers keep their inputs alone; the backward pass runs them again."""
+    layers = list(layers)
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
