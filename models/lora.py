@@ -53,20 +53,29 @@ def adapt(layers: nn.Module, names: Sequence[str], *, rank: int, alpha: float, s
 
     Raises ValueError for a name that no linear layer has.
     """
-    found = [
-        (parent, name, child)
-        for parent in layers.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, Linear)
-    ]
-    known = sorted({name for _, name, _ in found})
+    refuse_unknown_layers(layers, names)
+    generator = torch.Generator().manual_seed(seed)
+    for parent, name, child in linear_layers(layers):
+        if name in names:
+            setattr(parent, name, LoraLinear(child, rank, alpha, generator))
+
+
+def refuse_unknown_layers(layers: nn.Module, names: Sequence[str]) -> None:
+    """Raises ValueError for a name that no linear layer has."""
+    known = sorted({name for _, name, _ in linear_layers(layers)})
     for name in names:
         if name not in known:
             raise ValueError(f"objective.lora_on: {name}: this target's layers have {', '.join(known)}")
-    generator = torch.Generator().manual_seed(seed)
-    for parent, name, child in found:
-        if name in names:
-            setattr(parent, name, LoraLinear(child, rank, alpha, generator))
+
+
+def linear_layers(module: nn.Module) -> list[tuple[nn.Module, str, Linear]]:
+    """Each with its parent and its name there."""
+    return [
+        (parent, name, child)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, Linear)
+    ]
 
 
 def merge(module: nn.Module) -> None:

@@ -28,6 +28,11 @@ class Unanswered(Exception):
     """This conversation cannot be answered now; others may be."""
 
 
+def check_server(data: DataConfig) -> None:
+    """Raises ValueError where nothing answers at `data.server`, or does not serve what is asked for."""
+    ServerAnswerer(data, 0).close()
+
+
 class ServerAnswerer:
     def __init__(self, data: DataConfig, vocab_size: int, *, first_pause: float = 0.5) -> None:
         """Asks the server for its models. Raises ValueError when it cannot be used."""
@@ -42,10 +47,13 @@ class ServerAnswerer:
             limits=httpx.Limits(max_connections=data.concurrency),
         )
         try:
-            self._model = data.server_model or self._only_model()
+            self._model = self._choose_model()
         except BaseException:
-            self._client.close()
+            self.close()
             raise
+
+    def close(self) -> None:
+        self._client.close()
 
     def answer(self, jobs: Iterator[Job], finished: Finished, check: Callable[[], None]) -> None:
         """Raises ValueError once nothing at all is answered any more, or answers are not what they must be."""
@@ -76,7 +84,7 @@ class ServerAnswerer:
                         finished(job, None)
         finally:
             self._stopping.set()
-            self._client.close()  # ends what is still in flight
+            self.close()  # ends what is still in flight
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _converse(self, job: Job) -> None:
@@ -121,15 +129,19 @@ class ServerAnswerer:
             )
         return ids
 
-    def _only_model(self) -> str:
+    def _choose_model(self) -> str:
+        wanted = self._data.server_model
         try:
             names = [str(entry["id"]) for entry in self._request("GET", "models").get("data", [])]
         except Unanswered as error:
             raise ValueError(f"data.server={self._data.server}: cannot be used: {error}") from error
+        if wanted in names:
+            return wanted
+        served = f"data.server={self._data.server}: serves {', '.join(names) or 'nothing'}"
+        if wanted is not None:
+            raise ValueError(f"{served}, not data.server_model={wanted}; give one of these")
         if len(names) != 1:
-            raise ValueError(
-                f"data.server={self._data.server}: serves {', '.join(names) or 'nothing'}; say data.server_model="
-            )
+            raise ValueError(f"{served}; say data.server_model=")
         return names[0]
 
     def _request(self, method: str, path: str, **options: object) -> dict:

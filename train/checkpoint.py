@@ -87,15 +87,23 @@ def load_checkpoint(path: Path, expected: Mapping[str, Tensor], keys: Collection
     """
     try:
         module, optimizer, random = (load_file(path / f"{name}.safetensors") for name in FILES)
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"{path}: this checkpoint cannot be read ({error})") from error
+    state = read_state(path)
     if module.keys() != expected.keys():
         names = sorted(module.keys() ^ expected.keys())
         raise ValueError(f"{path}: of another head; these tensors are on one side only: {', '.join(names[:8])}")
     if missing := ", ".join(sorted(set(keys) - state.keys())):
         raise ValueError(f"{path}: of another version, without {missing}; begin anew with another run=<name>")
     return Checkpoint(module, optimizer, random, state)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of the run. Raises ValueError where it cannot be read."""
+    try:
+        return json.loads((path / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: this checkpoint cannot be read ({error})") from error
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -294,6 +294,10 @@ class TrainConfig:
         one_of("export", self.export, ("best", "last"))
         at_least("max_skipped", self.max_skipped, 1)
         one_of("stage", self.stage, ("all", "regenerate"))
+        if self.stage == "regenerate" and getattr(self.data, "responses", None) == "given":
+            raise ValueError(
+                "stage=regenerate: the target has nothing to answer with data.responses=given; leave one of them out"
+            )
         one_of("precision", self.precision, ("fp32", "bf16"))
         if self.steps is None and self.minutes is None:
             raise ValueError("steps=null and minutes=null: the run would not end; give one of them")

@@ -88,13 +88,14 @@ class Making:
         if not given:
             work = f"{len(prompts.train)} training and {work}"
         who = "the target" if given or config.data.server is None else f"{config.data.server}, and the target here,"
+        answerer = None if given else self._answerer()  # a server that cannot be used is found out first
         say(accelerator, f"{who} continues {work}")
         held_out, _ = self._answer(EngineAnswerer(self.engine), prompts.held_out, greedy, HELD_OUT)
-        if given:
+        if answerer is None:
             rows = [row for example in prompts.train.values() for row in self._given(example)]
             train, failed = Sequences.of(rows), {}
         else:
-            train, failed = self._answer(self._answerer(), prompts.train, sampled, TRAIN)
+            train, failed = self._answer(answerer, prompts.train, sampled, TRAIN)
         if accelerator.is_main_process:
             self._write(prompts, own, train, held_out, failed)
         accelerator.wait_for_everyone()

@@ -51,15 +51,24 @@ def manifest(
 ) -> dict[str, Any]:
     """All that the features depend on, and their layout. Two equal ones have equal files."""
     return {
+        **origin(target, tokenizer, layout, shard_mb, weights),
+        "data": sequences.content_hash(),
+        "sequences": len(sequences),
+        "tokens": int(sequences.offsets[-1]),
+    }
+
+
+def origin(
+    target: LlamaTarget, tokenizer: Tokenizer, layout: Layout, shard_mb: int, weights: WeightFormat
+) -> dict[str, Any]:
+    """What is known of a manifest before there are sequences."""
+    return {
         "format": FORMAT,
         "target": target.fingerprint,
         "weights": weights,
         **layout.record(),
         "tokenizer": text_hash(tokenizer.backend.to_str()),
         "chat_template": text_hash(tokenizer.chat_template or ""),
-        "data": sequences.content_hash(),
-        "sequences": len(sequences),
-        "tokens": int(sequences.offsets[-1]),
         "shard_mb": shard_mb,
     }
 
@@ -91,28 +100,40 @@ def open_store(folder: Path, wanted: dict[str, Any]) -> None:
 
     Raises ValueError naming every difference when the store holds features of anything else.
     """
-    path = folder / MANIFEST
-    if path.is_file():
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path}: cannot be read ({error}); give another features.path") from error
-        different = [
-            f"{key} is {found.get(key)}, this run has {wanted.get(key)}"
-            for key in sorted(found.keys() | wanted.keys())
-            if found.get(key) != wanted.get(key)
-        ]
-        if different:
-            raise ValueError(
-                f"features.path={folder}: this store was made for something else: {'; '.join(different)}. Give another "
-                "features.path, or none"
-            )
+    if refuse_other_store(folder, wanted):
         atomic.sweep(folder)
         return
-    if folder.is_dir() and any(folder.iterdir()):
-        raise ValueError(f"features.path={folder}: holds something else than a store of features; give another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    atomic.write_text(path, json.dumps(wanted, indent=2) + "\n")
+    atomic.write_text(folder / MANIFEST, json.dumps(wanted, indent=2) + "\n")
+
+
+def refuse_other_store(folder: Path, wanted: dict[str, Any]) -> bool:
+    """Whether there is a store that agrees in every key of `wanted`; False where there is nothing yet.
+
+    Raises ValueError naming every difference, or for a folder that holds something else.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ValueError(
+                f"features.path={folder}: holds something else than a store of features; give another folder"
+            )
+        return False
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: cannot be read ({error}); give another features.path") from error
+    different = [
+        f"{key} is {found.get(key)}, this run has {wanted[key]}"
+        for key in sorted(wanted)
+        if found.get(key) != wanted[key]
+    ]
+    if different:
+        raise ValueError(
+            f"features.path={folder}: this store was made for something else: {'; '.join(different)}. Give another "
+            "features.path, or none"
+        )
+    return True
 
 
 def refuse_small_disk(folder: Path, needed: int) -> None:

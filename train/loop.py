@@ -25,7 +25,7 @@ from train import checkpoint, run_folder, schedule
 from train.config import TrainConfig
 from train.data import Batch, rows_at, seed_of
 from train.evaluation import acceptance_metrics, step_metrics
-from train.export import Measured, check_room, export_head
+from train.export import Measured, export_head
 from train.flops import head_flops
 from train.objectives import StepSums, recall, teach
 from train.parallel import (
@@ -42,6 +42,7 @@ from train.plan import check_plan, measure, outlook
 from train.plots import draw_plots
 from train.preparation import prepare, prepare_data
 from train.provenance import provenance
+from train.refusals import refuse
 from train.report import write_report
 from train.served import Publication
 from train.sharding import State, Whole, agree, load_module
@@ -67,7 +68,7 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
     `overrides` is the command line, quoted in the command to resume. Raises ValueError for what the user can mend.
     """
     if config.check:
-        return check_plan(config)
+        return check_plan(config, overrides)
     started = time.perf_counter()
     accelerator = make_accelerator(config)
     config = dataclasses.replace(config, run=broadcast_text(accelerator, str(run_folder.name_run(config).run)))
@@ -75,6 +76,8 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
         run = Run(config, accelerator, stop, started)
         together = False  # whether every process ends here
         try:
+            if accelerator.is_main_process:
+                refuse(config, overrides)
             result = run.execute()
             together = True
             return result
@@ -129,7 +132,6 @@ class Run:
             say(accelerator, line)
         self.prepared = prepare(config, accelerator, self.folder, self.stop)
         self.engine, self.placement = self.prepared.engine, self.prepared.placement
-        check_room(config, self.prepared.head, self.prepared.target, self.prepared.served.bytes_needed())
         self._restore()
         if accelerator.is_main_process:
             settings = dataclasses.asdict(config)
@@ -302,10 +304,10 @@ class Run:
         placement = self.prepared.placement
         loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(placement.trained), STATE)
         state = loaded.state
-        if state["data_hash"] != self.prepared.data_hash or state["processes"] != self.accelerator.num_processes:
+        if state["data_hash"] != self.prepared.data_hash:
             raise ValueError(
-                f"run={self.config.run}: {path} was written for data {state['data_hash']} by {state['processes']} "
-                f"processes, here are data {self.prepared.data_hash} and {self.accelerator.num_processes} processes"
+                f"run={self.config.run}: {path} was written for data {state['data_hash']}, here are "
+                f"{self.prepared.data_hash}; its files have changed since. Begin anew with another run=<name>"
             )
         placement.load(State(loaded.module, loaded.optimizer))
         checkpoint.restore_random_state(loaded.random)

@@ -53,6 +53,12 @@ class TttConfig(ObjectiveConfig):
         if not 0 <= self.kl_scale <= 1:
             raise ValueError(f"objective.kl_scale={self.kl_scale}: is a share, must be 0 to 1")
         at_least("objective.kl_decay", self.kl_decay, 0)
+        for key in ("kl_scale", "kl_decay"):
+            if self.loss != "lk_hybrid" and getattr(self, key) != getattr(TttConfig, key):
+                raise ValueError(
+                    f"objective.{key}={getattr(self, key)}: is of objective.loss=lk_hybrid, not of "
+                    f"objective.loss={self.loss}; leave it out"
+                )
 
 
 @dataclass

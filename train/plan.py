@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from kernels.linear import reads_narrow
 from kernels.quantise import narrow_bytes
 from models.heads.base import Head
 from models.layers import Linear
-from models.targets import LAYERS, empty_target, resolve_checkpoint
+from models.targets import LAYERS
 from models.targets.llama import LlamaTarget
 from models.targets.sharded import shared_elements
 from models.tokenizer import Tokenizer
@@ -37,9 +38,11 @@ from train.feature_layout import Layout
 from train.features import feature_bytes
 from train.objective_config import PEagleObjectiveConfig
 from train.objectives import teacher
-from train.preparation import make_head, pool_for
+from train.preparation import pool_for
 from train.prompts import longest_prompt, read_prompts
+from train.refusals import refusals
 from train.run_folder import check_run, other_export, refuse_other_export
+from train.shapes import processes, shapes
 
 GB = 1e9
 TRAINED_BYTES = 16  # of a trained parameter: value, gradient and Adam's two moments, in fp32
@@ -62,9 +65,12 @@ class Speed:
     bytes: float
 
 
-def check_plan(config: TrainConfig) -> dict[str, Any]:
-    """Prints the plan; its numbers are the command's result. Raises ValueError for what cannot work."""
-    plan = make_plan(config)
+def check_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Prints the plan; its numbers are the command's result. Raises ValueError for what cannot work.
+
+    `overrides`: the words of the command line.
+    """
+    plan = make_plan(config, overrides)
     for line in plan.lines if int(os.environ.get("RANK", "0")) == 0 else ():
         print(line, file=sys.stderr)
     if plan.refusals:
@@ -82,21 +88,15 @@ def outlook(config: TrainConfig) -> list[str]:
     return plan.lines + [f"note    {text}" for text in plan.refusals]
 
 
-def shapes(config: TrainConfig) -> tuple[LlamaTarget, Head, Path]:
-    """Target and head with no memory behind them, and the checkpoint's folder, of which no weight was fetched."""
-    checkpoint = resolve_checkpoint(config.model.path_or_hub_id, config.model.revision, weights=False)
-    target = empty_target(checkpoint).to(getattr(torch, config.model.dtype))
-    with torch.device("meta"):
-        return target, make_head(config.head, target.config), checkpoint
-
-
-def make_plan(config: TrainConfig) -> Plan:
+def make_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> Plan:
     """Raises ValueError when data, target or head cannot be used at all."""
     plan = Plan()
     resumed = check_run(config)
     folder = resolve_path(config.output_dir) / (config.run or f"{config.model.name}-{config.head.name}-<time>")
     plan.add("run", f"{folder}, {'resumed' if resumed else 'new'}")
-    target, head, checkpoint = shapes(config)
+    known = shapes(config)
+    target, head, checkpoint = known
+    plan.refusals += refusals(config, known, overrides)
     tokens, answers = plan_data(plan, config, target, checkpoint)
     plan_memory_of(plan, config, target, head, tokens)
     store = plan_disk(plan, config, target, head, tokens, folder)
@@ -209,11 +209,6 @@ def sharded_bytes(target: LlamaTarget, count: int) -> int:
     """One process's share of the layers, the two that are whole at a time, and what is never divided."""
     tensors = {id(p): p.numel() for name, p in target.named_parameters() if not name.startswith(LAYERS)}
     return (sum(tensors.values()) + sum(shared_elements(list(target.layers), count))) * target.norm.weight.itemsize
-
-
-def processes() -> int:
-    """Of this run, as torchrun or accelerate started it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def features_in_memory(config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> int:

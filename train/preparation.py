@@ -22,7 +22,7 @@ from infer.head_config import HeadConfig, NewHeadConfig
 from infer.launch import ranks_of
 from models.config import TargetConfig
 from models.heads import HEADS, load_head
-from models.heads.base import Head
+from models.heads.base import Head, HeadShape
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from models.targets.sharded import Exchange
@@ -223,7 +223,9 @@ def pool_for(config: TrainConfig) -> EngineConfig:
     data = config.data
     assert isinstance(data, DemoDataConfig | RowsDataConfig)
     prompt = data.prompt_tokens if isinstance(data, DemoDataConfig) else data.max_prompt_tokens
-    longest = prompt + max(data.max_new_tokens, config.eval_max_tokens) + config.eval_draft_tokens
+    given = isinstance(data, RowsDataConfig) and data.responses == "given"
+    answer = config.eval_max_tokens if given else max(data.max_new_tokens, config.eval_max_tokens)
+    longest = prompt + answer + config.eval_draft_tokens
     tokens = engine.max_batch * (longest + engine.page_size)
     return replace(engine, max_tokens_in_cache=tokens)
 
@@ -267,12 +269,17 @@ def give_vocabulary(
         go_on_from(head, resolve_path(config.head.start_from), target)
 
 
-def go_on_from(head: Head, folder: Path, target: LlamaTarget) -> None:
-    """Takes the weights and the draft vocabulary of an exported head. Raises ValueError if it is of another shape."""
-    earlier = load_head(folder, name=head.name, dtype=head.dtype, target=target)
-    if earlier.config != head.config:
+def refuse_other_shape(folder: Path, earlier: HeadShape, own: HeadShape) -> None:
+    """Raises ValueError where a run's head could not take the weights of an earlier one."""
+    if earlier != own:
         raise ValueError(
-            f"head.start_from={folder}: is a {earlier.config}, this run's head a {head.config}; give the keys of head= "
-            "that it was trained with"
+            f"head.start_from={folder}: is a {earlier}, this run's head a {own}; give the keys of head= that it was "
+            "trained with"
         )
+
+
+def go_on_from(head: Head, folder: Path, target: LlamaTarget) -> None:
+    """Takes the weights and the draft vocabulary of an exported head of the same shape."""
+    earlier = load_head(folder, name=head.name, dtype=head.dtype, target=target)
+    refuse_other_shape(folder, earlier.config, head.config)  # it may have been exported anew since the run began
     head.load_state_dict(earlier.state_dict())

@@ -47,10 +47,6 @@ class ServedTarget(Protocol):
 
     def publish(self) -> Publication: ...
 
-    def bytes_needed(self) -> int:
-        """On disk, for `publish`."""
-        ...
-
 
 @dataclass(frozen=True)
 class FrozenTarget:
@@ -63,9 +59,6 @@ class FrozenTarget:
 
     def publish(self) -> Publication:
         return Publication(self.config, self.target, self.measure, f"model={self.config.model.name}")
-
-    def bytes_needed(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True)
@@ -94,9 +87,6 @@ class AdaptedTarget:
         atomic.write_text(folder / "README.md", CARD.format(name=name, before=before.path, difference=difference))
         words = f"model={before.name} model.name={name} model.path={folder}"
         return Publication(config, target, evaluator, words, f"The target is not `{before.name}`. {difference}\n\n")
-
-    def bytes_needed(self) -> int:
-        return sum(value.numel() * value.element_size() for value in self.objective.target.parameters())
 
     def _merged(self) -> LlamaTarget:
         target = copy.deepcopy(self.objective.target).requires_grad_(False)

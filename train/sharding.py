@@ -182,7 +182,6 @@ class FullyShard(Divided):
 
 class Zero(Divided):
     def _divide(self) -> None:
-        refuse_loose_parameters(self.plain.head, self.accelerator)
         self.objective, self.optimizer = self.accelerator.prepare(self.objective, self.optimizer)
         self._engine: Any = self.objective
         self._load_optimizer({})  # a rehearsed step of DeepSpeed's is not one of ours
@@ -315,18 +314,6 @@ def like(value: Tensor, parameter: Tensor | None) -> Tensor:
     if not isinstance(parameter, DTensor):
         return value
     return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
-
-
-def refuse_loose_parameters(head: Head, accelerator: Accelerator) -> None:
-    """ZeRO-3 brings a module's parameters when that module is called; a head itself never is."""
-    loose = [name for name, _ in head.named_parameters(recurse=False)]
-    plugin = accelerator.state.deepspeed_plugin
-    assert plugin is not None
-    if loose and plugin.zero_stage == 3:
-        raise ValueError(
-            f"parallel=zero3: head={head.name} holds {', '.join(loose)} outside of any layer, which ZeRO-3 cannot "
-            "divide; use parallel=zero2 or parallel=fsdp"
-        )
 
 
 def agree(accelerator: Accelerator, value: float) -> float:

@@ -78,12 +78,8 @@ class JsonlTracker:
 
 class TensorboardTracker:
     def __init__(self, folder: Path, resume_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(
-                "tracker=tensorboard: tensorboard is not installed; pip install tensorboard, or tracker=none"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -174,19 +170,42 @@ class Trackers:
 def make_trackers(
     config: TrackerConfig, folder: Path, run: str, settings: Mapping[str, Any], *, resume_step: int
 ) -> Trackers:
-    """`settings` is the run's configuration; secrets in it are masked before anyone sees it."""
+    """`settings` is the run's configuration; secrets in it are masked before anyone sees it.
+
+    Raises ValueError for what `check_tracker` refuses, and for a server that was asked for and does not answer.
+    """
+    check_tracker(config)
     trackers: list[Tracker] = [JsonlTracker(folder, resume_step)]
     if config.name == "tensorboard":
         trackers.append(TensorboardTracker(folder, resume_step))
     elif isinstance(config, WandbConfig):
         wandb = import_wandb()
         if wandb is None:
-            if config.mode == "online":
-                raise ValueError("tracker.mode=online: wandb is not installed; pip install wandb, or tracker=none")
             warn(f"wandb is not installed: metrics go to {METRICS} alone (tracker=none says so in silence)")
         else:
             trackers.append(WandbTracker(wandb, config, folder, run, redact(settings)))
     return Trackers(trackers)
+
+
+def check_tracker(config: TrackerConfig) -> None:
+    """Raises ValueError for a tracker that cannot work here. What may fall back to less is let through."""
+    if config.name == "tensorboard":
+        try:
+            importlib.import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            raise ValueError(
+                "tracker=tensorboard: tensorboard is not installed; pip install tensorboard, or tracker=none"
+            ) from error
+    if isinstance(config, WandbConfig) and config.mode == "online":
+        wandb = import_wandb()
+        if wandb is None:
+            raise ValueError("tracker.mode=online: wandb is not installed; pip install wandb, or tracker=none")
+        url = os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url
+        if not has_wandb_credentials(url):
+            raise ValueError(
+                f"tracker.mode=online: there are no credentials for {url}; say `wandb login`, set WANDB_API_KEY, or "
+                "tracker.mode=offline"
+            )
 
 
 def import_wandb() -> Any | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,7 +21,10 @@ from models.heads.p_eagle import PEagleHead
 from models.targets.llama import LlamaTarget
 from models.weights import load_into, split_merged
 
-__all__ = ["HEADS", "Head", "HeadShape", "check_exported", "load_head", "save_head"]
+if TYPE_CHECKING:
+    from models.formats import Checkpoint
+
+__all__ = ["HEADS", "Head", "HeadShape", "check_exported", "load_head", "read_head", "save_head"]
 
 HEADS: dict[str, type[Head]] = {head.name: head for head in (EagleHead, Eagle3Head, MedusaHead, MlpHead, PEagleHead)}
 PROVENANCE = "provenance.json"
@@ -74,25 +78,11 @@ def load_head(
 ) -> Head:
     """Reads a head for inference: our export, or any other format of models/formats that leaves nothing open.
 
-    Raises ValueError when it is another than `name`, when a tensor is missing, left over or misshapen, when the maps of
-    the draft vocabulary are none, when sizes do not fit `target`, or when the head was trained for another target than
-    `target` (unless `allow_mismatch`).
+    Raises ValueError for what `read_head` refuses, and when the maps of the draft vocabulary are none.
     """
-    from models.formats import Given, Verifier, detect, read_checkpoint  # which are built on the heads of this package
-
     folder = Path(folder)
-    check_exported(folder)
-    verifier = None
-    if target is not None:
-        sizes = target.config.vocab_size, target.config.hidden_size, target.config.num_layers
-        verifier = Verifier(target.path, target.config.architecture, *sizes)
-    checkpoint = read_checkpoint(detect(folder), folder, Given(verifier))
-    if name is not None and checkpoint.head != name:
-        raise ValueError(f"head={name}: {folder} holds a head of another kind; say head={checkpoint.head}")
+    checkpoint = read_head(folder, name=name, target=target, allow_mismatch=allow_mismatch)
     config, tensors = checkpoint.config, checkpoint.tensors
-    if target is not None:
-        _check_fingerprint(folder, checkpoint.provenance, target, allow_mismatch=allow_mismatch)
-        config = reaching(config, target.config.max_position_embeddings)
     head = HEADS[checkpoint.head](config)
     if EMBEDDING in dict(head.named_parameters()) and EMBEDDING not in tensors:
         if target is None:
@@ -104,6 +94,30 @@ def load_head(
     if target is not None:
         head.borrow(target)
     return head
+
+
+def read_head(
+    folder: Path, *, name: str | None = None, target: LlamaTarget | None = None, allow_mismatch: bool = False
+) -> Checkpoint:
+    """The files of a head, checked; of `target` sizes and fingerprint alone are read, it may be without weights.
+
+    Raises ValueError when it is another than `name`, when a tensor is missing, left over or misshapen, when sizes do
+    not fit `target`, or when the head was trained for another target than `target` (unless `allow_mismatch`).
+    """
+    from models.formats import Given, Verifier, detect, read_checkpoint  # which are built on the heads of this package
+
+    check_exported(folder)
+    verifier = None
+    if target is not None:
+        sizes = target.config.vocab_size, target.config.hidden_size, target.config.num_layers
+        verifier = Verifier(target.path, target.config.architecture, *sizes)
+    checkpoint = read_checkpoint(detect(folder), folder, Given(verifier))
+    if name is not None and checkpoint.head != name:
+        raise ValueError(f"head={name}: {folder} holds a head of another kind; say head={checkpoint.head}")
+    if target is None:
+        return checkpoint
+    _check_fingerprint(folder, checkpoint.provenance, target, allow_mismatch=allow_mismatch)
+    return replace(checkpoint, config=reaching(checkpoint.config, target.config.max_position_embeddings))
 
 
 def _check_vocabulary(folder: Path, head: Head) -> None:

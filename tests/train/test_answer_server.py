@@ -189,5 +189,9 @@ def test_a_run_asks_again_for_what_failed(
 def test_a_server_that_is_not_there(server: Server) -> None:
     with pytest.raises(ValueError, match=r"data\.server=http://127\.0\.0\.1:9/v1: cannot be used: ConnectError"):
         ServerAnswerer(data_for("http://127.0.0.1:9", retries=0), 384)
+    with pytest.raises(
+        ValueError, match=r"serves \S+, not data\.server_model=nope; give one of these"
+    ):
+        ServerAnswerer(data_for(server.url, server_model="nope"), 384)
     with pytest.raises(ValueError, match=r"data\.server=ftp://x/v1: must be an address"):
         data_for("ftp://x")

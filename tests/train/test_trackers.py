@@ -14,7 +14,7 @@ import pytest
 from train import trackers as trackers_module
 from train.config import TrackerConfig, WandbConfig
 from train.plots import draw_plots
-from train.trackers import Results, Sample, make_trackers, read_metrics, redact, wandb_mode
+from train.trackers import Results, Sample, check_tracker, make_trackers, read_metrics, redact, wandb_mode
 
 SECRETS = ("wandb_api_key", "hf_abcdefghijkl", "hunter2")
 
@@ -142,6 +142,12 @@ def test_an_unreachable_server_means_offline(
     assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))) == 1
     with pytest.raises(ValueError, match=r"tracker.mode=online: W&B cannot be reached"):
         track(WandbConfig("wandb", mode="online"), tmp_path / "run2")
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    with pytest.raises(
+        ValueError, match=r"mode=online: there are no credentials for http://127.0.0.1:9; say `wandb"
+    ):
+        check_tracker(WandbConfig("wandb", mode="online"))
 
 
 @pytest.mark.parametrize("found", [None, types.ModuleType("wandb")])

@@ -1,0 +1,82 @@
+"""What cannot work or would have no effect is refused at once: with the plan, and by a run that wrote nothing yet."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from infer.cli import compose, save_config
+from train.config import TrainConfig
+from train.feature_store import MANIFEST
+from train.loop import train
+from train.plan import Speed
+
+GIVEN = "data=files data.path={rows} data.responses=given"
+SETTINGS = ["data.num_sequences=6", "eval_prompts=2", "eval_draft_tokens=2", "tracker=none", "minutes=1"]
+CASES = [
+    ("head=p-eagle parallel=zero3", r"parallel=zero3: head=p-eagle holds mask_hidden .* use parallel=zero2 or"),
+    ("head.start_from=no/such/head", r"head\.start_from=no/such/head: .*no exported head"),
+    ("head.start_from={head}", r"head\.start_from=.*give the keys of head= that it was trained with"),
+    ("head=eagle head.start_from={head}", r"head\.start_from=.*a head of another kind; say head=eagle3"),
+    ("tracker=tensorboard", r"tracker=tensorboard: tensorboard is not installed; pip install tensorboard, or tracker="),
+    ("tracker=wandb tracker.mode=online", r"tracker\.mode=online: wandb is not installed; pip install wandb, or"),
+    ("head=medusa objective=medusa-2 objective.lora_on=[nope]", r"objective\.lora_on: nope: this target's layers have"),
+    ("features=offline features.path={store}", r"features\.path=.*; layers is \[-1, 1\], this run has .* Give another"),
+    ("features=offline features.path={other}", r"features\.path=.*; target is 0ther, this run has \w+;.* Give another"),
+    ("features=offline features.path={head}", r"features\.path=.*: holds something else than a store of features"),
+    ("data.server=http://127.0.0.1:9/v1 data.retries=0", r"data\.server=http://127\.0\.0\.1:9/v1: cannot be used"),
+    ("stage=regenerate data.server=http://127.0.0.1:9/v1 data.retries=0", r"data\.server=.*: cannot be used"),
+    (f"{GIVEN} stage=regenerate", r"stage=regenerate: .*data\.responses=given; leave one of them out"),
+    (f"{GIVEN} data.temperatures=[0.5]", r"data\.temperatures=\[0\.5\]: has no effect here, .*=given; leave it out"),
+    (f"{GIVEN} data.max_new_tokens=5", r"data\.max_new_tokens=5: has no effect here, .*=given; leave it out"),
+    ("data.retries=2", r"data\.retries=2: has no effect here, is of requests, and there is no data\.server; leave"),
+    ("data=files data.path={rows} data.held_out_path={rows} data.held_out_share=0.2", r"held_out_share=0\.2: has no"),
+    ("objective.kl_scale=0.5", r"objective\.kl_scale=0\.5: is of objective\.loss=lk_hybrid, not of .*=kl; leave"),
+    ("objective.kl_decay=3 objective.loss=lk", r"objective\.kl_decay=3\.0: is of objective\.loss=lk_hybrid, not of"),
+    ("run=two", r"run=two: .*step-000003 was written by 2 processes, here are 1; resume it with 2"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def places(tiny_head_folder: Path, tmp_path: Path) -> dict[str, Path]:
+    """What the cases name: a head of 128 draft tokens, rows, and stores of which the manifests are there."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"say {n}", "response": f"it is {n}"}) + "\n" for n in range(12)))
+    for name, differing in (("store", {"layers": [-1, 1]}), ("other", {"target": "0ther"})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MANIFEST).write_text(json.dumps(differing))
+    checkpoint = tmp_path / "outputs" / "two" / "checkpoints" / "step-000003"
+    checkpoint.mkdir(parents=True)
+    (checkpoint.parent / "latest").write_text(checkpoint.name)
+    (checkpoint / "state.json").write_text('{"step": 3, "processes": 2}')
+    return {"head": tiny_head_folder, "rows": rows, "store": tmp_path / "store", "other": tmp_path / "other"}
+
+
+@pytest.mark.parametrize(("words", "message"), CASES, ids=[words for words, _ in CASES])
+def test_refused_at_once(
+    words: str,
+    message: str,
+    places: dict[str, Path],
+    tiny_target_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for missing in ("torch.utils.tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr("train.preparation.load_target", lambda *parts, **more: pytest.fail("a target was loaded"))
+    monkeypatch.setattr("train.plan.measure", lambda device, dtype: Speed(1e9, 1e9))
+    own = words.format(**places).split()
+    keys = {word.partition("=")[0] for word in own}
+    given = [word for word in SETTINGS if word.partition("=")[0] not in keys] + own
+    given += [f"model.path={tiny_target_folder}", f"output_dir={tmp_path / 'outputs'}"]
+    if "run=two" in own:
+        save_config(compose("train", TrainConfig, given), tmp_path / "outputs" / "two" / "config.yaml")
+    before = sorted(tmp_path.rglob("*"))
+    # a run with zero3 is refused before that, as the single process that it is here
+    for ways in ["check=true", "check=false"][: 1 if "parallel=zero3" in own else 2]:
+        with pytest.raises(ValueError, match=message):
+            train(compose("train", TrainConfig, [*given, ways]), given)
+    assert sorted(tmp_path.rglob("*")) == before
