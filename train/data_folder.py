@@ -21,11 +21,19 @@ from infer.request import SamplingParams
 from train import atomic
 from train.config import RowsDataConfig, TrainConfig
 from train.data import Sequences
-from train.dialogue import given_rows
+from train.dialogue import Row, given_rows
 from train.examples import Example
 from train.parallel import any_process, say, stopping_together
 from train.prompts import Prompts, longest_prompt, read_prompts
-from train.regenerate import Answerer, EngineAnswerer, collect_parts, regenerate, sampling_params
+from train.regenerate import (
+    Answerer,
+    EngineAnswerer,
+    Outcome,
+    collect,
+    collect_parts,
+    regenerate,
+    sampling_params,
+)
 from train.reuse import INGREDIENTS, RECIPE, copy_twin, find_twin, ingredients, read_record, recipe, refuse_other
 from train.stopping import StopRequest
 
@@ -90,17 +98,18 @@ class Making:
         who = "the target" if given or config.data.server is None else f"{config.data.server}, and the target here,"
         answerer = None if given else self._answerer()  # a server that cannot be used is found out first
         say(accelerator, f"{who} continues {work}")
-        held_out, _ = self._answer(EngineAnswerer(self.engine), prompts.held_out, greedy, HELD_OUT)
+        held_out = self._answer(EngineAnswerer(self.engine), prompts.held_out, greedy, HELD_OUT)
         if answerer is None:
-            rows = [row for example in prompts.train.values() for row in self._given(example)]
-            train, failed = Sequences.of(rows), {}
+            train = collect(prompts.train, {key: self._given(one) for key, one in prompts.train.items()}, {})
         else:
-            train, failed = self._answer(answerer, prompts.train, sampled, TRAIN)
+            train = self._answer(answerer, prompts.train, sampled, TRAIN)
         if accelerator.is_main_process:
-            self._write(prompts, own, train, held_out, failed)
+            assert train is not None
+            assert held_out is not None
+            self._write(prompts, own, train, held_out)
         accelerator.wait_for_everyone()
 
-    def _given(self, example: Example) -> list[Any]:
+    def _given(self, example: Example) -> list[Row]:
         return given_rows(example, self.tokenizer, self.longest)
 
     def _answerer(self) -> Answerer:
@@ -110,10 +119,8 @@ class Making:
 
         return ServerAnswerer(self.config.data, self.engine.target.config.vocab_size)
 
-    def _answer(
-        self, answerer: Answerer, examples: Mapping[int, Example], params: Any, name: str
-    ) -> tuple[Sequences, dict[int, str]]:
-        """Of all processes together; what it returns is of use on the main one."""
+    def _answer(self, answerer: Answerer, examples: Mapping[int, Example], params: Any, name: str) -> Outcome | None:
+        """Of all processes together; None on others than the main one."""
         accelerator, parts = self.accelerator, self.folder / Path(name).stem
         rank, world = accelerator.process_index, accelerator.num_processes
         failed: dict[int, str] = {}
@@ -131,20 +138,20 @@ class Making:
             )
             atomic.write_text(parts / f"failed-{rank}.json", json.dumps(failed))
         if not accelerator.is_main_process:
-            return Sequences.of([]), {}
+            return None
         for other in range(1, world):
             found = json.loads((parts / f"failed-{other}.json").read_text(encoding="utf-8"))
             failed |= {int(key): reason for key, reason in found.items()}
-        return collect_parts(parts, examples, failed), failed
+        return collect_parts(parts, examples, failed)
 
-    def _write(
-        self, prompts: Prompts, own: Mapping[str, Any], train: Sequences, held_out: Sequences, failed: Mapping[int, str]
-    ) -> None:
-        answers = {"conversations": len(prompts.train), "failed": len(failed)}
-        counts = {"rows": prompts.reading.summary(), "answers": {**answers, "done": len(prompts.train) - len(failed)}}
-        if failed:
-            first = next(iter(failed.values()))
-            say(self.accelerator, f"{len(failed)} of {len(prompts.train)} conversations failed, the first: {first}")
+    def _write(self, prompts: Prompts, own: Mapping[str, Any], answers: Outcome, asked: Outcome) -> None:
+        """`answers` to the training prompts, `asked` of the held-out ones."""
+        train, failed, held_out = answers.sequences, answers.failed, asked.sequences
+        counts = {"rows": prompts.reading.summary(), "answers": answers.counts, "held_out": asked.counts}
+        for name, part in (("conversations", answers), ("held-out prompts", asked)):
+            if part.failed:
+                first, counted = next(iter(part.failed.values())), part.counts["conversations"]
+                say(self.accelerator, f"{len(part.failed)} of {counted} {name} failed, the first: {first}")
         if not len(train) or not len(held_out):
             raise ValueError(
                 f"data: the target answered {'none of the training' if not len(train) else 'no held-out'} prompts with "
@@ -153,7 +160,8 @@ class Making:
         tokens, learnt = int(train.offsets[-1]), int(train.assistant.sum())
         say(
             self.accelerator,
-            f"{len(train)} sequences from {len(prompts.train) - len(failed)} conversations, {tokens} tokens, "
+            f"{len(train)} sequences from {answers.counts['done']} conversations "
+            f"({answers.counts['skipped']} more hold nothing to learn from), {tokens} tokens, "
             f"{100 * learnt / tokens:.1f} % of them learnt, at most {int(train.lengths.max())} in a row",
         )
         self._record(own, counts)

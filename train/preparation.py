@@ -145,11 +145,13 @@ def prepare_training(
     else:
         features_of = OnlineFeatures(target, head.config.aux_layers)
         served = FrozenTarget(config, target, Evaluator(config, engine, data.held_out, features_of, stop.check))
-    lost = 1 - sequences.assistant.sum().item() / max(1, whole.assistant.sum().item())
+    learnt = cut_counts(whole, sequences)
+    lost = 1 - learnt["learnt"] / max(1, int(whole.assistant.sum()))
     say(
         accelerator,
-        f"{len(sequences)} sequences, {int(sequences.offsets[-1])} tokens, {int(sequences.assistant.sum())} of them "
-        f"learnt (sequence_length={config.sequence_length} cuts {100 * lost:.1f} % off); "
+        f"{learnt['sequences']} sequences, {learnt['tokens']} tokens, {learnt['learnt']} of them learnt "
+        f"(sequence_length={config.sequence_length} cuts {100 * lost:.1f} % off, and left out "
+        f"{learnt['left_out']} sequences, in which nothing was left to learn); "
         f"the draft vocabulary of {head.config.draft_vocab_size} covers "
         f"{100 * coverage(sequences.ids[sequences.assistant], head.target_ids):.2f} % of these",
     )
@@ -167,9 +169,15 @@ def prepare_training(
         placement=placement,
         served=served,
         data_source=data.source,
-        data_counts=data.counts,
+        data_counts={**data.counts, "learnt": learnt},
         data_hash=whole.content_hash(),
     )
+
+
+def cut_counts(whole: Sequences, cut: Sequences) -> dict[str, int]:
+    """Of what is learnt from, `cut`, and of the sequences that this left without a token to learn."""
+    sizes = {"sequences": len(cut), "tokens": int(cut.offsets[-1]), "learnt": int(cut.assistant.sum())}
+    return {**sizes, "left_out": len(whole) - len(cut)}
 
 
 def open_features(

@@ -7,8 +7,7 @@ protocol: our engine here, or an OpenAI-compatible server (train/answer_server.p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -47,12 +46,12 @@ class Answerer(Protocol):
     def answer(self, jobs: Iterator[Job], finished: Finished, check: Callable[[], None]) -> None: ...
 
 
-@dataclass
-class Outcome:
-    """Of `regenerate`: every example is in exactly one of the two."""
+class Outcome(NamedTuple):
+    """What became of conversations, each of which is done, skipped or failed."""
 
-    rows: dict[int, list[Row]]  # by key
-    failed: dict[int, str] = field(default_factory=dict)  # why
+    sequences: Sequences  # in the order of their conversations
+    failed: dict[int, str]  # by key: why
+    counts: dict[str, int]  # conversations, done, skipped: answered with nothing to learn from, failed
 
 
 def sampling_params(index: int, data: DataConfig, seed: int) -> SamplingParams:
@@ -177,9 +176,22 @@ def read_parts(folder: Path) -> dict[int, list[Row]]:
     return rows
 
 
-def collect_parts(folder: Path, keys: Iterable[int], failed: Mapping[int, str]) -> Sequences:
-    """All rows in the order of their conversations, once every process has written its parts."""
-    rows = read_parts(folder)
-    lost = [key for key in keys if key not in rows and key not in failed]
-    assert not lost, f"{len(lost)} conversations were neither answered nor reported as failed"
-    return Sequences.of([row for key in keys for row in rows.get(key, [])])
+def collect_parts(folder: Path, keys: Collection[int], failed: Mapping[int, str]) -> Outcome:
+    """All rows, once every process has written its parts. Raises ValueError where conversations were lost."""
+    try:
+        return collect(keys, read_parts(folder), failed)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}; run the same command again to have them answered") from error
+
+
+def collect(keys: Collection[int], rows: Mapping[int, Sequence[Row]], failed: Mapping[int, str]) -> Outcome:
+    """Of the conversations `keys`. Raises ValueError unless each is either in `rows` or in `failed`."""
+    lost = sum((key in rows) == (key in failed) for key in keys)
+    done, skipped = (sum(bool(rows[key]) == some for key in keys if key in rows) for some in (True, False))
+    counts = {"conversations": len(keys), "done": done, "skipped": skipped, "failed": len(failed)}
+    if lost or done + skipped + len(failed) != len(keys):
+        raise ValueError(
+            f"of {len(keys)} conversations {done} were answered, {skipped} skipped and {len(failed)} failed: "
+            f"{lost} are in none of these or in two"
+        )
+    return Outcome(Sequences.of([row for key in keys for row in rows.get(key, ())]), dict(failed), counts)

@@ -61,7 +61,7 @@ def test_a_server_answers_what_the_engine_answers(
     assert answer(data, tmp_path / "server", tiny_tokenizer) == {}
     assert answer(data, tmp_path / "engine", tiny_tokenizer, EngineAnswerer(engine)) == {}
     theirs, ours = (collect_parts(tmp_path / name, EXAMPLES, {}) for name in ("server", "engine"))
-    assert theirs.content_hash() == ours.content_hash()
+    assert theirs.sequences.content_hash() == ours.sequences.content_hash()
 
 
 class Failing(BaseHTTPRequestHandler):
@@ -180,7 +180,7 @@ def test_a_run_asks_again_for_what_failed(
     assert len(failed) == first["failed"]
     assert "conversations failed, the first: status 500" in capsys.readouterr().err
     asked = Failing.count
-    assert run("data.retries=6") == {"conversations": 12, "failed": 0, "done": 12}
+    assert run("data.retries=6") == {"conversations": 12, "done": 12, "skipped": 0, "failed": 0}
     assert Failing.count - asked < 2 * first["failed"] + 2  # only those
     assert not (tmp_path / "answers" / "data" / "failed.json").exists()
     assert not (tmp_path / "answers" / "data" / "train").exists()
@@ -189,9 +189,7 @@ def test_a_run_asks_again_for_what_failed(
 def test_a_server_that_is_not_there(server: Server) -> None:
     with pytest.raises(ValueError, match=r"data\.server=http://127\.0\.0\.1:9/v1: cannot be used: ConnectError"):
         ServerAnswerer(data_for("http://127.0.0.1:9", retries=0), 384)
-    with pytest.raises(
-        ValueError, match=r"serves \S+, not data\.server_model=nope; give one of these"
-    ):
+    with pytest.raises(ValueError, match=r"serves \S+, not data\.server_model=nope; give one of these"):
         ServerAnswerer(data_for(server.url, server_model="nope"), 384)
     with pytest.raises(ValueError, match=r"data\.server=ftp://x/v1: must be an address"):
         data_for("ftp://x")

@@ -47,7 +47,7 @@ def answer(engine: Engine, tiny_tokenizer: Tokenizer) -> Any:
         assert not done.keys() & failed.keys()
         if "share" not in more:
             assert done.keys() | failed.keys() == examples.keys()
-        return collect_parts(folder, [key for key in examples if key in done], {})
+        return collect_parts(folder, [key for key in examples if key in done], {}).sequences
 
     return answer
 
@@ -106,9 +106,29 @@ def test_what_cannot_be_asked_is_reported(
     failed = regenerate(answerer, examples, params, tmp_path, tiny_tokenizer, longest_prompt=50)
     assert failed == {keys[4]: "the prompt has 59 tokens; 1 to 50 are possible"}
     assert read_parts(tmp_path).keys() == set(keys) - {keys[4]}
-    assert len(collect_parts(tmp_path, keys, failed)) == 9
-    with pytest.raises(AssertionError, match="1 conversations were neither answered nor reported"):
-        collect_parts(tmp_path, keys, {})
+    assert len(collect_parts(tmp_path, keys, failed).sequences) == 9
+
+
+def test_every_conversation_is_done_skipped_or_failed(
+    engine: Engine, examples: dict[int, Example], tiny_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Counted from the rows themselves: what was lost on the way does not pass for an answer."""
+    first, second, *_ = examples
+    examples[first] = Example(ids=tuple(range(1, 60)))
+    answerer, short = EngineAnswerer(engine), SamplingParams(max_tokens=1)  # of one token nothing can be learnt
+
+    def some(number: int) -> SamplingParams:
+        return short if number == 1 else params(number)
+
+    failed = regenerate(answerer, examples, some, tmp_path, tiny_tokenizer, longest_prompt=50)
+    counts = collect_parts(tmp_path, examples, failed).counts
+    assert counts == {"conversations": 10, "done": 8, "skipped": 1, "failed": 1}
+    for wrong in ({}, {**failed, second: "twice"}, {**failed, 5: "nobody asked"}):
+        with pytest.raises(ValueError, match=r"of 10 conversations 8 were answered, 1 skipped and \d failed: "):
+            collect_parts(tmp_path, examples, wrong)
+    next(iter(tmp_path.glob("part-*"))).unlink()
+    with pytest.raises(ValueError, match=r": 3 are in none of these or in two; run the same command again"):
+        collect_parts(tmp_path, examples, failed)
 
 
 def test_an_interruption_loses_nothing_that_was_finished(

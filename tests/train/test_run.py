@@ -289,7 +289,8 @@ def test_data_of_ones_own(settings: list[str], tmp_path: Path, capsys: pytest.Ca
     assert "15 rows read (7 prompt, 6 messages, 1 input_ids): " in err
     counts = result["counts"]
     assert counts["rows"]["read"] == 15 == sum(counts["rows"][key] for key in ("train", "held_out")) + 1
-    assert counts["answers"] == {"conversations": counts["rows"]["train"], "failed": 0, "done": counts["rows"]["train"]}
+    asked = counts["rows"]["train"]
+    assert counts["answers"] == {"conversations": asked, "done": asked, "skipped": 0, "failed": 0}
     assert not (tmp_path / "own" / "checkpoints").exists()
     assert run(kept)["gap"] == 0.0
     assert "the target continues" not in capsys.readouterr().err

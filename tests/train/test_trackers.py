@@ -144,9 +144,7 @@ def test_an_unreachable_server_means_offline(
         track(WandbConfig("wandb", mode="online"), tmp_path / "run2")
     monkeypatch.delenv("WANDB_API_KEY")
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    with pytest.raises(
-        ValueError, match=r"mode=online: there are no credentials for http://127.0.0.1:9; say `wandb"
-    ):
+    with pytest.raises(ValueError, match=r"mode=online: there are no credentials for http://127.0.0.1:9; say `wandb"):
         check_tracker(WandbConfig("wandb", mode="online"))
 
 
