@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from infer.config_checks import resolve_path
+from infer.config_checks import REPO_ROOT, resolve_path
 from train.config import FilesDataConfig, HubDataConfig
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
@@ -84,6 +84,11 @@ def format_of(file: Path) -> str:
     return Path(file.stem).suffix if file.suffix in OPENERS else file.suffix
 
 
+def place_of(file: Path) -> str:
+    """The path as one would give it: of two files of one name the folder tells which."""
+    return str(file.relative_to(REPO_ROOT) if file.is_relative_to(REPO_ROOT) else file)
+
+
 def is_saved_dataset(path: Path) -> bool:
     """A folder that `Dataset.save_to_disk` wrote."""
     return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
@@ -104,13 +109,13 @@ def read_file(file: Path) -> Iterator[Item]:
 def read_lines(file: Path, stream: IO[bytes]) -> Iterator[Item]:
     for number, line in enumerate(stream, start=1):
         if line.strip():
-            yield parse(f"{file.name}, line {number}", line)
+            yield parse(f"{place_of(file)}, line {number}", line)
 
 
 def read_array(file: Path, stream: IO[bytes]) -> Iterator[Item]:
     """One array of rows, or an object with one such array among its values; JSON Lines under another name pass too."""
     content = stream.read()
-    whole = parse(file.name, content)
+    whole = parse(place_of(file), content)
     if whole.error is not None:
         first = content.splitlines()[0] if content.strip() else b""
         if parse("", first).error is not None:
@@ -124,7 +129,7 @@ def read_array(file: Path, stream: IO[bytes]) -> Iterator[Item]:
     if not isinstance(rows, list):
         raise ValueError(f"{file}: must hold an array of rows")
     for number, row in enumerate(rows, start=1):
-        yield Item(f"{file.name}, row {number}", row)
+        yield Item(f"{place_of(file)}, row {number}", row)
 
 
 def parse(place: str, text: bytes) -> Item:
@@ -150,12 +155,13 @@ def read_tables(file: Path) -> Iterator[Item]:
         else:
             rows = load_dataset("parquet", data_files=[str(file)], split="train", streaming=True)
         for number, row in enumerate(rows, start=1):
-            yield Item(f"{file.name}, row {number}", row)
+            yield Item(f"{place_of(file)}, row {number}", row)
     except (pyarrow.ArrowException, ValueError, RuntimeError) as error:
         raise ValueError(f"{file}: cannot be read ({error})") from error
 
 
 def read_hub(data: HubDataConfig, split: str) -> Iterator[Item]:
+    """What goes wrong at the start raises ValueError here, what goes wrong later when it is met."""
     import datasets
 
     assert isinstance(data.path, str)
@@ -166,4 +172,17 @@ def read_hub(data: HubDataConfig, split: str) -> Iterator[Item]:
             f"data.path={data.path}: split {split!r} of it cannot be read ({type(error).__name__}: {error}). "
             "Check the spelling, data.split, data.subset and the network; files of your own are data=files"
         ) from error
-    return (Item(f"{data.path}, row {number}", row) for number, row in enumerate(rows, start=1))
+    return stream_hub(data.path, split, rows)
+
+
+def stream_hub(path: str, split: str, rows: Iterable[Any]) -> Iterator[Item]:
+    number = 0
+    try:
+        for number, row in enumerate(rows, start=1):
+            yield Item(f"{path}, row {number}", row)
+    except Exception as error:  # of the network, a file format or the data set itself
+        raise ValueError(
+            f"data.path={path}: split {split!r} breaks off after row {number} ({type(error).__name__}: {error}). Run "
+            "the same command again, which asks for no answer twice; if it ends there again, download the files and "
+            "give them as data=files data.path=<folder>, or ask for fewer data.num_sequences"
+        ) from error

@@ -21,7 +21,8 @@ def test_sequences_that_the_length_leaves_out_are_counted(
     settings = [
         f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "run=one", "data=files",
         f"data.path={tmp_path / 'rows.jsonl'}", "data.responses=given", "data.chat_template=false",
-        "data.held_out_share=0.01", "sequence_length=40", "steps=1", "eval_prompts=2", "eval_max_tokens=8",
+        "data.held_out_share=0.01", "sequence_length=40", "steps=1", "minutes=null",
+        "objective.steps=2", "eval_draft_tokens=2", "eval_prompts=2", "eval_max_tokens=8",
         "tracker=none", "engine.max_tokens_in_cache=1024",
     ]  # fmt: skip
     result = train(compose("train", TrainConfig, settings), settings)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
+from infer.config_checks import REPO_ROOT
 from train.config import FilesDataConfig, HubDataConfig
-from train.sources import Item, read_items
+from train.sources import Item, place_of, read_items
 
 ROWS = [{"prompt": f"say {number}"} for number in range(3)]
 LINES = "\n".join(json.dumps(row) for row in ROWS).encode()
@@ -49,7 +50,7 @@ def test_every_format_says_the_same(name: str, folder: Path) -> None:
     items = read(str(folder / name))
     assert [item.row for item in items] == ROWS
     unit = "line" if "jsonl" in name or name == "lines.json" else "row"
-    assert [item.place for item in items] == [f"{name}, {unit} {number}" for number in (1, 2, 3)]
+    assert [item.place for item in items] == [f"{folder / name}, {unit} {number}" for number in (1, 2, 3)]
 
 
 def test_files_in_turn(tmp_path: Path) -> None:
@@ -105,6 +106,27 @@ def test_a_file_that_vanishes_is_named(folder: Path, tmp_path: Path) -> None:
     next(items)
     (tmp_path / "a.jsonl").unlink()
     with pytest.raises(ValueError, match=r"a\.jsonl: cannot be read \(No such file"):
+        list(items)
+
+
+def test_of_two_files_of_one_name_the_place_tells_which(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rows.jsonl").write_bytes(LINES)
+    items = read(str(tmp_path))
+    assert items[0].place == f"{tmp_path}/a/rows.jsonl, line 1"
+    assert items[-1].place.startswith(f"{tmp_path}/b/rows.jsonl, line ")
+    assert place_of(REPO_ROOT / "data" / "mine.jsonl") == "data/mine.jsonl"  # as data.path= has it
+
+
+def test_a_data_set_that_breaks_off_is_named_with_the_place(tmp_path: Path) -> None:
+    for number in range(2):
+        rows = Dataset.from_list([{"prompt": f"{number} {row}"} for row in range(3)])
+        rows.to_parquet(str(tmp_path / f"train-{number}.parquet"))
+    items = read_items(HubDataConfig(name="hub", path=str(tmp_path)), held_out=False)
+    assert items is not None
+    (tmp_path / "train-1.parquet").write_bytes(b"<html>busy</html>")
+    with pytest.raises(ValueError, match=r"data\.path=.*: split 'train' breaks off after row 3 \(.*\)\. Run the same"):
         list(items)
 
 
