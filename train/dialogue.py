@@ -19,6 +19,9 @@ class Row(NamedTuple):
     loss_mask: list[bool]  # True: the target wrote this token
 
 
+ANSWER = "HEADWAY-ANSWER"  # stands where a template would write one
+
+
 class TooLong(ValueError):
     """A good row whose prompt does not fit."""
 
@@ -38,6 +41,7 @@ class Dialogue:
         self._finished: list[Row] = []
         self._row = Row([], [])
         self._prompt_text = ""
+        self._held = 0  # ids of the row that came before the last prompt's own
         self.cut = False  # a later turn's prompt was too long, or the template refused it
         if example.loss_mask is not None:
             self._finished.append(Row(list(example.ids), list(example.loss_mask)))
@@ -66,12 +70,7 @@ class Dialogue:
             if self._row.ids:
                 return self._end_early()
             raise TooLong(f"the prompt has {len(prompt)} tokens; 1 to {self._longest} are possible")
-        held = len(self._row.ids)
-        if prompt[:held] != self._row.ids:
-            self._finished.append(self._row)
-            self._row, held = Row([], []), 0
-        self._row.ids.extend(prompt[held:])
-        self._row.loss_mask.extend([False] * (len(prompt) - held))
+        self._continue(prompt)
         return prompt
 
     def take(self, ids: Sequence[int]) -> None:
@@ -84,13 +83,50 @@ class Dialogue:
     def take_given(self) -> None:
         """The data's answer to the last prompt, as tokens after the prompt's own: how serving would have seen it."""
         message = self._left.pop(0)
+        try:
+            text = self._given_text(message)
+        except ValueError:
+            if not self.rows:
+                raise
+            self._end_early()  # what was learnt before is none the worse
+            return
         self._history.append(message)
-        text = self._tokenizer.render_chat(self._history, tools=self.example.tools, generation_prompt=False)
-        if not text.startswith(self._prompt_text):
-            raise ValueError("the chat template does not continue its own prompt, so no token can be called the answer")
-        ids = self._tokenizer.encode(text[len(self._prompt_text) :], add_special_tokens=False)
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
         ends = [place for place, token in enumerate(ids) if token in self._tokenizer.eos_ids]
         self._learn(ids[: ends[-1] + 1] if ends else ids)  # what a template puts after the end is not generated
+
+    def _given_text(self, message: Message) -> str:
+        """What follows the row so far. Raises ValueError where the template does not tell it from its own words.
+
+        A template may open in its prompt what its history never shows, such as a reasoning span. An answer that begins
+        like that goes on behind the prompt, whole; any other stands where the history has it, behind a prompt without.
+        """
+        text = self._render([*self._history, message])
+        if text.startswith(self._prompt_text):
+            return text[len(self._prompt_text) :]
+        before, found, after = self._render([*self._history, {"role": "assistant", "content": ANSWER}]).rpartition(
+            ANSWER
+        )
+        if not found or not text.startswith(before) or not self._prompt_text.startswith(before):
+            raise ValueError("the chat template does not continue its own prompt, so no token can be called the answer")
+        opened, content = self._prompt_text[len(before) :], message["content"]
+        if content.startswith(opened) and not message.get("tool_calls"):
+            return content[len(opened) :] + after
+        del self._row.ids[self._held :], self._row.loss_mask[self._held :]
+        self._continue(self._tokenizer.encode(before, add_special_tokens=False))
+        return text[len(before) :]
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        return self._tokenizer.render_chat(list(messages), tools=self.example.tools, generation_prompt=False)
+
+    def _continue(self, prompt: Sequence[int]) -> None:
+        """Puts the prompt into the row, or into another where it does not go on from this one."""
+        self._held = len(self._row.ids)
+        if list(prompt[: self._held]) != self._row.ids:
+            self._finished.append(self._row)
+            self._row, self._held = Row([], []), 0
+        self._row.ids.extend(prompt[self._held :])
+        self._row.loss_mask.extend([False] * (len(prompt) - self._held))
 
     def _learn(self, ids: Sequence[int]) -> None:
         self._row.ids.extend(ids)

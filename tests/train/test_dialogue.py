@@ -22,6 +22,11 @@ STRIPS = (
     "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|endoftext|>\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+# opens a reasoning span that its history never shows, as DeepSeek-R1's and QwQ's do
+THINKS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+)
 
 
 def user(text: str) -> dict[str, Any]:
@@ -132,6 +137,39 @@ def test_given_answers(template: str, rows: list[list[str]], tiny_tokenizer: Tok
     messages = (user("a?"), assistant(f"{thought}one"), user("b?"), assistant("two"), user("c?"))
     found = given_rows(Example(messages=messages), tokenizer, 200)
     assert [spans(tokenizer, row) for row in found] == rows
+
+
+def test_given_answers_behind_a_reasoning_span(tiny_tokenizer: Tokenizer) -> None:
+    """Where the data have it, it is learnt behind the prompt that serving gives; where not, no token of it is there."""
+    tokenizer = with_template(tiny_tokenizer, THINKS)
+
+    def texts(*answers: str) -> list[tuple[str, list[str]]]:
+        turns = [turn for number, text in enumerate(answers) for turn in (user(f"{number}?"), assistant(text))]
+        rows = given_rows(Example(messages=tuple(turns)), tokenizer, 200)
+        return [(tokenizer.backend.decode(row.ids, skip_special_tokens=False), spans(tokenizer, row)) for row in rows]
+
+    end = "<|endoftext|>"
+    first = f"<user>0?{end}\n<assistant>"
+    assert texts("<think>hm</think>one", "<think>so</think>two") == [
+        (f"{first}<think>hm</think>one{end}", ["hm</think>one."]),
+        (f"{first}one{end}\n<user>1?{end}\n<assistant><think>so</think>two{end}", ["so</think>two."]),
+    ]
+    # "<the" begins like the span that the prompt opens, and is the answer's all the same
+    assert texts("<the one>", "two") == [
+        (f"{first}<the one>{end}\n<user>1?{end}\n<assistant>two{end}", ["<the one>.", "two."])
+    ]
+    assert texts("one", "<think>so</think>two") == [
+        (f"{first}one{end}\n<user>1?{end}\n<assistant><think>so</think>two{end}", ["one.", "so</think>two."])
+    ]
+
+
+def test_turns_before_one_that_cannot_be_told_apart_are_kept(tiny_tokenizer: Tokenizer) -> None:
+    """A template that says "(hurry)" in place of the third question once it is answered."""
+    rewrites = PLAIN.replace("{{ m.content }}", "{{ '(hurry)' if loop.index == 3 and not loop.last else m.content }}")
+    tokenizer = with_template(tiny_tokenizer, rewrites)
+    messages = (user("a?"), assistant("one"), user("b?"), assistant("two"))
+    (row,) = given_rows(Example(messages=messages), tokenizer, 200)
+    assert spans(tokenizer, row) == ["one."]
 
 
 def test_what_cannot_be_learnt_is_said(tiny_tokenizer: Tokenizer) -> None:
