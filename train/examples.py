@@ -50,12 +50,21 @@ class Example:
         return self.ids if self.loss_mask is None else self.ids[: self.asked]
 
     @property
-    def prompt_key(self) -> int:
-        """By what the target does not write: rows that ask the same are on one side of the split."""
-        if self.messages:
-            asked = [message for message in self.messages if message["role"] != "assistant"]
-            return content_key([asked, self.tools])
-        return content_key(list(self.prompt))
+    def opening_key(self) -> int:
+        """By what comes before the first answer, the tools included: rows that open alike are on one side of the split,
+        because acceptance is measured on that alone.
+        """
+        if not self.messages:
+            return content_key(list(self.prompt))
+        first = next(place for place, message in enumerate(self.messages, start=1) if message["role"] == "user")
+        return content_key([self.messages[:first], self.tools])
+
+    @property
+    def asked_key(self) -> int:
+        """By all that the target does not write: rows that ask the same throughout are answered alike."""
+        if not self.messages:
+            return content_key(list(self.prompt))
+        return content_key([[message for message in self.messages if message["role"] != "assistant"], self.tools])
 
     @property
     def key(self) -> int:

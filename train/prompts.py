@@ -105,7 +105,7 @@ class Reader:
         self.data, self.tokenizer, self.longest, self.eval_prompts = data, tokenizer, longest, eval_prompts
         self.reading = Reading()
         self.train: dict[int, Example] = {}
-        self.held_out: dict[int, Example] = {}  # by prompt key
+        self.held_out: dict[int, Example] = {}  # by opening key
         self.held_out_whole: dict[int, Example] = {}
         self._count = 0
 
@@ -156,10 +156,10 @@ class Reader:
 
     def _take(self, row: object, side: str | None) -> None:
         form, example = parse_row(row, self.data, self.tokenizer)
-        prompt_key, given = example.prompt_key, self.data.responses == "given"
+        opening_key, given = example.opening_key, self.data.responses == "given"
         self.reading.forms[form] += 1
-        side = side or (TO_HELD_OUT if prompt_key < self.data.held_out_share * KEYS else TO_TRAIN)
-        if prompt_key in self.held_out:
+        side = side or (TO_HELD_OUT if opening_key < self.data.held_out_share * KEYS else TO_TRAIN)
+        if opening_key in self.held_out:
             self.reading.drop("held out already")
         elif side == TO_HELD_OUT:
             if len(self.held_out) < self.eval_prompts:
@@ -169,7 +169,7 @@ class Reader:
         else:
             self._count += 1
             # two answers to one prompt are two rows only if they are learnt
-            key = example.key if given else prompt_key
+            key = example.key if given else example.asked_key
             key = key if self.data.deduplicate else content_key([key, self._count])
             if key in self.train:
                 self.reading.drop("twins")
@@ -184,19 +184,19 @@ class Reader:
 
     def _hold_out(self, example: Example) -> None:
         """Acceptance is measured on the answer to its first prompt."""
-        self.held_out[example.prompt_key] = Example(ids=tuple(first_prompt(example, self.tokenizer, self.longest)))
-        self.held_out_whole[example.prompt_key] = example
+        self.held_out[example.opening_key] = Example(ids=tuple(first_prompt(example, self.tokenizer, self.longest)))
+        self.held_out_whole[example.opening_key] = example
 
     def _hold_one_out(self) -> None:
         """Few rows, of which the hash chose none: the prompt that it would have chosen first."""
-        if len({example.prompt_key for example in self.train.values()}) < 2:
+        if len({example.opening_key for example in self.train.values()}) < 2:
             raise ValueError(
                 f"data.path={self.data.path}: too few different prompts to hold one out; give at least two"
                 + "".join(f"; {complaint}" for complaint in self.reading.complaints[:1])
             )
-        first = min(self.train.values(), key=lambda example: example.prompt_key)
+        first = min(self.train.values(), key=lambda example: example.opening_key)
         self._hold_out(first)
-        same = [key for key, example in self.train.items() if example.prompt_key == first.prompt_key]
+        same = [key for key, example in self.train.items() if example.opening_key == first.opening_key]
         for key in same:
             del self.train[key]
         if len(same) > 1:

@@ -82,13 +82,22 @@ def test_plain_texts(tiny_tokenizer: Tokenizer) -> None:
     assert given.prompt == tuple(prompt)
 
 
-def test_rows_with_the_same_questions_have_one_prompt_key(tiny_tokenizer: Tokenizer) -> None:
+def test_rows_with_the_same_questions_have_one_key(tiny_tokenizer: Tokenizer) -> None:
     one, other = ({"messages": [USER, {**ANSWER, "content": text}]} for text in ("yes", "no"))
     examples = [parse(row, tiny_tokenizer) for row in (one, other)]
-    assert examples[0].prompt_key == examples[1].prompt_key
+    assert examples[0].opening_key == examples[1].opening_key
+    assert examples[0].asked_key == examples[1].asked_key
     assert examples[0].key != examples[1].key
+    system, more = {"role": "system", "content": "be brief"}, {"role": "user", "content": "and then?"}
+    first, longer, told = (
+        parse({"messages": turns}, tiny_tokenizer) for turns in ([USER], [USER, ANSWER, more], [system, USER])
+    )
+    assert first.opening_key == longer.opening_key != told.opening_key
+    assert first.asked_key != longer.asked_key
+    armed = parse({"messages": [USER], "tools": [{"name": "look"}]}, tiny_tokenizer)
+    assert armed.opening_key != first.opening_key
     masked = [parse({"input_ids": [5, 6, *end], "loss_mask": [0, 0, 1, 1]}, tiny_tokenizer) for end in ([7, 8], [9, 9])]
-    assert masked[0].prompt_key == masked[1].prompt_key != parse({"text": "a"}, tiny_tokenizer).prompt_key
+    assert masked[0].opening_key == masked[1].opening_key != parse({"text": "a"}, tiny_tokenizer).opening_key
 
 
 def test_a_text_that_is_learnt_whole_is_known_by_its_beginning(tiny_tokenizer: Tokenizer) -> None:
@@ -101,7 +110,7 @@ def test_a_text_that_is_learnt_whole_is_known_by_its_beginning(tiny_tokenizer: T
             row = {"text": text} if form == "text" else {"input_ids": ids, "loss_mask": [0] + [1] * (len(ids) - 1)}
             example = parse(row, tiny_tokenizer, responses="given", prompt_tokens=5)
             assert example.prompt == tuple(ids[:5])
-            keys.append(example.prompt_key)
+            keys.append(example.opening_key)
         assert keys[0] == keys[2] != keys[1]
 
 

@@ -45,7 +45,7 @@ def test_bad_rows_are_left_out_counted_and_shown(tmp_path: Path, tiny_tokenizer:
     assert text[0].startswith(
         f"37 rows read (26 prompt): {len(found.train)} to train on, {len(found.held_out)} held out"
     )
-    assert text[1] == "left out: data.jsonl, line 22: not JSON (Expecting value at column 1)"
+    assert text[1] == f"left out: {tmp_path}/data.jsonl, line 22: not JSON (Expecting value at column 1)"
     assert text[-1] == "left out: 4 more"
     assert len(text) == 10
 
@@ -79,7 +79,25 @@ def test_texts_that_begin_alike_are_on_both_sides(tmp_path: Path, tiny_tokenizer
     assert len(found.train) > 20
     assert len(found.held_out) > 5
     assert {len(example.ids) for example in found.held_out.values()} == {8}
-    assert not {example.prompt_key for example in found.train.values()} & found.held_out.keys()
+    assert not {example.opening_key for example in found.train.values()} & found.held_out.keys()
+
+
+@pytest.mark.parametrize("responses", ["regenerate", "given"])
+def test_conversations_that_open_alike_are_on_one_side(
+    responses: str, tmp_path: Path, tiny_tokenizer: Tokenizer
+) -> None:
+    """Acceptance is measured on the first prompt: what was asked later does not tell two of them apart."""
+
+    def row(opening: int, later: int) -> str:
+        turns = [("user", f"f{opening}?"), ("assistant", "so it is"), ("user", f"g{later}?"), ("assistant", "it is so")]
+        return json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]})
+
+    rows = [row(opening, later) for opening in range(20) for later in range(3)]
+    found = read(tmp_path, [*rows, rows[0]], tiny_tokenizer, responses=responses, held_out_share=0.3)
+    asked = {example.messages[0]["content"] for example in found.train.values()}
+    assert not asked & {example.messages[0]["content"] for example in found.held_out_whole.values()}
+    assert len(asked) + len(found.held_out) == 20
+    assert len(found.train) == 3 * len(asked)  # nor does a common opening make twins of them
 
 
 def test_reading_stops_when_both_sides_are_full(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
@@ -97,12 +115,12 @@ def test_a_held_out_side_of_ones_own(tmp_path: Path, tiny_tokenizer: Tokenizer) 
 
 
 def test_files_that_cannot_serve(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match=r"too few different prompts .*; data.jsonl, line 1: prompt must be a text"):
+    with pytest.raises(ValueError, match=r"too few different prompts .*/data.jsonl, line 1: prompt must be a text"):
         read(tmp_path, ['{"prompt": 1}'], tiny_tokenizer)
     with pytest.raises(ValueError, match="too few different prompts to hold one out; give at least two"):
         read(tmp_path, prompts_of(1) * 3, tiny_tokenizer)
     (tmp_path / "held.jsonl").write_text("oops\n")
-    with pytest.raises(ValueError, match=r"no usable row to hold out among 1; held.jsonl, line 1: not JSON"):
+    with pytest.raises(ValueError, match=r"no usable row to hold out among 1; .*/held.jsonl, line 1: not JSON"):
         read(tmp_path, prompts_of(2), tiny_tokenizer, held_out_path=str(tmp_path / "held.jsonl"))
 
 
