@@ -28,8 +28,10 @@ from train import atomic
 from train.data import Batch, Sequences
 from train.feature_layout import Layout
 from train.features import Features, compute_features
+from train.provenance import code_state
 
 MANIFEST, FORMAT = "manifest.json", 2
+CODE = "code"  # of a manifest: version and commit, which no store is refused for
 OPEN_SHARDS = 64  # maps held at once
 
 
@@ -95,20 +97,33 @@ def cut_shards(sequences: Sequences, token_bytes: int, shard_mb: int) -> list[Sh
     return shards
 
 
-def open_store(folder: Path, wanted: dict[str, Any]) -> None:
+def open_store(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """Makes the folder and its manifest, or checks those that are there and removes what was left unfinished.
 
-    Raises ValueError naming every difference when the store holds features of anything else.
+    Returns the code that made the store. Raises ValueError naming every difference when it holds features of anything
+    else.
     """
-    if refuse_other_store(folder, wanted):
+    found = refuse_other_store(folder, wanted)
+    if found is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = {**wanted, CODE: code_state()}
+        atomic.write_text(folder / MANIFEST, json.dumps(found, indent=2) + "\n")
+    else:
         atomic.sweep(folder)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    atomic.write_text(folder / MANIFEST, json.dumps(wanted, indent=2) + "\n")
+    return found.get(CODE, {})
 
 
-def refuse_other_store(folder: Path, wanted: dict[str, Any]) -> bool:
-    """Whether there is a store that agrees in every key of `wanted`; False where there is nothing yet.
+def other_code(made_by: dict[str, Any]) -> str | None:
+    """What is to be said of a store that other code made: its features should be the same, but nothing proves it."""
+    here = code_state()
+    if made_by == here:
+        return None
+    parts = [f"{key} {made_by.get(key)}, here {value}" for key, value in here.items() if made_by.get(key) != value]
+    return f"this store was made by other code ({'; '.join(parts)}); if it must not be, give another features.path"
+
+
+def refuse_other_store(folder: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of a store that agrees in every key of `wanted`; None where there is nothing yet.
 
     Raises ValueError naming every difference, or for a folder that holds something else.
     """
@@ -118,7 +133,7 @@ def refuse_other_store(folder: Path, wanted: dict[str, Any]) -> bool:
             raise ValueError(
                 f"features.path={folder}: holds something else than a store of features; give another folder"
             )
-        return False
+        return None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -133,7 +148,7 @@ def refuse_other_store(folder: Path, wanted: dict[str, Any]) -> bool:
             f"features.path={folder}: this store was made for something else: {'; '.join(different)}. Give another "
             "features.path, or none"
         )
-    return True
+    return found
 
 
 def refuse_small_disk(folder: Path, needed: int) -> None:

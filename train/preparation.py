@@ -40,7 +40,7 @@ from train.data_folder import Data, open_data
 from train.evaluation import Evaluator
 from train.exchange import ProcessExchange
 from train.feature_layout import Layout
-from train.feature_store import FeatureStore, manifest, open_store, refuse_small_disk, store_name
+from train.feature_store import FeatureStore, manifest, open_store, other_code, refuse_small_disk, store_name
 from train.features import FeatureSource, OnlineFeatures, make_features
 from train.objective_config import Medusa2ObjectiveConfig
 from train.objectives import OBJECTIVES, Objective
@@ -50,6 +50,7 @@ from train.schedule import peak_rate
 from train.served import AdaptedTarget, FrozenTarget, ServedTarget
 from train.sharding import PLACEMENTS, Whole
 from train.stopping import Interrupted, StopRequest
+from train.trackers import warn
 
 
 @dataclass
@@ -213,7 +214,10 @@ def open_features(
     refuse_small_disk(folder, store.missing_bytes)
     say(accelerator, f"features in {folder}: {store.missing_bytes / 1e9:.2f} GB to be computed")
     if accelerator.is_main_process:
-        open_store(folder, record)
+        made_by = open_store(folder, record)
+        say(accelerator, f"the store is of Headway {made_by.get('version')}, commit {made_by.get('commit')}")
+        if note := other_code(made_by):
+            warn(note)
     accelerator.wait_for_everyone()
     with stopping_together(accelerator, target.lend):
         share = (accelerator.process_index, accelerator.num_processes)

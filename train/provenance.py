@@ -12,7 +12,7 @@ from typing import Any
 from infer.config_checks import REPO_ROOT
 from train.trackers import redact
 
-PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "safetensors", "hydra-core", "numpy")
+PACKAGES = ("headway", "torch", "accelerate", "transformers", "tokenizers", "safetensors", "hydra-core", "numpy")
 
 
 def provenance(config: Mapping[str, Any], **facts: Any) -> dict[str, Any]:
@@ -23,6 +23,11 @@ def provenance(config: Mapping[str, Any], **facts: Any) -> dict[str, Any]:
         "versions": versions(),
         "config": redact(config),
     }
+
+
+def code_state() -> dict[str, Any]:
+    """Version, commit and whether tracked files differ from it; null for what is not known here."""
+    return {"version": versions().get("headway"), **git_state()}
 
 
 def git_state() -> dict[str, Any]:

@@ -25,6 +25,7 @@ from train.feature_store import FeatureStore, cut_shards, manifest, open_store, 
 from train.features import TopTokens, compute_features
 from train.loop import train
 from train.objectives import recall, teach
+from train.provenance import code_state
 from train.stopping import Interrupted
 
 AUX = (2, 4, 5)
@@ -156,7 +157,9 @@ def test_a_shard_that_vanished_or_is_damaged_is_named(
             store(responses.batch([row]))
 
 
-def test_a_run_learns_the_same_from_a_store(tiny_target_folder: Path, tmp_path: Path) -> None:
+def test_a_run_learns_the_same_from_a_store(
+    tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = [
         f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "head.draft_vocab_size=200", "overwrite=true",
         "data.num_sequences=12", "data.max_new_tokens=16", "data.prompt_tokens=12", "sequence_length=28",
@@ -173,6 +176,14 @@ def test_a_run_learns_the_same_from_a_store(tiny_target_folder: Path, tmp_path: 
     online = run("run=online")
     assert run("run=offline", "features=offline") == pytest.approx(online, rel=1e-4)
     (store,) = (tmp_path / "features" / "demo").iterdir()
+    record = json.loads((store / "manifest.json").read_text())
+    assert record["code"] == code_state()
+    said = f"the store is of Headway {record['code']['version']}, commit {record['code']['commit']}"
+    assert said in capsys.readouterr().err
+    record["code"]["commit"] = "0ther"
+    (store / "manifest.json").write_text(json.dumps(record))
+    assert run("run=later", "features=offline") == pytest.approx(online, rel=1e-4)
+    assert "made by other code (commit 0ther, here" in capsys.readouterr().err
     small = run("run=small", "features=offline", "features.dtype=fp8", "features.top_k=384", "objective.fused=true")
     assert small == pytest.approx(online, rel=0.1)
     assert small != pytest.approx(online, rel=1e-4)
