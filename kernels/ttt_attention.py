@@ -36,14 +36,13 @@ def ttt_attention(
     `[B, M]`: the slot of each row, in any order; None: row m is slot m. starts `[B, T]`: the slot at which each slot's
     document begins; None: each row of the batch is one document.
     """
-    if len(keys) > 1 or slots is not None or starts is not None:
-        dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
-        if in_use(q.device):
-            from kernels.triton import ttt_attention as gpu
+    if in_use(q.device) and (len(keys) > 1 or slots is not None or starts is not None):
+        from kernels.triton import ttt_attention as gpu
 
-            if gpu.supported(q.shape[3], dtype):
-                q, *both = (x.to(dtype) for x in (q, *keys, *values))
-                return gpu.TttAttention.apply(q, *bounds(keys[0].shape[:2], slots, starts, q.device), *both)
+        dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
+        if gpu.supported(q.shape[3], dtype):
+            q, *both = (x.to(dtype) for x in (q, *keys, *values))
+            return gpu.TttAttention.apply(q, *bounds(keys[0].shape[:2], slots, starts, q.device), *both)
     return dense(q, keys, values, slots, starts)
 
 

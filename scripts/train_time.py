@@ -86,7 +86,8 @@ def peak_flops(words: list[str]) -> float:
 
     from infer.cli import compose
     from train.config import TrainConfig
-    from train.plan import device_of, measure
+    from train.plan import measure
+    from train.shapes import device_of
 
     config = compose("train", TrainConfig, words)
     return measure(device_of(config), torch.bfloat16 if config.precision == "bf16" else torch.float32).flops

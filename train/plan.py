@@ -19,33 +19,23 @@ import torch
 
 from infer.config_checks import resolve_path
 from infer.memory import free_bytes
-from kernels.linear import reads_narrow
-from kernels.quantise import narrow_bytes
 from models.heads.base import Head
-from models.layers import Linear
-from models.targets import LAYERS
 from models.targets.llama import LlamaTarget
-from models.targets.sharded import shared_elements
 from models.tokenizer import Tokenizer
 from train.config import (
     OWN_WEIGHTS,
     OfflineFeaturesConfig,
-    OnlineFeaturesConfig,
     RowsDataConfig,
     TrainConfig,
 )
 from train.feature_layout import Layout
-from train.features import feature_bytes
+from train.memory_plan import CURES, GB, features_in_memory, memory_parts, parameters
 from train.objective_config import PEagleObjectiveConfig
-from train.objectives import teacher
-from train.preparation import pool_for
 from train.prompts import longest_prompt, read_prompts
 from train.refusals import refusals
 from train.run_folder import check_run, other_export, refuse_other_export
-from train.shapes import processes, shapes
+from train.shapes import device_of, processes, shapes
 
-GB = 1e9
-TRAINED_BYTES = 16  # of a trained parameter: value, gradient and Adam's two moments, in fp32
 SAVED_BYTES = 12  # of a trained parameter in a checkpoint: value and two moments
 
 
@@ -147,75 +137,20 @@ def plan_data(plan: Plan, config: TrainConfig, target: LlamaTarget, checkpoint: 
 
 
 def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> None:
-    sizes, item = target.config, target.norm.weight.element_size()
-    trained, frozen = parameters(head)
-    engine = pool_for(config)
-    per_token = 2 * sizes.num_kv_heads * sizes.head_dim * sizes.num_layers * item
-    cached = features_in_memory(config, target, head, tokens)
-    batch = config.batch_size * config.sequence_length
-    vocabulary = head.config.draft_vocab_size
-    steps = config.objective.steps or head.config.max_depth or 1
-    logits = 4 * vocabulary * (batch + min(steps * batch, 3 * teacher.CHUNK_ELEMENTS // vocabulary))
+    parts = memory_parts(config, target, head, tokens)
+    needed, free = sum(parts.values()), free_bytes(device_of(config))
     if config.features.target == "sharded":
         plan.add("memory", f"of one of {processes()} processes, which hold the target together")
-    parts = {
-        "target": target_bytes(target, config),
-        "KV": (engine.max_tokens_in_cache or 0) * per_token // config.engine.tensor_parallel,
-        "head and optimiser": trained * TRAINED_BYTES + frozen * 4,
-        "features": cached or feature_bytes(target, head.config.aux_layers, batch),
-        "logits": logits,
-    }
-    needed, free = sum(parts.values()), free_bytes(device_of(config))
     text = ", ".join(f"{name} {size / GB:.2f}" for name, size in parts.items())
-    plan.add("memory", f"about {needed / GB:.2f} GB: {text}; and the activations of a batch")
+    plan.add("memory", f"about {needed / GB:.2f} GB, and what Python and torch take: {text}")
     plan.add("memory", "unknown how much is free" if free is None else f"{free / GB:.2f} GB are free")
-    plan.numbers |= {"memory_bytes": needed, "memory_free": free, "trained_parameters": trained}
+    plan.numbers |= {"memory_bytes": needed, "memory_free": free, "trained_parameters": parameters(head)[0]}
     if free is not None and needed > free:
         largest = max(parts, key=lambda name: parts[name])
-        cure = {
-            "target": "model.dtype=bfloat16, engine.tensor_parallel=, features.target=sharded with more processes, a "
-            "smaller target, engine.weights=int8 or int4",
-            "KV": "a smaller engine.max_tokens_in_cache, engine.max_batch or data.max_prompt_tokens",
-            "head and optimiser": "a smaller head.draft_vocab_size or head",
-            "features": "features.cache_gb=0 or features=offline" if cached else "a smaller batch_size",
-            "logits": "a smaller batch_size with accumulate=, or head.draft_vocab_size",
-        }[largest]
         plan.refusals.append(
-            f"memory: about {needed / GB:.2f} GB needed, {free / GB:.2f} GB are free; most is for the {largest}: {cure}"
+            f"memory: about {needed / GB:.2f} GB needed, {free / GB:.2f} GB are free; most is for the {largest}: "
+            f"{CURES[largest]}"
         )
-
-
-def target_bytes(target: LlamaTarget, config: TrainConfig) -> int:
-    """Of this process's part: linear layers divided among ranks, and in few bits where a kernel reads these."""
-    dtype, ranks = target.norm.weight.dtype, config.engine.tensor_parallel
-    if config.features.target == "sharded":
-        return sharded_bytes(target, processes())
-    weight_format, device = config.engine.weight_format, device_of(config)
-
-    def size(linear: Linear) -> int:
-        outputs, inputs = linear.weight.shape
-        if weight_format == "same" or not reads_narrow(inputs, dtype, device):
-            return outputs * inputs * dtype.itemsize
-        return narrow_bytes(outputs, inputs, weight_format)
-
-    linear = {id(m.weight): m for m in target.modules() if isinstance(m, Linear)}
-    whole = sum(p.numel() for p in {id(p): p for p in target.parameters()}.values())
-    whole -= sum(m.weight.numel() for m in linear.values())
-    tied = target.embed_tokens.weight.numel() if target.config.tie_word_embeddings else 0
-    return sum(size(m) for m in linear.values()) // ranks + (whole + tied) * dtype.itemsize
-
-
-def sharded_bytes(target: LlamaTarget, count: int) -> int:
-    """One process's share of the layers, the two that are whole at a time, and what is never divided."""
-    tensors = {id(p): p.numel() for name, p in target.named_parameters() if not name.startswith(LAYERS)}
-    return (sum(tensors.values()) + sum(shared_elements(list(target.layers), count))) * target.norm.weight.itemsize
-
-
-def features_in_memory(config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> int:
-    """Bytes of the cache over all sequences; 0 if there is none."""
-    size = feature_bytes(target, head.config.aux_layers, tokens)
-    settings = config.features
-    return size if isinstance(settings, OnlineFeaturesConfig) and size <= settings.cache_gb * GB else 0
 
 
 def plan_disk(
@@ -293,12 +228,6 @@ def active_parameters(target: LlamaTarget) -> int:
     return total
 
 
-def parameters(head: Head) -> tuple[int, int]:
-    """Trained and frozen ones."""
-    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
-    return trained, sum(p.numel() for p in head.parameters()) - trained
-
-
 def measure(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> Speed:
     """A matrix product of 512 rows, and a copy; on a GPU of sizes that fill it."""
     rows, side, size = (4096, 8192, 2**28) if device.type == "cuda" else (512, 1024, 2**24)
@@ -319,12 +248,6 @@ def measure(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -
         return unit * count / (time.perf_counter() - begin)
 
     return Speed(rate(lambda: x @ w, 2.0 * rows * side * side), rate(block.clone, 2.0 * size))
-
-
-def device_of(config: TrainConfig) -> torch.device:
-    if config.model.device != "auto":
-        return torch.device(config.model.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def readable(seconds: float) -> str:

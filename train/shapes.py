@@ -38,3 +38,9 @@ def shapes(config: TrainConfig) -> Shapes:
 def processes() -> int:
     """Of this run, as torchrun or accelerate started it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def device_of(config: TrainConfig) -> torch.device:
+    if config.model.device != "auto":
+        return torch.device(config.model.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

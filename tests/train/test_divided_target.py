@@ -19,7 +19,7 @@ from train.config import TrainConfig
 from train.data import Sequences
 from train.features import compute_features
 from train.loop import train
-from train.plan import target_bytes
+from train.memory_plan import target_bytes
 from train.preparation import open_engine
 
 AUX = (2, 4, 5, LAST)

@@ -6,7 +6,9 @@ means: accumulated and distributed batches add up to the loss of one large batch
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -113,7 +115,7 @@ class Objective(nn.Module):
             assert kept is not None
             mask, weight = alignment.at(masks[step], kept), alignment.at(weights[step], kept)
             rows = alignment.at(alignment.shift_left(number, step), kept)[mask]
-            parts = self._compare(state[mask], weight[mask], rows, teacher, step, metrics)
+            parts = self.compare(state[mask], weight[mask], rows, teacher, step, metrics)
             # a sample of the slots stands for all of them
             share = 1.0 if columns is None else max(1, len(kept)) / (length - first)
             total = total + self.config.step_weight**step / share * parts[0] / denominators[step].clamp(min=1)
@@ -130,7 +132,7 @@ class Objective(nn.Module):
             for feature in aux
         ]
 
-    def _compare(
+    def compare(
         self, states: Tensor, weights: Tensor, rows: Tensor, teacher: Teacher, depth: int, metrics: bool
     ) -> tuple[Tensor, ...]:
         """Sums of weighted cost, cost, correct and overlap over the slots `states [N, S]`, taught by `rows [N]`."""
@@ -152,7 +154,7 @@ class Objective(nn.Module):
     ) -> tuple[Tensor, ...]:
         teacher = teacher.rows(rows).whole()
         logits = self.head.logits(states, depth).float()  # [N, Vd]
-        with torch.autocast(logits.device.type, enabled=False):  # a probability needs more than bf16
+        with in_fp32(logits.device.type):
             costs = self.costs(logits, states.float(), teacher, depth)
             zero = costs.new_zeros(())
             if not metrics:
@@ -160,6 +162,12 @@ class Objective(nn.Module):
             with torch.no_grad():
                 correct, accepted = agreement(logits, teacher).sum().float(), overlap(logits, teacher).sum()
         return (costs * weights).sum(), costs.sum(), correct, accepted
+
+
+def in_fp32(device: str) -> AbstractContextManager[Any]:
+    """Autocast ends here: a probability needs more than bf16. Some devices, such as meta, know none."""
+    known = torch.amp.is_autocast_available(device)
+    return torch.autocast(device, enabled=False) if known else contextlib.nullcontext()
 
 
 def slot_weights(masks: Tensor, reduction: str, starts: Tensor | None = None) -> tuple[Tensor, Tensor]:

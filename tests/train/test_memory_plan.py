@@ -1,0 +1,125 @@
+"""What the plan says of memory, against what torch really allocates and what a process really takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from infer.cli import compose
+from models.targets.llama import LlamaTarget
+from models.vocab import build_draft_vocab
+from tests.train.launching import ROOT
+from train.activations import rehearse
+from train.config import TrainConfig
+from train.data import Batch
+from train.features import compute_features
+from train.loop import train
+from train.memory_plan import memory_parts, parameters
+from train.objectives import teach
+from train.preparation import make_head, make_objective
+from train.shapes import shapes
+from train.trackers import read_metrics
+
+ROWS, LENGTH = 4, 48
+HEADS = [
+    "head=eagle3", "head=eagle3 objective.fused=true", "head=eagle3 objective.checkpointing=true", "head=eagle",
+    "head=medusa", "head=mlp", "head=p-eagle",
+]  # fmt: skip
+TRAIN_EACH = """
+import json, sys
+from infer.cli import compose
+from train.config import TrainConfig
+from train.loop import train
+for words in json.loads(sys.argv[1]):
+    train(compose("train", TrainConfig, words))
+"""
+
+
+@pytest.fixture
+def settings(tiny_target_folder: Path, tmp_path: Path) -> list[str]:
+    return [
+        f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "eval_draft_tokens=2", "eval_prompts=2",
+        "eval_max_tokens=8", "engine.max_tokens_in_cache=1024", "precision=fp32", "tracker=none", "minutes=null",
+        "steps=1", "overwrite=true",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", HEADS)
+def test_the_rehearsal_takes_what_a_step_takes(words: str, settings: list[str], tiny_target: LlamaTarget) -> None:
+    """The allocator's own record of a forward and backward, in which gradients of parameters are counted too."""
+    config = compose("train", TrainConfig, [*settings, *words.split()])
+    planned = rehearse(config, shapes(config).target, ROWS, LENGTH)
+    head = make_head(config.head, tiny_target.config)
+    head.set_vocabulary(*build_draft_vocab(torch.ones(384), head.config.draft_vocab_size, [0]))
+    head.initialise(tiny_target, from_target=config.head.name != "mlp")
+    objective = make_objective(config, head)
+    ids = torch.randint(1, 384, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids, torch.ones(ROWS, LENGTH, dtype=torch.bool), tuple(range(ROWS)))
+    features = compute_features(tiny_target, batch, head.config.aux_layers)
+    teacher = teach(tiny_target, features.hidden, batch, head.target_ids, keep=not objective.fused)
+    denominators = objective.denominators(batch)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        loss, _ = objective(batch, features, teacher, denominators, True, torch.Generator().manual_seed(1))
+        loss.backward()
+    measured = peak(record) + teacher.probs.nbytes
+    assert measured - 4 * parameters(head)[0] < planned < 1.3 * measured
+
+
+def peak(record: Any) -> int:
+    """Bytes at most of what was allocated within it, by the allocator's events in their order."""
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def test_a_larger_batch_takes_as_much_more_as_planned(settings: list[str], tmp_path: Path) -> None:
+    """Of the process in a real run; what a small batch takes already is Python and torch."""
+    rows = [json.dumps({"text": f"{number}: " + "x = y + 1; " * 40}) for number in range(80)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    own = [*settings, "data=files", f"data.path={tmp_path / 'rows.jsonl'}", "data.responses=given"]
+    runs = [[*own, "features.cache_gb=0", f"run=rows-{size}", f"batch_size={size}"] for size in (2, 64)]
+    command = [sys.executable, "-c", TRAIN_EACH, json.dumps(runs)]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, timeout=300)
+    taken = [
+        next(row["train/memory_bytes"] for row in read_metrics(tmp_path / f"rows-{size}") if "train/loss" in row)
+        for size in (2, 64)
+    ]
+    planned = []
+    for words in runs:
+        result = train(compose("train", TrainConfig, [*words, "check=true"]))
+        assert result is not None
+        planned.append(result["check"]["memory_bytes"])
+    assert taken[1] - taken[0] > 1e8  # else it is lost in what Python takes by the way
+    assert 0.75 < (planned[1] - planned[0]) / (taken[1] - taken[0]) < 1.5  # measured: 0.94
+
+
+def test_every_copy_is_counted(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def parts(*words: str) -> dict[str, int]:
+        config = compose("train", TrainConfig, [*settings, *words])
+        known = shapes(config)
+        return memory_parts(config, known.target, known.head, 1000)
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    trained, frozen = parameters(shapes(compose("train", TrainConfig, settings)).head)
+    assert parts()["head and optimiser"] == 16 * trained + 4 * frozen
+    assert parts("parallel=ddp")["head and optimiser"] == 20 * trained + 4 * frozen
+    copies = 8 * (trained + frozen) + 4 * trained  # gathered, measured and saved; a gradient
+    assert parts("parallel=fsdp")["head and optimiser"] == (16 * trained + 4 * frozen) // 4 + copies
+    assert parts("parallel=zero2")["head and optimiser"] == 16 * trained // 4 + copies
+    alone, together = (parts("head=medusa", f"objective={name}") for name in ("medusa", "medusa-2"))
+    assert together["target"] == 3 * alone["target"]
+    assert together["head and optimiser"] > alone["head and optimiser"]
+    assert together["activations"] > alone["activations"]
+    assert parts("engine.kv_dtype=fp8")["KV"] * 4 == parts()["KV"]
+    half = parts("model.dtype=bfloat16")
+    assert half["head and optimiser"] == parts()["head and optimiser"] + 2 * (trained + frozen)
