@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from tests.conftest import MakeTarget
 from tests.train.conftest import full_disk
+from train.atomic import this_place
 from train.config import TrainConfig
 from train.export import Acceptance, Measured, check_room, export_head
 from train.provenance import provenance
@@ -145,7 +148,9 @@ def test_an_error_while_measuring_publishes_nothing(
 def test_what_a_killed_export_left_is_removed(
     random_head: Eagle3Head, tiny_target: LlamaTarget, config: TrainConfig, tmp_path: Path
 ) -> None:
-    (tmp_path / "heads" / "demo" / ".eagle3.1.tmp").mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", ""]) as killed:
+        pass
+    (tmp_path / "heads" / "demo" / f".eagle3.{this_place()}-{killed.pid}.tmp").mkdir(parents=True)
     folder, _ = export(random_head, tiny_target, config)
     assert [path.name for path in folder.parent.iterdir()] == ["eagle3"]
 

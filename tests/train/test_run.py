@@ -285,11 +285,12 @@ def test_data_of_ones_own(settings: list[str], tmp_path: Path, capsys: pytest.Ca
     kept += ["data.columns={prompt: question}"]
     result = run(kept, "stage=regenerate")
     err = capsys.readouterr().err
-    assert "left out: data.jsonl, line 14: must hold one of input_ids, messages" in err
+    assert f"left out: {tmp_path / 'data.jsonl'}, line 14: must hold one of input_ids, messages" in err
     assert "15 rows read (7 prompt, 6 messages, 1 input_ids): " in err
     counts = result["counts"]
-    assert counts["rows"]["read"] == 15 == sum(counts["rows"][key] for key in ("train", "held_out")) + 1
-    asked = counts["rows"]["train"]
+    asked, held_out, dropped = (counts["rows"][key] for key in ("train", "held_out", "dropped"))
+    assert counts["rows"]["read"] == 15 == asked + held_out + sum(dropped.values())
+    assert dropped["bad"] == 1
     assert counts["answers"] == {"conversations": asked, "done": asked, "skipped": 0, "failed": 0}
     assert not (tmp_path / "own" / "checkpoints").exists()
     assert run(kept)["gap"] == 0.0

@@ -104,6 +104,7 @@ def test_a_run_keeps_its_id_and_shares_it_with_nobody(tmp_path: Path, monkeypatc
 
     wandb = types.SimpleNamespace(init=init, Settings=lambda **given: types.SimpleNamespace(base_url="https://x"))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     for folder in ("one", "other", "one"):
         track(WandbConfig("wandb", mode="online"), tmp_path / folder)
     assert asked[0] == asked[2] != asked[1]
