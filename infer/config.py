@@ -1,4 +1,4 @@
-"""The schemas of what serves: target, head, proposer, engine, server, and the commands generate, serve and bench.
+"""The schemas of what serves: target, head, proposer, engine, server, tracker, and the commands that need no more.
 
 Each dataclass is registered with Hydra, so an unknown key or a wrong type is an error; `__post_init__` checks what a
 type cannot say. Other modules take these dataclasses and never see a DictConfig: `infer/cli.py` makes them.
@@ -16,6 +16,7 @@ from omegaconf import MISSING
 
 from infer.config_checks import FREE_TEXT, at_least, one_of, resolve_path
 from infer.head_config import HEAD_NAMES, HEADS, HeadConfig
+from infer.tracker_config import TRACKERS, TrackerConfig
 
 if TYPE_CHECKING:
     from kernels.quantise import WeightFormat
@@ -366,6 +367,7 @@ class EvalConfig:
     model: ModelConfig = MISSING
     head: HeadConfig = MISSING
     engine: EngineConfig = MISSING
+    tracker: TrackerConfig = MISSING
     output_dir: str = "outputs"
     files: list[str] = field(default_factory=list)  # as data.path of training; none: prompts of the demo corpus
     columns: Any = None  # our names for the data's own columns: {prompt: question}
@@ -432,6 +434,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "proposer": {"proposer": ProposerConfig},
     "engine": {"engine": EngineConfig},
     "server": {"server": ServerConfig},
+    "tracker": TRACKERS,
 }
 COMMANDS: dict[str, type] = {
     "serve": ServeConfig,

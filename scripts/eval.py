@@ -6,8 +6,9 @@
 
 `files` are what data.path of training takes; none means held-out prompts of the demo corpus. Speed is a ratio to plain
 decoding of the same prompts in the same round. A verify is cut short by the draft vocabulary where it ended at a token
-which that does not hold: no draft could have been right. Tables and plots go to <output_dir>/eval/<model>-<head>/; the
-last line of standard output is one JSON document.
+which that does not hold: no draft could have been right. Tables, plots and a few answers with their accepted drafts
+marked go to <output_dir>/eval/<model>-<head>/, and with tracker=wandb or tensorboard there too; the last line of
+standard output is one JSON document.
 """
 
 import os
@@ -32,7 +33,6 @@ from infer.request import SpeculationStats
 
 DEMO = "demo corpus"
 BUCKETS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # prompts of up to so many tokens
-REPORT = "report.md"
 
 
 @dataclass
@@ -95,15 +95,13 @@ def names_of(files: Sequence[str]) -> list[str]:
     ]
 
 
-def measure(config: EvalConfig, engine: Any) -> list[Cell]:
+def measure(config: EvalConfig, engine: Any, sets: Sequence[tuple[str, bool, list[list[int]]]]) -> list[Cell]:
     from tqdm import tqdm
 
     from infer.compare import compare
     from infer.request import SamplingParams
-    from scripts.bench_systems import shaped
 
     cells = []
-    sets = list(prompt_sets(config, engine))
     rounds = list(itertools.product(sets, config.temperatures, config.concurrency))
     with tqdm(total=len(rounds) * len(config.shapes), unit="cell", disable=None, dynamic_ncols=True) as bar:
         for (name, template, prompts), temperature, together in rounds:
@@ -111,16 +109,23 @@ def measure(config: EvalConfig, engine: Any) -> list[Cell]:
             groups = [prompts[start : start + together] for start in range(0, len(prompts), together)]
             for shape in config.shapes:
                 bar.set_description(f"{name}, temperature {temperature:g}, {shape}")
-                depth = engine.head.config.max_depth
-                drafts = shaped(ProposerConfig(name="head"), shape)
-                if depth is not None:
-                    drafts = replace(drafts, max_draft_tokens=min(depth, drafts.max_draft_tokens))
-                engine.set_proposer("head", config=drafts)
+                draft_as(engine, shape)
                 found = Comparison(list(compare(engine, groups, params)))
                 ids = engine.head.target_ids.cpu()
                 cells.append(cell(name, template, temperature, shape, together, groups, found, ids))
                 bar.update()
     return cells
+
+
+def draft_as(engine: Any, shape: str) -> None:
+    """The head drafts in this shape, no deeper than it can."""
+    from scripts.bench_systems import shaped
+
+    depth = engine.head.config.max_depth
+    drafts = shaped(ProposerConfig(name="head"), shape)
+    if depth is not None:
+        drafts = replace(drafts, max_draft_tokens=min(depth, drafts.max_draft_tokens))
+    engine.set_proposer("head", config=drafts)
 
 
 def cell(
@@ -213,7 +218,7 @@ def context_table(cells: Sequence[Cell]) -> str:
     return "\n".join(rows)
 
 
-def draw(cells: Sequence[Cell], folder: Path) -> list[str]:
+def draw(cells: Sequence[Cell], folder: Path) -> list[Path]:
     """Acceptance by position, one curve per data set and temperature, for every shape; speed over concurrency, if there
     are several, one curve per shape too. None without matplotlib.
     """
@@ -230,31 +235,69 @@ def draw(cells: Sequence[Cell], folder: Path) -> list[str]:
         for own in sorted(cells, key=lambda own: own.concurrency):
             speeds.setdefault(f"{label_of(own)}, {own.shape}", []).append((own.concurrency, own.ratio))
         written.append(draw_curves(folder / "speed.png", speeds, "requests at once", PLAIN_SPEED, level=1))
-    return [path.name for path in written if path is not None]
+    return [path for path in written if path is not None]
 
 
 def label_of(own: Cell) -> str:
     return f"{own.data}{'' if own.template else ', plain'}, T = {own.temperature:g}"
 
 
+def metrics(cells: Sequence[Cell]) -> dict[str, float]:
+    """For a tracker, `eval/<data>, T = 0/chain5 at 1/tau` and the like."""
+    found: dict[str, float] = {}
+    for own in cells:
+        place = f"eval/{label_of(own)}/{own.shape} at {own.concurrency}"
+        values = {
+            "tau": own.acceptance_length,
+            "coverage": own.coverage,
+            "cut_short": own.cut_short,
+            "ratio": own.ratio,
+        }
+        found |= {f"{place}/{name}": value for name, value in values.items()}
+        shares = enumerate(own.by_position, start=1)
+        found |= {f"{place}/acceptance_{position}": share for position, share in shares}
+    return found
+
+
+def show(config: EvalConfig, cells: Sequence[Cell], samples: Sequence[Any], folder: Path) -> Path:
+    """The report, and what a tracker takes of it. Raises ValueError where the disk is full."""
+    from train import atomic
+    from train.report import REPORT, texts
+    from train.trackers import Results, make_trackers
+
+    plots = draw(cells, folder)
+    by_length = "By the length of the prompt, in tokens: τ, coverage, verifies that the draft vocabulary cut short."
+    parts = [f"# {config.head.name} for {config.model.name}", table(cells), by_length, context_table(cells)]
+    parts += [*(f"![{plot.stem}]({plot.name})" for plot in plots), texts(samples)]
+    atomic.write_text(folder / REPORT, "\n\n".join(parts) + "\n")
+    trackers = make_trackers(config.tracker, folder, f"eval-{folder.name}", asdict(config), resume_step=0)
+    trackers.log(1, metrics(cells))
+    head = config.head.folder(config.output_dir, config.model.name)
+    trackers.publish(Results(plots, samples, head, ("evaluated",)))
+    trackers.finish()
+    return folder / REPORT
+
+
 @entry_point("eval", EvalConfig)
 def main(config: EvalConfig) -> None:
     from infer.engine import Engine
     from scripts.bench import describe_machine
+    from train.samples import how_many, marked_answers
+    from train.trackers import check_tracker
 
+    check_tracker(config.tracker)
     # a prompt is asked again and again: cached pages would spare one side its prefill
     cold = replace(config.engine, prefix_cache=False)
     engine = Engine.load(config.model, config.head, cold, ProposerConfig(name="head"), output_dir=config.output_dir)
-    cells = measure(config, engine)
+    sets = list(prompt_sets(config, engine))
+    cells = measure(config, engine, sets)
+    draft_as(engine, config.shapes[0])
+    samples = marked_answers(engine, sets[0][2][: how_many(config.tracker)], config.max_tokens)
     folder = resolve_path(config.output_dir) / "eval" / f"{config.model.name}-{config.head.name}"
     folder.mkdir(parents=True, exist_ok=True)
-    plots = "\n\n".join(f"![{name}]({name})" for name in draw(cells, folder))
-    by_length = "By the length of the prompt, in tokens: τ, coverage, verifies that the draft vocabulary cut short."
-    text = f"{table(cells)}\n\n{by_length}\n\n{context_table(cells)}\n\n{plots}\n"
-    title = f"# {config.head.name} for {config.model.name}\n\n"
-    (folder / REPORT).write_text(title + text, encoding="utf-8")
+    report = show(config, cells, samples, folder)
     print(table(cells))
-    print(f"written: {folder / REPORT}")
+    print(f"written: {report}")
     document = {"machine": describe_machine(), "config": asdict(config), "results": [asdict(own) for own in cells]}
     print(json.dumps(document), flush=True)
 

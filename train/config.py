@@ -1,6 +1,6 @@
-"""The schemas of training: data, features, optimiser, parallelism, tracker, and the train command.
+"""The schemas of training: data, features, optimiser, parallelism, and the train command.
 
-Builds on the schemas of `infer/config.py` for everything that training shares with serving (target, head, engine).
+Builds on the schemas of `infer/config.py` for what training shares with other commands (target, head, engine, tracker).
 Checks values and their combinations; does nothing with them.
 """
 
@@ -16,6 +16,7 @@ from omegaconf import MISSING, OmegaConf
 from infer.config import EngineConfig, ModelConfig, register
 from infer.config_checks import at_least, one_of
 from infer.head_config import HeadConfig
+from infer.tracker_config import TrackerConfig
 from train.objective_config import (
     EagleObjectiveConfig,
     Medusa2ObjectiveConfig,
@@ -214,24 +215,6 @@ class ParallelConfig:
 
 
 @dataclass
-class TrackerConfig:
-    name: str = MISSING
-
-
-@dataclass
-class WandbConfig(TrackerConfig):
-    project: str = "headway"
-    entity: str | None = None
-    mode: str = "auto"  # auto: online with credentials, else offline | online | offline
-    samples: int = 0  # held-out texts, accepted drafts marked, that are sent as a table; they may be private
-    upload: bool = False  # send the exported head as an artifact
-
-    def __post_init__(self) -> None:
-        one_of("tracker.mode", self.mode, ("auto", "online", "offline"))
-        at_least("tracker.samples", self.samples, 0)
-
-
-@dataclass
 class TrainConfig:
     model: ModelConfig = MISSING
     head: HeadConfig = MISSING
@@ -416,7 +399,6 @@ SCHEMAS: dict[str, dict[str, type]] = {
     },
     "optim": {"adamw": OptimConfig},
     "parallel": {"parallel": ParallelConfig},
-    "tracker": {"wandb": WandbConfig, "tensorboard": TrackerConfig, "none": TrackerConfig},
 }
 COMMANDS: dict[str, type] = {"train": TrainConfig}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 
 import torch
 
@@ -17,7 +16,6 @@ from infer.compare import Comparison, compare
 from infer.engine import Engine
 from infer.request import Completion, SamplingParams, SpeculationStats, StepOutput
 from models.heads.base import Head
-from models.tokenizer import Tokenizer
 from models.vocab import coverage
 from train.acceptance import Sampling, count_ranks, simulate
 from train.config import TrainConfig
@@ -25,6 +23,7 @@ from train.data import Batch, Sequences
 from train.export import Acceptance, Measured
 from train.features import Features, FeatureSource
 from train.objectives import Objective, StepSums, teach
+from train.samples import marked_answers
 from train.trackers import Sample, warn
 
 SAMPLED = 1.0  # the temperature of the card's second figure
@@ -54,14 +53,6 @@ def acceptance_metrics(measured: Acceptance) -> dict[str, float]:
 def prompts_of(sequences: Sequences) -> list[list[int]]:
     rows = [sequences.row(index) for index in range(len(sequences))]
     return [ids[: int(assistant.int().argmax())].tolist() for ids, assistant in rows]
-
-
-def mark(tokenizer: Tokenizer, ids: Sequence[int], accepted: Sequence[bool]) -> str:
-    """The text, every run of accepted drafts between ⟦ and ⟧."""
-    spans = [
-        (flag, [token for token, _ in run]) for flag, run in groupby(zip(ids, accepted, strict=True), lambda p: p[1])
-    ]
-    return "".join(f"⟦{tokenizer.decode(span)}⟧" if flag else tokenizer.decode(span) for flag, span in spans)
 
 
 class Evaluator:
@@ -159,26 +150,10 @@ class Evaluator:
 
     def samples(self, head: Head, count: int) -> list[Sample]:
         """Greedy answers to the first held-out prompts, the accepted drafts in them marked."""
-        tokenizer = self._engine.tokenizer
-        assert tokenizer is not None
-        flags: dict[int, list[bool]] = {}
-
-        def keep(index: int, output: StepOutput) -> None:
-            flags.setdefault(index, []).extend(output.accepted)
-
-        prompts = self._prompts[:count]
         self._engine.set_proposer("head", head)
-        params = SamplingParams(max_tokens=self._config.eval_max_tokens)
-        completions = self._engine.generate(prompts, params, on_output=keep)
+        samples = marked_answers(self._engine, self._prompts[:count], self._config.eval_max_tokens)
         self._engine.set_proposer("none")
-        return [
-            Sample(
-                tokenizer.decode(prompt),
-                mark(tokenizer, completion.token_ids, flags[index]),
-                completion.stats.acceptance_length,
-            )
-            for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-        ]
+        return samples
 
     def _sampled(self, temperature: float) -> Sequences:
         rows = []

@@ -44,6 +44,7 @@ from train.preparation import prepare, prepare_data
 from train.provenance import provenance
 from train.refusals import refuse
 from train.report import write_report
+from train.samples import how_many
 from train.served import Publication
 from train.sharding import State, Whole, agree, load_module
 from train.step_clock import StepClock, memory_bytes
@@ -52,7 +53,6 @@ from train.trackers import Results, Trackers, make_trackers
 
 TRIAL_STEPS = 3  # timed to turn minutes into steps
 STATE: tuple[str, ...] = ("tokens", "skipped", "best", "evaluated", "data_hash", "processes")  # of a checkpoint
-SHOWN_TEXTS = 2  # in the report
 SHOWN_ROWS = 16  # of a batch that went wrong
 
 
@@ -407,7 +407,7 @@ class Run:
             record = self._return_to_best(record)
             published, export, measured = self._publish(record)
         greedy = measured.greedy
-        samples = published.evaluator.samples(prepared.head, max(SHOWN_TEXTS, getattr(config.tracker, "samples", 0)))
+        samples = published.evaluator.samples(prepared.head, how_many(config.tracker))
         speeds = dict[int, float]()
         if config.eval_concurrency:
             speeds = published.evaluator.speeds(prepared.head, config.eval_concurrency)

@@ -13,7 +13,7 @@ from train.config import TrainConfig
 from train.export import Acceptance, Measured
 from train.run_folder import flatten
 from train.step_clock import PARTS
-from train.trackers import Results, read_metrics
+from train.trackers import Results, Sample, read_metrics
 
 REPORT = "report.md"
 SHOWN = ("step", "eval/tau_engine", "eval/tau_simulated", "eval/loss", "eval/coverage")
@@ -50,16 +50,20 @@ def report(folder: Path, config: TrainConfig, record: Mapping[str, Any], measure
         *(f"![{plot.stem}]({plot.name})" for plot in results.plots),
         "## Where time went",
         time_lines(read_metrics(folder), record.get("peak_flops")),
-        "## Texts",
-        "Greedy answers to held-out prompts; what was drafted and accepted stands between ⟦ and ⟧.",
-        *(
-            f"τ {sample.acceptance_length:.2f}\n\n{fenced(sample.prompt)}\n\n{fenced(sample.text)}"
-            for sample in results.samples
-        ),
+        texts(results.samples),
         "## Settings",
         fenced("\n".join(f"{key}={value}" for key, value in flatten(record["config"]).items())),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def texts(samples: Sequence[Sample]) -> str:
+    """A section of a report."""
+    parts = (
+        f"τ {sample.acceptance_length:.2f}\n\n{fenced(sample.prompt)}\n\n{fenced(sample.text)}" for sample in samples
+    )
+    about = "Greedy answers to held-out prompts; what was drafted and accepted stands between ⟦ and ⟧."
+    return "\n\n".join(["## Texts", about, *parts])
 
 
 def time_lines(rows: Sequence[Mapping[str, float]], peak: float | None) -> str:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
+from infer.tracker_config import TrackerConfig, WandbConfig
 from train import atomic
-from train.config import TrackerConfig, WandbConfig
 
 METRICS, WANDB_ID = "metrics.jsonl", "wandb-id"
 SECRET_KEY = re.compile(r"(key|token|secret|password|passwd|credentials?|auth)$", re.IGNORECASE)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.eval import names_of
+from train.trackers import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,8 +29,7 @@ def test_an_evaluation_of_two_files(tiny_target_folder: Path, tiny_head_folder: 
         sys.executable, "scripts/eval.py", f"model.path={tiny_target_folder}", f"head.path={tiny_head_folder}",
         f"files=[{tmp_path / 'own.jsonl'},{tmp_path / 'texts.jsonl'}]", "columns={prompt: question}", "max_tokens=8",
         "chat_template=[true,false]", "temperatures=[0,0.8]", "shapes=[chain2,tree6]", "num_prompts=3",
-        "concurrency=[1,2]",
-        f"output_dir={tmp_path}",
+        "concurrency=[1,2]", "tracker=tensorboard", f"output_dir={tmp_path}",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
@@ -51,6 +51,11 @@ def test_an_evaluation_of_two_files(tiny_target_folder: Path, tiny_head_folder: 
     folder = tmp_path / "eval" / "demo-eagle3"
     report = (folder / "report.md").read_text()
     assert "| own | yes | 0 | chain2 | 1 |" in report
+    assert report.count("say 0") == 1  # the first prompt, among the texts
+    (logged,) = read_metrics(folder)
+    first = next(cell for cell in cells if cell["data"] == "own" and cell["template"])
+    assert logged["eval/own, T = 0/chain2 at 1/tau"] == first["acceptance_length"]
+    assert list((folder / "tensorboard").iterdir())
     assert (folder / "speed.png").stat().st_size > 1000
     for shape in ("chain2", "tree6"):
         assert (folder / f"acceptance_{shape}.png").stat().st_size > 1000

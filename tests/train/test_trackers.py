@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from infer.tracker_config import TrackerConfig, WandbConfig
 from train import trackers as trackers_module
-from train.config import TrackerConfig, WandbConfig
 from train.plots import draw_plots
 from train.trackers import Results, Sample, check_tracker, make_trackers, read_metrics, redact, wandb_mode
 

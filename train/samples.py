@@ -1,0 +1,47 @@
+"""Answers to a few prompts in which the accepted drafts are marked, for people: reports and W&B's table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from infer.engine import Engine
+from infer.request import SamplingParams, StepOutput
+from infer.tracker_config import TrackerConfig, WandbConfig
+from models.tokenizer import Tokenizer
+from train.trackers import Sample
+
+SHOWN_TEXTS = 2  # in a report
+
+
+def how_many(tracker: TrackerConfig) -> int:
+    """Those of a report, or as many more as a tracker is to be sent."""
+    return max(SHOWN_TEXTS, tracker.samples if isinstance(tracker, WandbConfig) else 0)
+
+
+def marked_answers(engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> list[Sample]:
+    """Greedy, with the engine's present proposer."""
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    flags: dict[int, list[bool]] = {}
+
+    def keep(index: int, output: StepOutput) -> None:
+        flags.setdefault(index, []).extend(output.accepted)
+
+    completions = engine.generate(prompts, SamplingParams(max_tokens=max_tokens), on_output=keep)
+    return [
+        Sample(
+            tokenizer.decode(prompt),
+            mark(tokenizer, completion.token_ids, flags[index]),
+            completion.stats.acceptance_length,
+        )
+        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+    ]
+
+
+def mark(tokenizer: Tokenizer, ids: Sequence[int], accepted: Sequence[bool]) -> str:
+    """The text, every run of accepted drafts between ⟦ and ⟧."""
+    spans = [
+        (flag, [token for token, _ in run]) for flag, run in groupby(zip(ids, accepted, strict=True), lambda p: p[1])
+    ]
+    return "".join(f"⟦{tokenizer.decode(span)}⟧" if flag else tokenizer.decode(span) for flag, span in spans)
