@@ -25,6 +25,7 @@ PROMPTS, STRAGGLERS = 0.08, 0.15
 STAYS = 0.03  # by which a new plan must beat the one in force
 KEPT_STEPS = 8  # a plan stands that long while the batch stays about as it is
 QUIET_STEPS = 32  # and so long if nobody is drafted for
+QUIET_LEARNS = 4  # of so many steps then one teaches what steps cost: waiting must cost next to nothing
 LEFT = 0.75  # of the requests it was made for, as many must be left
 PROBE_SHARE = 0.005  # of the time without drafts, spent on finding out whether they would pay again
 # A probe of a request that its drafter does not follow begins with the next page, so it takes some steps, each of
@@ -213,10 +214,12 @@ class Controller:
                 self._probe.steps = 0
 
     def stepped(self, batch: int, rows: int, drafting: float, whole: float) -> None:
-        self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
         if rows == batch:
             self._credit += PROBE_SHARE * whole
+            if self._age % QUIET_LEARNS == 0:
+                self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
             return
+        self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
         deep = [own for own in self._candidates if own.ready and own.request_id in self.current.budgets]
         if deep and len({own.drafter for own in deep}) == 1:
             depth = self.current.depth

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,11 +36,15 @@ class Curve:
             place = min(max(bisect_left(self.sizes, size), 1), len(self.sizes) - 1)
             (x, x_right), (y, y_right) = (own[place - 1 : place + 1] for own in (self.sizes, self.seconds))
             return max(y + (y_right - y) / (x_right - x) * (size - x), 0.0)
-        xs, ys = np.array(self.sizes), np.array(self.seconds)
-        right = np.clip(np.searchsorted(xs, size), 1, len(xs) - 1)
-        slope = (ys[right] - ys[right - 1]) / (xs[right] - xs[right - 1])
-        found: Any = np.maximum(ys[right - 1] + slope * (size - xs[right - 1]), 0.0)
+        xs, ys, slopes = self._pieces
+        left = np.clip(np.searchsorted(xs, size), 1, len(xs) - 1) - 1
+        found: Any = np.maximum(ys[left] + slopes[left] * (size - xs[left]), 0.0)
         return found
+
+    @cached_property
+    def _pieces(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        xs, ys = np.array(self.sizes), np.array(self.seconds)
+        return xs, ys, np.diff(ys) / np.diff(xs)
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ class Costs:
     def __init__(self, table: CostTable) -> None:
         self.table = table
         self._around = Curve(tuple(map(float, table.batches)), table.around)
+        self._steps: dict[int, float] = {}  # plain ones by the table alone, which every step asks for
         self._plain = self._extra = 1.0  # corrections of a plain step's seconds, and of what further rows add to them
         self._draft: dict[str, float] = {}
 
@@ -91,8 +97,10 @@ class Costs:
 
     def plain(self, batch: int) -> float:
         """The same of a step without drafts."""
-        size = float(batch)
-        return self._plain * (self.table.at(batch, self.table.verify, size) + self._around(size))
+        size, known = float(batch), self._steps.get(batch)
+        if known is None:
+            known = self._steps[batch] = self.table.at(batch, self.table.verify, size) + self._around(size)
+        return self._plain * known
 
     def draft(self, drafter: str, batch: int, depth: int) -> float:
         """Seconds of drafting `depth` deep for `batch` requests; 0 for a drafter that was not measured."""

@@ -320,13 +320,15 @@ class Engine:
         *,
         on_output: Callable[[int, StepOutput], None] | None = None,
         progress: bool = False,
+        at_once: int | None = None,
     ) -> list[Completion]:
         """Completes all prompts, batched as far as the engine's limits go; results in the order of the prompts.
 
         With n > 1 the n answers to a prompt stand beside each other. `on_output(index, output)` is called as tokens
-        come. Raises ValueError before anything runs if a prompt is bad.
+        come. No more than `at_once` answers are on their way together: one ends, the next prompt begins. Raises
+        ValueError if a prompt is bad, before anything runs where `at_once` holds none back.
         """
-        return generate(self, prompts, params, on_output=on_output, progress=progress)
+        return generate(self, prompts, params, on_output=on_output, progress=progress, at_once=at_once)
 
     # ---- for measuring what a step costs (infer/measuring.py) ----------------------------------------------------
 

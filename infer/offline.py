@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -26,24 +27,31 @@ def generate(
     *,
     on_output: OnOutput | None,
     progress: bool,
+    at_once: int | None,
 ) -> list[Completion]:
     """See `Engine.generate`."""
     ids = [encode(prompt, engine.tokenizer) for prompt in prompts]
     per_prompt = [params] * len(ids) if isinstance(params, SamplingParams) else list(params)
     if len(per_prompt) != len(ids):
         raise ValueError(f"params: {len(per_prompt)} for {len(ids)} prompts")
-    added: list[str] = []
-    try:
-        for prompt, own in zip(ids, per_prompt, strict=True):
-            first = None
+    waiting = deque(zip(ids, per_prompt, strict=True))
+    requests: list[Request] = []
+
+    def fill(active: int) -> None:
+        """Adds prompts, each with all of its answers, until `at_once` answers are on their way."""
+        while waiting and (at_once is None or active < at_once):
+            (prompt, own), first = waiting.popleft(), None
             for single in answers(own):
-                added.append(engine.add(prompt, single, parent=first))
-                first = first or added[-1]
-        requests = [engine.request(request_id) for request_id in added]
-        run_until_done(engine, added, on_output, progress)
+                request_id = engine.add(prompt, single, parent=first)
+                requests.append(engine.request(request_id))
+                first, active = first or request_id, active + 1
+
+    try:
+        fill(0)
+        run_until_done(engine, requests, fill, sum(own.n for own in per_prompt), on_output, progress)
     except BaseException:
-        for request_id in added:
-            engine.abort(request_id)
+        for request in requests:
+            engine.abort(request.request_id)
         raise
     return [completion(request, engine.tokenizer) for request in requests]
 
@@ -64,11 +72,20 @@ def encode(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> list[int
     return tokenizer.encode(prompt)
 
 
-def run_until_done(engine: Engine, ids: list[str], on_output: OnOutput | None, progress: bool) -> None:
-    index = {request_id: place for place, request_id in enumerate(ids)}
-    left, tokens = len(ids), 0
+def run_until_done(
+    engine: Engine,
+    requests: list[Request],
+    fill: Callable[[int], None],
+    total: int,
+    on_output: OnOutput | None,
+    progress: bool,
+) -> None:
+    """Until `total` requests are done. `fill`, told how many are on their way, may add to `requests`."""
+    index: dict[str, int] = {}
+    left, tokens = total, 0
     with tqdm(total=left, unit="prompt", disable=not progress, dynamic_ncols=True) as bar:
         while left:
+            index |= {requests[place].request_id: place for place in range(len(index), len(requests))}
             for output in engine.step():
                 if output.request_id not in index:
                     continue
@@ -79,6 +96,7 @@ def run_until_done(engine: Engine, ids: list[str], on_output: OnOutput | None, p
                     left -= 1
                     bar.set_postfix(tokens=tokens, refresh=False)
                     bar.update()
+            fill(len(requests) - (total - left))
 
 
 def completion(request: Request, tokenizer: Tokenizer | None) -> Completion:

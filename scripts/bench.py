@@ -6,10 +6,11 @@
     python scripts/bench.py systems=[off,off:again,head:auto5] concurrency=[1,2,4,8,16,32,64] never_slower=0.02
     python scripts/bench.py systems=[off,head,vllm,vllm:head,llama.cpp,llama.cpp:head] model.dtype=bfloat16
 
-scripts/bench_systems.py says what a system's name means. Every round runs every system once on the same prompts; a
-ratio is taken against `off` of the same round. Of another program's answers those are counted that are the same as
-`off`'s; in bf16 few are, since each program rounds in its own order. The last line of standard output is one JSON
-document. With `never_slower` the exit code is 1 if drafting as far as pays was slower than plain decoding anywhere.
+scripts/bench_systems.py says what a system's name means. Every round runs every system once on the same prompts,
+`concurrency` of them in flight: one ends, the next begins. A ratio is taken against `off` of the same round. Of another
+program's answers those are counted that are the same as `off`'s; in bf16 few are, since each program rounds in its own
+order. The last line of standard output is one JSON document. With `never_slower` the exit code is 1 if drafting as far
+as pays was slower than plain decoding anywhere.
 """
 
 import os
@@ -72,11 +73,10 @@ def measure(
     with tqdm(total=total, unit="run", disable=None, dynamic_ncols=True) as bar:
         for temperature, concurrency in itertools.product(config.temperatures, config.concurrency):
             cells = {name: Cell() for name in systems}
-            groups = [prompts[start : start + concurrency] for start in range(0, len(prompts), concurrency)]
             try:
-                warm_up(systems, groups[0], temperature, bar)
+                warm_up(systems, prompts[:concurrency], temperature, bar)
                 for _ in range(config.rounds):
-                    run_round(systems, cells, groups, temperature, ends, bar)
+                    run_round(systems, cells, prompts, concurrency, temperature, ends, bar)
             except KeyboardInterrupt:
                 print("interrupted: the report is of what was measured until now", file=sys.stderr)
                 if all(cell.tokens_per_s for cell in cells.values()):
@@ -90,33 +90,30 @@ def warm_up(systems: dict[str, System], group: list[list[int]], temperature: flo
     for name, system in systems.items():
         bar.set_description(f"{name}, {len(group)} at once, warm-up")
         system.prepare()
-        system.run(group, temperature)
+        system.run(group, temperature, len(group))
         bar.update()
 
 
 def run_round(
     systems: dict[str, System],
     cells: dict[str, Cell],
-    groups: list[list[list[int]]],
+    prompts: list[list[int]],
+    concurrency: int,
     temperature: float,
     ends: tuple[int, ...],
     bar: Any,
 ) -> None:
-    """Every system once on all groups, into its cell."""
+    """Every system once on all prompts, into its cell."""
     reference: list[list[int]] | None = None
     base = None
     for name, system in systems.items():
-        bar.set_description(f"{name}, {len(groups[0])} at once, temperature {temperature}")
+        bar.set_description(f"{name}, {concurrency} at once, temperature {temperature}")
         system.prepare()
-        begin = time.perf_counter()
-        answers = [system.run(group, temperature) for group in groups]
+        cell, begin = cells[name], time.perf_counter()
+        ids, cell.acceptance_length = system.run(prompts, temperature, concurrency)
         seconds = time.perf_counter() - begin
-        ids = [row for answer, _ in answers for row in answer]
-        cell = cells[name]
         speed = sum(map(len, ids)) / seconds
         cell.tokens_per_s.append(speed)
-        lengths = [length for _, length in answers if length is not None]
-        cell.acceptance_length = sum(lengths) / len(lengths) if lengths else None
         if name == "off":
             reference, base = ids, speed
         if base is not None:

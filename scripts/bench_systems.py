@@ -5,8 +5,8 @@
     eagle3  medusa  ...                    our engine with the exported head of that name
     head:chain5  medusa:tree16  ...        the same with a draft shape of its own
     head:auto5  ngram:auto3  ...           chains of up to that many tokens, as far as pays (infer/controller.py)
-    hf  hf_lookup  hf_assisted             transformers' generate: plain, with prompt lookup and with
-                                           proposer.draft_model (these two one prompt at a time)
+    hf  hf_lookup  hf_assisted             transformers' generate: plain (a group of prompts after another), with
+                                           prompt lookup and with proposer.draft_model (one prompt at a time)
     server  vllm  llama.cpp  ...           servers, ours among them (scripts/peer_servers.py)
 
 The engine is one for all of ours: what differs is set before the clock starts.
@@ -29,7 +29,7 @@ Answer = tuple[list[list[int]], float | None]  # token ids and acceptance length
 
 class System(NamedTuple):
     prepare: Callable[[], None]  # once before it is timed
-    run: Callable[[list[list[int]], float], Answer]  # prompts, temperature
+    run: Callable[[list[list[int]], float, int], Answer]  # prompts, temperature, how many of them in flight
 
 
 def shaped(config: ProposerConfig, shape: str) -> ProposerConfig:
@@ -75,11 +75,11 @@ def engine_system(name: str, config: BenchConfig, engine: Any, heads: Mapping[st
         else:
             engine.set_proposer("none" if proposer == "off" else proposer, config=own)
 
-    def run(prompts: list[list[int]], temperature: float) -> Answer:
+    def run(prompts: list[list[int]], temperature: float, at_once: int) -> Answer:
         params = SamplingParams(
             temperature=temperature, seed=config.seed, max_tokens=config.max_tokens, ignore_eos=True
         )
-        completions = engine.generate(prompts, params)
+        completions = engine.generate(prompts, params, at_once=at_once)
         if engine.stats.proposer_failures:
             raise ValueError(f"systems: {name}: its proposer failed, so this would measure plain decoding; see the log")
         stats = SpeculationStats()
@@ -135,10 +135,11 @@ def transformers_systems(config: BenchConfig, path: str) -> dict[str, System]:
         )
         return out[:, width:].tolist()
 
-    def plain(prompts: list[list[int]], temperature: float) -> Answer:
-        return generate(prompts, temperature), None
+    def plain(prompts: list[list[int]], temperature: float, at_once: int) -> Answer:
+        groups = (prompts[start : start + at_once] for start in range(0, len(prompts), at_once))
+        return [ids for group in groups for ids in generate(group, temperature)], None
 
-    def lookup(prompts: list[list[int]], temperature: float) -> Answer:
+    def lookup(prompts: list[list[int]], temperature: float, at_once: int) -> Answer:
         drafts = config.proposer.max_draft_tokens
         answers = [generate([prompt], temperature, prompt_lookup_num_tokens=drafts)[0] for prompt in prompts]
         return answers, None
@@ -148,7 +149,7 @@ def transformers_systems(config: BenchConfig, path: str) -> dict[str, System]:
         assert config.proposer.draft_model is not None
         drafter = AutoModelForCausalLM.from_pretrained(config.proposer.draft_model, dtype=dtype).eval()
 
-    def assisted(prompts: list[list[int]], temperature: float) -> Answer:
+    def assisted(prompts: list[list[int]], temperature: float, at_once: int) -> Answer:
         return [generate([prompt], temperature, assistant_model=drafter)[0] for prompt in prompts], None
 
     runs = {"hf": plain, "hf_lookup": lookup, "hf_assisted": assisted}
@@ -166,7 +167,9 @@ def server_systems(config: BenchConfig, stack: ExitStack) -> dict[str, System]:
         server = stack.enter_context(make_server(name, config, slots=max(config.concurrency), context=context))
         return System(
             lambda: None,
-            lambda prompts, temperature: server.complete(prompts, config.max_tokens, temperature, config.seed),
+            lambda prompts, temperature, at_once: server.complete(
+                prompts, config.max_tokens, temperature, config.seed, at_once
+            ),
         )
 
     return {name: system(name) for name in config.systems if name.partition(":")[0] in SERVERS}

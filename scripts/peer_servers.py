@@ -124,9 +124,11 @@ class Server:
         return [token for choice in piece.get("choices", ()) for token in choice.get("token_ids") or ()]
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float, seed: int
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float, seed: int, at_once: int
     ) -> tuple[list[list[int]], float | None]:
-        """Ids that follow prompts sent together, and τ if it drafts. Raises ValueError if one is refused."""
+        """Ids that follow the prompts, so many of them in flight, and τ if it drafts. Raises ValueError if one is
+        refused.
+        """
 
         def ask(prompt: Sequence[int]) -> dict[str, Any]:
             answer = self._client.post(self.endpoint, json=self.body(prompt, max_tokens, temperature, seed))
@@ -134,7 +136,7 @@ class Server:
                 raise ValueError(f"systems: {self.name}: {answer.status_code}: {answer.text[:300]}")
             return answer.json()
 
-        with ThreadPoolExecutor(len(prompts)) as pool:
+        with ThreadPoolExecutor(at_once) as pool:
             answers = list(pool.map(ask, prompts))
         drafts, accepted = self._drafted(answers)
         return [self.ids(answer) for answer in answers], 1 + accepted / drafts if drafts else None

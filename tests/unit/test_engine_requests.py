@@ -61,6 +61,21 @@ def test_one_bad_prompt_of_many_runs_none(engine):
         engine.generate(["text"], SamplingParams())
 
 
+def test_no_more_than_asked_for_are_in_the_engine_together(engine):
+    prompts = [[5, 6, 7, number] for number in range(7)]
+    params = [SamplingParams(max_tokens=2 + number) for number in range(6)] + [SamplingParams(max_tokens=3, n=2)]
+    together = []
+
+    def count(index, output):
+        together.append(engine.stats.running + engine.stats.waiting)
+
+    alone = engine.generate(prompts, params)
+    held_back = engine.generate(prompts, params, at_once=2, on_output=count)
+    assert [own.token_ids for own in held_back] == [own.token_ids for own in alone]
+    assert len(held_back) == 8
+    assert max(together) <= 3  # the last prompt has two answers
+
+
 def test_abort_frees_pages_and_ids_at_once(engine):
     engine.add([1] * 40, SamplingParams(max_tokens=50), request_id="a")
     with pytest.raises(ValueError, match="request_id=a"):
