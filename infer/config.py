@@ -294,6 +294,7 @@ class BenchConfig:
     num_prompts: int = 16
     prompt_tokens: int = 64
     max_tokens: int = 128
+    min_tokens: int | None = None  # answers differ in length, from it to max_tokens; null: all have max_tokens
     temperatures: list[float] = field(default_factory=lambda: [0.0])
     seed: int = 0
     rounds: int = 3  # A, B, C, A, B, C, ...
@@ -317,8 +318,10 @@ class BenchConfig:
         check_save(self.save)
         for value in self.concurrency:
             at_least("concurrency", value, 1)
-        for key in ("num_prompts", "prompt_tokens", "max_tokens", "rounds"):
+        for key in ("num_prompts", "prompt_tokens", "max_tokens", "rounds", "min_tokens"):
             at_least(key, getattr(self, key), 1)
+        if self.min_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens}: is more than max_tokens={self.max_tokens}")
 
 
 @dataclass

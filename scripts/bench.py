@@ -7,10 +7,10 @@
     python scripts/bench.py systems=[off,head,vllm,vllm:head,llama.cpp,llama.cpp:head] model.dtype=bfloat16
 
 scripts/bench_systems.py says what a system's name means. Every round runs every system once on the same prompts,
-`concurrency` of them in flight: one ends, the next begins. A ratio is taken against `off` of the same round. Of another
-program's answers those are counted that are the same as `off`'s; in bf16 few are, since each program rounds in its own
-order. The last line of standard output is one JSON document. With `never_slower` the exit code is 1 if drafting as far
-as pays was slower than plain decoding anywhere.
+`concurrency` of them in flight: one ends, the next begins; `min_tokens` has their answers differ in length, as answers
+do. A ratio is taken against `off` of the same round. Of another program's answers those are counted that are the same
+as `off`'s; in bf16 few are, since each program rounds in its own order. The last line of standard output is one JSON
+document. With `never_slower` the exit code is 1 if drafting as far as pays was slower than plain decoding anywhere.
 """
 
 import os
@@ -35,7 +35,7 @@ from infer.cli import entry_point
 from infer.config import BenchConfig
 from infer.head_config import HEAD_NAMES
 from infer.launched import launched_rank
-from scripts.bench_prompts import read_prompts
+from scripts.bench_prompts import Task, read_tasks
 from scripts.bench_systems import System, folder_of, is_adaptive, is_ours, make_systems
 
 
@@ -62,9 +62,7 @@ def agreeing(ours: list[list[int]], theirs: list[list[int]], ends: tuple[int, ..
     return sum(text(own) == other[: len(text(own))] for own, other in zip(ours, theirs, strict=True))
 
 
-def measure(
-    config: BenchConfig, systems: dict[str, System], prompts: list[list[int]], ends: tuple[int, ...]
-) -> Results:
+def measure(config: BenchConfig, systems: dict[str, System], tasks: list[Task], ends: tuple[int, ...]) -> Results:
     """`ends`: the target's end-of-text ids. Ctrl-C ends it with what has been measured."""
     from tqdm import tqdm
 
@@ -74,9 +72,9 @@ def measure(
         for temperature, concurrency in itertools.product(config.temperatures, config.concurrency):
             cells = {name: Cell() for name in systems}
             try:
-                warm_up(systems, prompts[:concurrency], temperature, bar)
+                warm_up(systems, tasks[:concurrency], temperature, bar)
                 for _ in range(config.rounds):
-                    run_round(systems, cells, prompts, concurrency, temperature, ends, bar)
+                    run_round(systems, cells, tasks, concurrency, temperature, ends, bar)
             except KeyboardInterrupt:
                 print("interrupted: the report is of what was measured until now", file=sys.stderr)
                 if all(cell.tokens_per_s for cell in cells.values()):
@@ -86,7 +84,7 @@ def measure(
     return results
 
 
-def warm_up(systems: dict[str, System], group: list[list[int]], temperature: float, bar: Any) -> None:
+def warm_up(systems: dict[str, System], group: list[Task], temperature: float, bar: Any) -> None:
     for name, system in systems.items():
         bar.set_description(f"{name}, {len(group)} at once, warm-up")
         system.prepare()
@@ -97,20 +95,20 @@ def warm_up(systems: dict[str, System], group: list[list[int]], temperature: flo
 def run_round(
     systems: dict[str, System],
     cells: dict[str, Cell],
-    prompts: list[list[int]],
+    tasks: list[Task],
     concurrency: int,
     temperature: float,
     ends: tuple[int, ...],
     bar: Any,
 ) -> None:
-    """Every system once on all prompts, into its cell."""
+    """Every system once on all tasks, into its cell."""
     reference: list[list[int]] | None = None
     base = None
     for name, system in systems.items():
         bar.set_description(f"{name}, {concurrency} at once, temperature {temperature}")
         system.prepare()
         cell, begin = cells[name], time.perf_counter()
-        ids, cell.acceptance_length = system.run(prompts, temperature, concurrency)
+        ids, cell.acceptance_length = system.run(tasks, temperature, concurrency)
         seconds = time.perf_counter() - begin
         speed = sum(map(len, ids)) / seconds
         cell.tokens_per_s.append(speed)
@@ -275,10 +273,10 @@ def main(config: BenchConfig) -> None:
     cold = replace(config.engine, prefix_cache=False)
     engine = Engine.load(config.model, config.head, cold, config.proposer, output_dir=config.output_dir)
     assert engine.tokenizer is not None
-    prompts = read_prompts(config, engine.tokenizer)
+    tasks = read_tasks(config, engine.tokenizer)
     with ExitStack() as stack:
         systems = make_systems(config, engine, stack)
-        results = measure(config, systems, prompts, engine.target.config.eos_token_ids)
+        results = measure(config, systems, tasks, engine.target.config.eos_token_ids)
     if not results:
         raise KeyboardInterrupt
     print_table(results)

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import random
+from typing import Any, NamedTuple
 
 from infer.config import BenchConfig, ServedConfig
+
+
+class Task(NamedTuple):
+    prompt: list[int]
+    tokens: int  # that are to answer it
+
+
+def read_tasks(config: BenchConfig, tokenizer: Any) -> list[Task]:
+    """See `read_prompts`. Lengths are drawn evenly, by `seed`: servers never have requests that all end together."""
+    lengths = random.Random(config.seed)
+    shortest = config.max_tokens if config.min_tokens is None else config.min_tokens
+    prompts = read_prompts(config, tokenizer)
+    return [Task(prompt, lengths.randint(shortest, config.max_tokens)) for prompt in prompts]
 
 
 def read_prompts(config: BenchConfig | ServedConfig, tokenizer: Any) -> list[list[int]]:

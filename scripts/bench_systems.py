@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 
 from infer.config import MEASURED_TREE, OWN_SYSTEMS, SERVERS, TRANSFORMERS, BenchConfig, ProposerConfig
 from infer.head_config import HEAD_NAMES, HeadConfig
+from scripts.bench_prompts import Task
 
 Answer = tuple[list[list[int]], float | None]  # token ids and acceptance length
 
 
 class System(NamedTuple):
     prepare: Callable[[], None]  # once before it is timed
-    run: Callable[[list[list[int]], float, int], Answer]  # prompts, temperature, how many of them in flight
+    run: Callable[[list[Task], float, int], Answer]  # tasks, temperature, how many of them in flight
 
 
 def shaped(config: ProposerConfig, shape: str) -> ProposerConfig:
@@ -75,11 +76,10 @@ def engine_system(name: str, config: BenchConfig, engine: Any, heads: Mapping[st
         else:
             engine.set_proposer("none" if proposer == "off" else proposer, config=own)
 
-    def run(prompts: list[list[int]], temperature: float, at_once: int) -> Answer:
-        params = SamplingParams(
-            temperature=temperature, seed=config.seed, max_tokens=config.max_tokens, ignore_eos=True
-        )
-        completions = engine.generate(prompts, params, at_once=at_once)
+    def run(tasks: list[Task], temperature: float, at_once: int) -> Answer:
+        params = SamplingParams(temperature=temperature, seed=config.seed, ignore_eos=True)
+        each = [replace(params, max_tokens=task.tokens) for task in tasks]
+        completions = engine.generate([task.prompt for task in tasks], each, at_once=at_once)
         if engine.stats.proposer_failures:
             raise ValueError(f"systems: {name}: its proposer failed, so this would measure plain decoding; see the log")
         stats = SpeculationStats()
@@ -117,7 +117,9 @@ def transformers_systems(config: BenchConfig, path: str) -> dict[str, System]:
     dtype = getattr(torch, config.model.dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
-    def generate(prompts: list[list[int]], temperature: float, **options: Any) -> list[list[int]]:
+    def generate(tasks: list[Task], temperature: float, **options: Any) -> list[list[int]]:
+        """As many tokens for each as for the longest; those that were not asked for are not counted."""
+        prompts, longest = [task.prompt for task in tasks], max(task.tokens for task in tasks)
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -127,21 +129,21 @@ def transformers_systems(config: BenchConfig, path: str) -> dict[str, System]:
         out = model.generate(
             ids,
             attention_mask=mask,
-            min_new_tokens=config.max_tokens,
-            max_new_tokens=config.max_tokens,
+            min_new_tokens=longest,
+            max_new_tokens=longest,
             pad_token_id=0,
             **sampling,
             **options,
         )
-        return out[:, width:].tolist()
+        return [ids[width : width + task.tokens] for ids, task in zip(out.tolist(), tasks, strict=True)]
 
-    def plain(prompts: list[list[int]], temperature: float, at_once: int) -> Answer:
-        groups = (prompts[start : start + at_once] for start in range(0, len(prompts), at_once))
+    def plain(tasks: list[Task], temperature: float, at_once: int) -> Answer:
+        groups = (tasks[start : start + at_once] for start in range(0, len(tasks), at_once))
         return [ids for group in groups for ids in generate(group, temperature)], None
 
-    def lookup(prompts: list[list[int]], temperature: float, at_once: int) -> Answer:
+    def lookup(tasks: list[Task], temperature: float, at_once: int) -> Answer:
         drafts = config.proposer.max_draft_tokens
-        answers = [generate([prompt], temperature, prompt_lookup_num_tokens=drafts)[0] for prompt in prompts]
+        answers = [generate([task], temperature, prompt_lookup_num_tokens=drafts)[0] for task in tasks]
         return answers, None
 
     drafter: Any = None
@@ -149,8 +151,8 @@ def transformers_systems(config: BenchConfig, path: str) -> dict[str, System]:
         assert config.proposer.draft_model is not None
         drafter = AutoModelForCausalLM.from_pretrained(config.proposer.draft_model, dtype=dtype).eval()
 
-    def assisted(prompts: list[list[int]], temperature: float, at_once: int) -> Answer:
-        return [generate([prompt], temperature, assistant_model=drafter)[0] for prompt in prompts], None
+    def assisted(tasks: list[Task], temperature: float, at_once: int) -> Answer:
+        return [generate([task], temperature, assistant_model=drafter)[0] for task in tasks], None
 
     runs = {"hf": plain, "hf_lookup": lookup, "hf_assisted": assisted}
     return {name: System(lambda: None, runs[name]) for name in wanted}
@@ -167,9 +169,7 @@ def server_systems(config: BenchConfig, stack: ExitStack) -> dict[str, System]:
         server = stack.enter_context(make_server(name, config, slots=max(config.concurrency), context=context))
         return System(
             lambda: None,
-            lambda prompts, temperature, at_once: server.complete(
-                prompts, config.max_tokens, temperature, config.seed, at_once
-            ),
+            lambda tasks, temperature, at_once: server.complete(tasks, temperature, config.seed, at_once),
         )
 
     return {name: system(name) for name in config.systems if name.partition(":")[0] in SERVERS}

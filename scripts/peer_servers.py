@@ -28,6 +28,7 @@ import httpx
 from infer.config import BenchConfig, EngineConfig, ProposerConfig, ServedConfig
 from infer.config_checks import REPO_ROOT, resolve_path
 from infer.head_config import HeadConfig
+from scripts.bench_prompts import Task
 from scripts.bench_systems import shaped
 from scripts.gguf_files import gguf_of_head, gguf_of_target
 
@@ -124,20 +125,20 @@ class Server:
         return [token for choice in piece.get("choices", ()) for token in choice.get("token_ids") or ()]
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float, seed: int, at_once: int
+        self, tasks: Sequence[Task], temperature: float, seed: int, at_once: int
     ) -> tuple[list[list[int]], float | None]:
         """Ids that follow the prompts, so many of them in flight, and τ if it drafts. Raises ValueError if one is
         refused.
         """
 
-        def ask(prompt: Sequence[int]) -> dict[str, Any]:
-            answer = self._client.post(self.endpoint, json=self.body(prompt, max_tokens, temperature, seed))
+        def ask(task: Task) -> dict[str, Any]:
+            answer = self._client.post(self.endpoint, json=self.body(*task, temperature, seed))
             if answer.status_code != 200:
                 raise ValueError(f"systems: {self.name}: {answer.status_code}: {answer.text[:300]}")
             return answer.json()
 
         with ThreadPoolExecutor(at_once) as pool:
-            answers = list(pool.map(ask, prompts))
+            answers = list(pool.map(ask, tasks))
         drafts, accepted = self._drafted(answers)
         return [self.ids(answer) for answer in answers], 1 + accepted / drafts if drafts else None
 

@@ -76,7 +76,7 @@ def test_a_bench_compares_and_ends_with_a_document(
     (tmp_path / "heads" / "demo").mkdir(parents=True)
     (tmp_path / "heads" / "demo" / "eagle3").symlink_to(tiny_head_folder)
     command.append(f"output_dir={tmp_path}")
-    sizes = ["num_prompts=2", "prompt_tokens=16", "max_tokens=12", "rounds=2", "concurrency=[1,2]"]
+    sizes = ["num_prompts=3", "prompt_tokens=16", "min_tokens=8", "max_tokens=12", "rounds=2", "concurrency=[1,2]"]
     options = [f"systems=[{','.join(systems)}]", "temperatures=[0,0.8]", *sizes]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
