@@ -28,9 +28,9 @@ QUIET_STEPS = 32  # and so long if nobody is drafted for
 QUIET_LEARNS = 4  # of so many steps then one teaches what steps cost: waiting must cost next to nothing
 LEFT = 0.75  # of the requests it was made for, as many must be left
 PROBE_SHARE = 0.005  # of the time without drafts, spent on finding out whether they would pay again
-# A probe of a request that its drafter does not follow begins with the next page, so it takes some steps, each of
-# which costs as large a share more.
-WAKING_STEPS, WAKING_SHARE = 24, 0.01
+# A probe of a request that its drafter does not follow begins with the next page, so it takes some steps. Each keeps
+# features of it, which costs such a share of a plain step of one request.
+WAKING_STEPS, WAKING_SHARE = 24, 0.04
 
 
 class Candidate(NamedTuple):
@@ -279,7 +279,7 @@ class Controller:
         chosen, plain = ready[self._turn % len(ready)], self.costs.plain(batch)
         nodes, depth = chosen.allowed
         price = self.costs.verify(batch, float(batch + nodes)) - plain + self.costs.draft(chosen.drafter, 1, depth)
-        return chosen, price if chosen.ready else price + WAKING_STEPS * WAKING_SHARE * plain
+        return chosen, price if chosen.ready else price + WAKING_STEPS * WAKING_SHARE * self.costs.plain(1)
 
 
 def about(batch: int) -> int:

@@ -155,6 +155,20 @@ def by_load(result: Cell) -> str:
     return rows_of(["", *(f"load {load:g}" for load in loads)], rows)
 
 
+def by_way(result: Cell) -> str:
+    """One row per head: the two ways to train it, their speed, the ratio of these, and memory."""
+    rows = []
+    for head in [name for name in result["heads"] if f"{name}-against" in result["heads"]]:
+        ways = [result["heads"][name] for name in (head, f"{head}-against")]
+        speeds = [f"{own['tokens_per_s']:,.0f} ({own['low']:,.0f} to {own['high']:,.0f})" for own in ways]
+        ratio = ways[0]["tokens_per_s"] / ways[1]["tokens_per_s"]
+        used = " / ".join(f"{100 * own['mfu']:.0f} %" for own in ways)
+        memory = " / ".join(f"{own['memory_gb']:.2f}" for own in ways)
+        rows.append([head, *speeds, f"**{ratio:.2f}**", used, memory])
+    against = ", ".join(result["against"].split(","))
+    return rows_of(["head", "tokens/s", f"with {against}", "ratio", "MFU", "GB"], rows)
+
+
 def by_batch(result: Cell) -> str:
     """One row per temperature and number of requests: plain decoding's speed, how much that varies, and of every other
     system the ratio to it and τ.
@@ -329,6 +343,8 @@ TABLES: dict[str, Callable[[Cell], str]] = {
     "wide-chat": by_program,
     "1b-programs": by_program,
     "served": by_load,
+    "packing": by_way,
+    "fused": by_way,
     "curves": by_run,
     "keys": by_run,
 }

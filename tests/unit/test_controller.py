@@ -181,9 +181,11 @@ def test_a_probe_of_who_is_not_followed_lasts_until_it_has_drafted():
 
     probes = [(step(drafted=0), index) for index in range(20_000)]
     lasting = [len(list(group)) for asked, group in itertools.groupby(probes, key=lambda own: own[0]) if asked]
-    assert len(lasting) > 1
-    assert set(lasting) == {WAKING_STEPS}
+    assert len(lasting) > 2
+    assert set(lasting[:-1]) == {WAKING_STEPS}  # the last may be cut off
     assert {name for asked, _ in probes for name in asked} == {"0", "1"}
+    while step(drafted=0):  # of which some is left
+        pass
     while not (first := step(drafted=0)):
         pass
     assert step(drafted=4) == first
