@@ -70,22 +70,24 @@ def rehearse(config: TrainConfig, target: LlamaTarget, rows: int, length: int) -
         ids = torch.zeros(rows, length, dtype=torch.int64)
         feature = torch.zeros(rows, length, target.config.hidden_size, dtype=target.norm.weight.dtype)
         with LiveBytes() as live:
-            loss = learn(objective, ids, [feature] * len(head.config.aux_layers))
+            loss = learn(objective, ids, [feature] * len(head.config.aux_layers), target.config.vocab_size)
             forward = live.peak
             loss.backward()
         gradients = sum(own.grad.numel() * own.grad.element_size() for own in head.parameters() if own.grad is not None)
     return max(forward, live.peak - gradients)
 
 
-def learn(objective: Objective, ids: Tensor, aux: list[Tensor]) -> Tensor:
+def learn(objective: Objective, ids: Tensor, aux: list[Tensor], vocab_size: int) -> Tensor:
     """The loss of `ids` `[B, T]` and a teacher at every slot, as `Objective.forward` makes it."""
     head, config = objective.head, objective.config
     rows, length = ids.shape
-    column = torch.zeros(rows * length)
+    column, drafts = torch.zeros(rows * length), head.config.draft_vocab_size
     teacher = Teacher(
-        probs=torch.zeros(rows * length, head.config.draft_vocab_size), negentropy=column, mass=column,
+        probs=torch.zeros(rows * length, 0 if objective.fused else drafts), negentropy=column, mass=column,
         choice=column.long(), draft_choice=column.long(), in_vocab=column.bool(), label=column.long(),
         hidden=torch.zeros(rows * length, head.config.target_hidden_size),
+        make_probs=(lambda hidden: hidden.new_zeros(len(hidden), vocab_size)[:, :drafts].softmax(-1))
+        if objective.fused else None,
     )  # fmt: skip
     columns = None
     if isinstance(config, PEagleObjectiveConfig):
