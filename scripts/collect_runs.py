@@ -3,9 +3,9 @@
     python scripts/collect_runs.py save=curves outputs/base outputs/given outputs/steps-1 gsm8k.json
 
 A word is the folder of a finished run (train/run.py), or a file whose last line is the JSON document of
-scripts/eval.py. The first run is the one that the others are compared with: of each it is written down in which keys it
-differs, its τ in the engine over the tokens trained, and what its exported head reached. Without save= the document is
-printed alone, which is the last line of standard output in any case.
+scripts/evaluate.py. The first run is the one that the others are compared with: of each it is written down in which
+keys it differs, its τ in the engine over the tokens trained, and what its exported head reached. Without save= the
+document is printed alone, which is the last line of standard output in any case.
 """
 
 import os

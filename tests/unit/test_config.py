@@ -40,7 +40,7 @@ ENTRY_POINTS = {
     "generate": "infer/generate.py",
     "bench": "scripts/bench.py",
     "served": "scripts/served.py",
-    "eval": "scripts/eval.py",
+    "eval": "scripts/evaluate.py",
     "step_time": "scripts/step_time.py",
 }
 

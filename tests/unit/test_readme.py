@@ -21,7 +21,7 @@ SCHEMAS = {
     "infer/generate.py": ("generate", infer_config.GenerateConfig),
     "scripts/bench.py": ("bench", infer_config.BenchConfig),
     "scripts/served.py": ("served", infer_config.ServedConfig),
-    "scripts/eval.py": ("eval", infer_config.EvalConfig),
+    "scripts/evaluate.py": ("eval", infer_config.EvalConfig),
 }
 COMMANDS = re.findall(r"^    (python .*|\./scripts/\S+)", README, re.MULTILINE)
 

@@ -1,8 +1,8 @@
 """How good an exported head is, by data set, temperature, chat template, draft shape and length of the prompt.
 
-    python scripts/eval.py model=demo head=eagle3
-    python scripts/eval.py model=demo head=eagle3 files=[gsm8k/test.jsonl] columns='{prompt: question}' temperatures=[0]
-    python scripts/eval.py model=demo head=eagle3 temperatures=[0] shapes=[chain3] concurrency=[1,4,16]
+    python scripts/evaluate.py model=demo head=eagle3
+    python scripts/evaluate.py model=demo head=eagle3 files=[gsm8k/test.jsonl] columns='{prompt: question}'
+    python scripts/evaluate.py model=demo head=eagle3 temperatures=[0] shapes=[chain3] concurrency=[1,4,16]
 
 `files` are what data.path of training takes; none means held-out prompts of the demo corpus. Speed is a ratio to plain
 decoding of the same prompts in the same round. A verify is cut short by the draft vocabulary where it ended at a token

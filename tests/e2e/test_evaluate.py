@@ -1,4 +1,4 @@
-"""eval.py as a user runs it, on the tiny target: every cell of the table, the report, the plots and the document."""
+"""evaluate.py as a user runs it, on the tiny target: cells, report, plots and the document."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.eval import names_of
+from scripts.evaluate import names_of
 from train.trackers import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ def test_an_evaluation_of_two_files(tiny_target_folder: Path, tiny_head_folder: 
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": f"def f{n}(x): return x"}) for n in range(2)))
     command = [
-        sys.executable, "scripts/eval.py", f"model.path={tiny_target_folder}", f"head.path={tiny_head_folder}",
+        sys.executable, "scripts/evaluate.py", f"model.path={tiny_target_folder}", f"head.path={tiny_head_folder}",
         f"files=[{tmp_path / 'own.jsonl'},{tmp_path / 'texts.jsonl'}]", "columns={prompt: question}", "max_tokens=8",
         "chat_template=[true,false]", "temperatures=[0,0.8]", "shapes=[chain2,tree6]", "num_prompts=3",
         "concurrency=[1,2]", "tracker=tensorboard", f"output_dir={tmp_path}",
