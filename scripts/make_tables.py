@@ -344,7 +344,6 @@ TABLES: dict[str, Callable[[Cell], str]] = {
     "1b-programs": by_program,
     "served": by_load,
     "packing": by_way,
-    "fused": by_way,
     "curves": by_run,
     "keys": by_run,
 }

@@ -103,6 +103,26 @@ def test_a_larger_batch_takes_as_much_more_as_planned(settings: list[str], tmp_p
     assert 0.75 < (planned[1] - planned[0]) / (taken[1] - taken[0]) < 1.5  # measured: 0.94
 
 
+def test_a_fused_loss_keeps_no_probabilities(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks smaller than the batch; without it the teacher's lie there for every slot."""
+    monkeypatch.setattr("train.objectives.teacher.CHUNK_ELEMENTS", 2**12)
+    plans = {}
+    for fused in ("true", "false"):
+        config = compose("train", TrainConfig, [*settings, "head=eagle3", f"objective.fused={fused}"])
+        target = shapes(config).target
+        plans[fused] = rehearse(config, target, 64, LENGTH)
+        probabilities = 4 * 64 * LENGTH * make_head(config.head, target.config).config.draft_vocab_size
+    assert plans["false"] - plans["true"] > 0.5 * probabilities  # a fused one holds gradients of its own
+
+
+def test_the_memory_taken_is_not_that_of_who_started_the_process() -> None:
+    ballast = bytearray(2**30)
+    ballast[:: 2**12] = b"x" * len(ballast[:: 2**12])  # every page
+    told = "import torch; from train.step_clock import memory_bytes; print(memory_bytes(torch.device('cpu')))"
+    ran = subprocess.run([sys.executable, "-c", told], check=True, cwd=ROOT, capture_output=True, text=True)
+    assert 2**26 < int(ran.stdout) < len(ballast)
+
+
 def test_every_copy_is_counted(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def parts(*words: str) -> dict[str, int]:
         config = compose("train", TrainConfig, [*settings, *words])
