@@ -222,12 +222,9 @@ class Controller:
         self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
         deep = [own for own in self._candidates if own.ready and own.request_id in self.current.budgets]
         if deep and len({own.drafter for own in deep}) == 1:
-            depth = self.current.depth
-            if self.confidence is not None and deep[0].drafter == DRAFTER:
-                depth, counts = len(self.confidence.counts), self.confidence.counts
-                if any(count != len(deep) for count in counts):
-                    return  # the table knows nothing of levels with fewer
-            self.costs.learn_draft(deep[0].drafter, len(deep), depth, drafting)
+            judged = self.confidence is not None and deep[0].drafter == DRAFTER
+            counts = self.confidence.counts if judged else [len(deep)] * self.current.depth
+            self.costs.learn_draft(deep[0].drafter, counts, drafting)
 
     def forget(self, request_id: str) -> None:
         self.survival.forget(request_id)

@@ -124,8 +124,11 @@ class Costs:
         self._plain *= 1 + share * plain
         self._extra = min(max(self._extra * (1 + share * extra), EXTRA[0]), EXTRA[1])
 
-    def learn_draft(self, drafter: str, batch: int, depth: int, seconds: float) -> None:
-        predicted = self.draft(drafter, batch, depth)
+    def learn_draft(self, drafter: str, counts: Sequence[int], seconds: float) -> None:
+        """A draft took so long, in which `counts[l]` requests went on to level l + 1."""
+        predicted = 0.0
+        for level, count in enumerate(counts, start=1):
+            predicted += self.draft(drafter, count, level) - self.draft(drafter, count, level - 1)
         if trusted(seconds, predicted):
             self._draft[drafter] = self._draft.get(drafter, 1.0) * (1 + LEARNS * (seconds / predicted - 1))
 

@@ -7,10 +7,11 @@
     python scripts/bench.py systems=[off,head,vllm,vllm:head,llama.cpp,llama.cpp:head] model.dtype=bfloat16
 
 scripts/bench_systems.py says what a system's name means. Every round runs every system once on the same prompts,
-`concurrency` of them in flight: one ends, the next begins; `min_tokens` has their answers differ in length, as answers
-do. A ratio is taken against `off` of the same round. Of another program's answers those are counted that are the same
-as `off`'s; in bf16 few are, since each program rounds in its own order. The last line of standard output is one JSON
-document. With `never_slower` the exit code is 1 if drafting as far as pays was slower than plain decoding anywhere.
+every second one backwards, `concurrency` of them in flight: one ends, the next begins; `min_tokens` has their answers
+differ in length, as answers do. A ratio is taken against `off` of the same round. Of another program's answers those
+are counted that are the same as `off`'s; in bf16 few are, since each program rounds in its own order. The last line of
+standard output is one JSON document. With `never_slower` the exit code is 1 if drafting as far as pays was slower than
+plain decoding anywhere.
 """
 
 import os
@@ -101,27 +102,27 @@ def run_round(
     ends: tuple[int, ...],
     bar: Any,
 ) -> None:
-    """Every system once on all tasks, into its cell."""
-    reference: list[list[int]] | None = None
-    base = None
-    for name, system in systems.items():
+    """Every system once on all tasks, into its cell; every second round backwards, so that a machine that becomes
+    slower or faster all the time meets each alike.
+    """
+    backwards = len(cells["off"].tokens_per_s) % 2 == 1
+    answers, speeds = dict[str, list[list[int]]](), dict[str, float]()
+    for name in reversed(systems) if backwards else systems:
         bar.set_description(f"{name}, {concurrency} at once, temperature {temperature}")
-        system.prepare()
-        cell, begin = cells[name], time.perf_counter()
-        ids, cell.acceptance_length = system.run(tasks, temperature, concurrency)
-        seconds = time.perf_counter() - begin
-        speed = sum(map(len, ids)) / seconds
-        cell.tokens_per_s.append(speed)
-        if name == "off":
-            reference, base = ids, speed
-        if base is not None:
-            cell.ratios.append(speed / base)
-        if reference is not None and is_ours(name):
-            cell.identical = cell.identical is not False and ids == reference
-        elif reference is not None and not temperature:
-            same, of = cell.agreement or (0, 0)
-            cell.agreement = same + agreeing(reference, ids, ends), of + len(ids)
+        systems[name].prepare()
+        begin = time.perf_counter()
+        answers[name], cells[name].acceptance_length = systems[name].run(tasks, temperature, concurrency)
+        speeds[name] = sum(map(len, answers[name])) / (time.perf_counter() - begin)
         bar.update()
+    reference = answers["off"]
+    for name, cell in cells.items():
+        cell.tokens_per_s.append(speeds[name])
+        cell.ratios.append(speeds[name] / speeds["off"])
+        if is_ours(name):
+            cell.identical = cell.identical is not False and answers[name] == reference
+        elif not temperature:
+            same, of = cell.agreement or (0, 0)
+            cell.agreement = same + agreeing(reference, answers[name], ends), of + len(reference)
 
 
 def slower_than_plain(results: Results, slack: float) -> list[str]:

@@ -55,12 +55,24 @@ def test_costs_lie_between_the_measured_batches_and_are_corrected_by_steps():
     for _ in range(600):  # a plain step takes half as long again, a further row too
         costs.learn(batch=1, rows=1, seconds=18.0)
         costs.learn(batch=1, rows=8, seconds=28.5)
-        costs.learn_draft("head", 2, 3, 3.0)
+        costs.learn_draft("head", [2, 2, 2], 3.0)
     assert costs.verify(1, 1.0) == pytest.approx(18.0, rel=0.01)
     assert costs.verify(1, 8.0) == pytest.approx(28.5, rel=0.01)
     assert costs.draft("head", 1, 1) == pytest.approx(1.0, rel=0.01)
     costs.learn(batch=1, rows=1, seconds=1000.0)  # the machine stood still; that says nothing
     assert costs.verify(1, 1.0) == pytest.approx(18.0, rel=0.01)
+
+
+def test_a_draft_whose_chains_end_one_by_one_teaches_what_a_level_costs():
+    """A level costs 1, and 1 for each request; the machine is half as fast as when it was measured."""
+    batches = (1, 2, 4)
+    drafts = tuple(Curve((1.0, 4.0), (1.0 + batch, 4 * (1.0 + batch))) for batch in batches)
+    verify = tuple(Curve((float(batch),), (10.0,)) for batch in batches)
+    costs = Costs(CostTable(batches, verify, (0.0,) * 3, {"head": drafts}))
+    for _ in range(600):
+        costs.learn_draft("head", [4, 2, 1], 2 * (5.0 + 3.0 + 2.0))
+    assert costs.draft("head", 4, 1) == pytest.approx(10.0, rel=0.01)
+    assert costs.draft("head", 1, 4) == pytest.approx(16.0, rel=0.01)
 
 
 def test_a_machine_that_becomes_slower_while_everyone_drafts_makes_plain_steps_dearer_too():
