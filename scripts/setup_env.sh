@@ -72,7 +72,7 @@ install_torch() {
         sleep 10
     fi
     say "installing $TORCH_CPU"
-    "$PYTHON" -m pip install -q "$TORCH_CPU"
+    "$PYTHON" -m pip install -q --no-compile "$TORCH_CPU"
 }
 
 setup_env() {
@@ -83,7 +83,7 @@ setup_env() {
     if grep -qsxF -e "$hash dev" -e "$hash $extras" "$stamp"; then return; fi
     has_torch "$PYTHON" || install_torch
     say "installing headway[$extras] into .venv (a few minutes the first time)"
-    "$PYTHON" -m pip install -q -e "$ROOT[$extras]"
+    "$PYTHON" -m pip install -q --no-compile -e "$ROOT[$extras]"
     # its clients are tested against; scipy, scikit-learn and what else its metrics need would be 300 MB more
     if [ "$extras" = dev ]; then "$PYTHON" -m pip install -q --no-deps "$LM_EVAL"; fi
     printf '%s\n' "$hash $extras" >>"$stamp"

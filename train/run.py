@@ -14,12 +14,13 @@ import json
 
 from infer.cli import entry_point
 from train.config import TrainConfig
-from train.loop import train
 
 
 @entry_point("train", TrainConfig)
 def main(config: TrainConfig) -> float | None:
     """The acceptance length in the engine, for sweeps (`-m`)."""
+    from train.loop import train  # a mistake in the command line is told before torch is imported
+
     result = train(config, sys.argv[1:])
     if result is not None and int(os.environ.get("RANK", "0")) == 0:
         print(json.dumps(result), flush=True)

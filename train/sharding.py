@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from models.heads.base import Head
 from train import checkpoint
@@ -161,7 +160,7 @@ class FullyShard(Divided):
 
     def _clip(self) -> float:
         norm = nn.utils.clip_grad_norm_(self._parameters(), self.clip)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return float(whole(norm))
 
     def _module(self) -> dict[str, Tensor]:
         return {name: whole(value) for name, value in checkpoint.module_tensors(self.plain.head).items()}
@@ -306,11 +305,15 @@ def present(value: Tensor | None) -> Tensor:
 
 
 def whole(value: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor  # a second that only those who divide a head wait for
+
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def like(value: Tensor, parameter: Tensor | None) -> Tensor:
     """Divided as the parameter is, if it is."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     if not isinstance(parameter, DTensor):
         return value
     return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)

@@ -1,6 +1,6 @@
 /* Paged attention, one row and one head at a time, keys always in order of position.
  *
- * A row's keys are the committed positions of its request and then its own tail: the first `tail` rows of this step
+ * A row's keys are the committed positions of its request and then its own tail: the rows of this step up to its own
  * (a chain, a prompt), or those whose bits are set in its ancestor word (a tree; ancestors come in order of depth because
  * parents precede children). In plain decoding the same keys would be met in the same order, so the bits are the same
  * whatever the shape of the draft, the batch or the number of threads.
@@ -16,13 +16,13 @@ INLINE int64_t slot_of(const attention_args *a, int64_t request, int64_t place) 
 /* Slots of a row's keys in order; returns how many. */
 static int64_t list_slots(const attention_args *a, int64_t row, int32_t *slots) {
     int64_t request = a->request[row], committed = a->committed[row], count = 0;
-    int64_t prefix = a->words ? committed : committed + a->tail[row];
+    int64_t prefix = a->words ? committed : committed + a->offset[row] + 1;
     for (int64_t place = a->first; place < prefix;) {
         int64_t next = (place / a->page_size + 1) * a->page_size, slot = slot_of(a, request, place);
         for (next = next < prefix ? next : prefix; place < next; place++) slots[count++] = (int32_t)slot++;
     }
     if (a->words)
-        for (uint64_t word = (uint64_t)a->tail[row]; word; word &= word - 1)
+        for (uint64_t word = (uint64_t)a->words[row]; word; word &= word - 1)
             slots[count++] = (int32_t)slot_of(a, request, committed + __builtin_ctzll(word));
     return count;
 }
@@ -30,12 +30,14 @@ static int64_t list_slots(const attention_args *a, int64_t row, int32_t *slots) 
 void attention_write(const attention_args *a, int64_t first, int64_t end) {
     size_t element = a->kind == FLOAT32 ? sizeof(float) : sizeof(bf16);
     size_t bytes = a->dim * element, head = a->slots * bytes, values = a->kv_heads * head;
-    for (int64_t row = first; row < end; row++)
+    for (int64_t row = first; row < end; row++) {
+        char *mine = (char *)a->cache + slot_of(a, a->request[row], a->committed[row] + a->offset[row]) * bytes;
         for (int64_t h = 0; h < a->kv_heads; h++) {
-            char *to = (char *)a->cache + h * head + a->slot[row] * bytes;
+            char *to = mine + h * head;
             memcpy(to, (const char *)a->k + row * a->k_stride * element + h * bytes, bytes);
             memcpy(to + values, (const char *)a->v + row * a->v_stride * element + h * bytes, bytes);
         }
+    }
 }
 
 INLINE void attend(

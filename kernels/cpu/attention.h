@@ -8,10 +8,10 @@ typedef struct {
     void *cache;           /* [2, kv_heads, slots, D] */
     void *out;             /* [R, heads, D], contiguous */
     const int64_t *table;  /* [B, pages] page ids */
-    const int64_t *slot, *request, *committed, *tail; /* [R] each; tail: a count, or a word if `words` */
+    const int64_t *request, *committed, *offset, *words; /* [R] each; words: none where rows see all before them */
     float *scratch;        /* [threads, 2 * longest]: scores, then slots */
     int64_t q_stride, k_stride, v_stride;
-    int64_t rows, heads, kv_heads, dim, slots, pages, page_size, longest, first, window, words, kind, threads;
+    int64_t rows, heads, kv_heads, dim, slots, pages, page_size, longest, first, window, kind, threads;
     float scale;
     parallel_fn parallel;
     self_fn self;

@@ -23,12 +23,12 @@ class Arguments(ctypes.Structure):
     """attention_args of attention.c, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cache", "out", "table", "slot")),
-        *((name, ctypes.c_void_p) for name in ("request", "committed", "tail", "scratch")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cache", "out", "table", "request")),
+        *((name, ctypes.c_void_p) for name in ("committed", "offset", "words", "scratch")),
         *((name, ctypes.c_int64) for name in ("q_stride", "k_stride", "v_stride", "rows", "heads", "kv_heads", "dim")),
         *(
             (name, ctypes.c_int64)
-            for name in ("slots", "pages", "page_size", "longest", "first", "window", "words", "kind", "threads")
+            for name in ("slots", "pages", "page_size", "longest", "first", "window", "kind", "threads")
         ),
         ("scale", ctypes.c_float),
         ("parallel", ctypes.c_void_p),
@@ -47,22 +47,24 @@ class NativeAttention:
         found = library()
         assert found is not None
         self._call = found.paged_attention
-        table, longest = rows.table.contiguous(), -(-rows.longest // LANES) * LANES
-        tail = rows.offset + 1 if rows.words is None else rows.words
+        longest = -(-rows.longest // LANES) * LANES
+        table, request, committed, offset = (
+            own.contiguous() for own in (rows.table, rows.request, rows.committed, rows.offset)
+        )
+        words = None if rows.words is None else rows.words.contiguous()
         count = rows.request.shape[0]
         runtime = openmp()
         work = count * num_heads * rows.longest * head_dim
         threads = torch.get_num_threads() if runtime is not None and work > PARALLEL_WORK else 1
         scratch = torch.empty(threads * 2 * longest)
-        self._keep = (table, rows.slots, rows.request, rows.committed, tail, scratch)  # alive while C points at them
-        slots, request, committed = (x.data_ptr() for x in self._keep[1:4])
+        self._keep = (table, request, committed, offset, words, scratch)  # alive while C points at them
         self._shape = count, num_heads * head_dim
         self._arguments = Arguments(
             table=table.data_ptr(),
-            slot=slots,
-            request=request,
-            committed=committed,
-            tail=tail.data_ptr(),
+            request=request.data_ptr(),
+            committed=committed.data_ptr(),
+            offset=offset.data_ptr(),
+            words=None if words is None else words.data_ptr(),
             scratch=scratch.data_ptr(),
             rows=count,
             heads=num_heads,
@@ -72,7 +74,6 @@ class NativeAttention:
             page_size=rows.page_size,
             longest=longest,
             first=rows.first,
-            words=rows.words is not None,
             threads=threads,
             parallel=runtime and runtime[0],
             self=runtime and runtime[1],
