@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh train,serve
+trap 'exit 130' INT # training ends well when it is interrupted; what follows it must not begin then
 
 run() {
     printf '\n+ python %s\n' "$*"
