@@ -297,7 +297,7 @@ class BenchConfig:
     min_tokens: int | None = None  # answers differ in length, from it to max_tokens; null: all have max_tokens
     temperatures: list[float] = field(default_factory=lambda: [0.0])
     seed: int = 0
-    rounds: int = 3  # A, B, C, C, B, A, ...
+    rounds: int = 3  # A, B, C, B, C, A, ...: each in another order
     save: str | None = None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json
     never_slower: float | None = None  # fail where an `auto` system is slower than `off` by more, beside noise
     file: str | None = None  # prompts: a file as data.path of training; null: held-out lines of the demo corpus

@@ -7,7 +7,7 @@
     python scripts/bench.py systems=[off,head,vllm,vllm:head,llama.cpp,llama.cpp:head] model.dtype=bfloat16
 
 scripts/bench_systems.py says what a system's name means. Every round runs every system once on the same prompts,
-every second one backwards, `concurrency` of them in flight: one ends, the next begins; `min_tokens` has their answers
+in an order of its own, `concurrency` of them in flight: one ends, the next begins; `min_tokens` has their answers
 differ in length, as answers do. A ratio is taken against `off` of the same round. Of another program's answers those
 are counted that are the same as `off`'s; in bf16 few are, since each program rounds in its own order. The last line of
 standard output is one JSON document. With `never_slower` the exit code is 1 if drafting as far as pays was slower than
@@ -25,6 +25,7 @@ import datetime
 import itertools
 import json
 import platform
+import random
 import subprocess
 import time
 from contextlib import ExitStack
@@ -102,12 +103,12 @@ def run_round(
     ends: tuple[int, ...],
     bar: Any,
 ) -> None:
-    """Every system once on all tasks, into its cell; every second round backwards, so that a machine that becomes
-    slower or faster all the time meets each alike.
+    """Every system once on all tasks, into its cell, in an order of the round's own: who comes first, and after whom,
+    changes speeds by more than some of what is measured.
     """
-    backwards = len(cells["off"].tokens_per_s) % 2 == 1
+    order = random.Random(len(cells["off"].ratios)).sample(list(systems), len(systems))
     answers, speeds = dict[str, list[list[int]]](), dict[str, float]()
-    for name in reversed(systems) if backwards else systems:
+    for name in order:
         bar.set_description(f"{name}, {concurrency} at once, temperature {temperature}")
         systems[name].prepare()
         begin = time.perf_counter()
