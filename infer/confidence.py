@@ -95,7 +95,7 @@ class Confidence:
             self._drafts.pop(request.request_id, None)
             params = request.params
             if params.proposer in (None, DRAFTER) and params.acceptance != "block":
-                history = self._survival.chances(request.request_id, DRAFTER, depth)
+                history = self._survival.chances(request.request_id, DRAFTER, depth, request.kind)
                 self._drafts[request.request_id] = Drafted(params.temperature > 0, history)
 
     def judge(self, requests: Sequence[Request], log_probabilities: Sequence[float]) -> list[Verdict]:

@@ -7,24 +7,24 @@ tokens per second are most. What is drafted decides how many tokens a step emits
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from infer.confidence import DRAFTER, Confidence, Prices
 from infer.costs import Costs
 from infer.proposers.base import NOTHING, Budget
-from infer.survival import Survival
+from infer.survival import LATE, Kind, Survival
 
-# By what drafting must beat plain decoding: what its costs leave out. Drafters read prompts; and requests that are
-# drafted for end at different times, so that the last of them share their steps with fewer.
-PROMPTS, STRAGGLERS = 0.08, 0.15
+# By what drafting must beat plain decoding: what its costs leave out. Prompts are read by drafters too; and the more
+# requests, the more of a step is spent on keeping what drafters read, and on more of them that end out of step.
+CLEARLY, TOGETHER = 0.05, 0.15
 STAYS = 0.03  # by which a new plan must beat the one in force
 KEPT_STEPS = 8  # a plan stands that long while the batch stays about as it is
-QUIET_STEPS = 32  # and so long if nobody is drafted for
+QUIET_STEPS = 16  # and so long if nobody is drafted for
 QUIET_LEARNS = 4  # of so many steps then one teaches what steps cost: waiting must cost next to nothing
 LEFT = 0.75  # of the requests it was made for, as many must be left
 PROBE_SHARE = 0.005  # of the time without drafts, spent on finding out whether they would pay again
@@ -40,6 +40,7 @@ class Candidate(NamedTuple):
     drafter: str
     allowed: Budget
     ready: bool = True  # its drafter has followed it; else a budget makes it begin to
+    kind: Kind = LATE
 
 
 class Forecast(NamedTuple):
@@ -61,8 +62,8 @@ class Planner(Protocol):
         """For the next step of these requests. `ask` says who of them may be drafted for."""
         ...
 
-    def outlook(self, drafter: str, allowed: Budget, batch: int) -> bool:
-        """Whether drafting for a batch of about so many requests, of which nothing particular is known, would pay."""
+    def outlook(self, drafter: str, allowed: Budget, batch: int, kind: Kind) -> bool:
+        """Whether drafting for a batch of so many requests, of which nothing particular is known, would pay."""
         ...
 
     def passes_over(self, request_id: str) -> bool:
@@ -71,7 +72,7 @@ class Planner(Protocol):
 
     def budget(self, request_id: str, allowed: Budget) -> Budget: ...
 
-    def drafted(self, request_id: str, drafter: str, depth: int, accepted: int) -> None:
+    def drafted(self, request_id: str, drafter: str, kind: Kind, depth: int, accepted: int) -> None:
         """A draft of this depth was verified, and so many of its tokens were the target's own."""
         ...
 
@@ -92,7 +93,7 @@ class AsAllowed:
     def plan(self, decoding: tuple[str, ...], ask: Callable[[], Sequence[Candidate]]) -> None:
         pass
 
-    def outlook(self, drafter: str, allowed: Budget, batch: int) -> bool:
+    def outlook(self, drafter: str, allowed: Budget, batch: int, kind: Kind) -> bool:
         return True
 
     def passes_over(self, request_id: str) -> bool:
@@ -101,7 +102,7 @@ class AsAllowed:
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         return allowed
 
-    def drafted(self, request_id: str, drafter: str, depth: int, accepted: int) -> None:
+    def drafted(self, request_id: str, drafter: str, kind: Kind, depth: int, accepted: int) -> None:
         pass
 
     def stepped(self, batch: int, rows: int, drafting: float, whole: float) -> None:
@@ -150,7 +151,6 @@ class Controller:
         self._credit = 0.0  # seconds that may be spent on probes
         self._due: tuple[Candidate, float] | None = None  # the next one, and its price
         self._turn = 0
-        self._verdicts: dict[tuple[str, int], bool] = {}  # by drafter and batch, whether the last plan had it draft
 
     def plan(self, decoding: tuple[str, ...], ask: Callable[[], Sequence[Candidate]]) -> None:
         self._age += 1
@@ -158,9 +158,6 @@ class Controller:
             self._decoding, self._candidates, self._age = decoding, ask(), 0
             depth = self.current.depth
             self.current = best_plan(len(decoding), self._candidates, self.costs, self.survival, depth)
-            drafted_for = {own.drafter for own in self._candidates if own.request_id in self.current.budgets}
-            for drafter in {own.drafter for own in self._candidates}:
-                self._verdicts[drafter, about(len(decoding))] = drafter in drafted_for
             if self.confidence is not None and self.current.budgets:
                 self._leave_to(self.confidence)
         self._probe = self._next_probe(decoding)
@@ -181,14 +178,11 @@ class Controller:
             return True
         return len(decoding) * LEFT > before if quiet else not set(decoding) <= set(self._decoding)
 
-    def outlook(self, drafter: str, allowed: Budget, batch: int) -> bool:
-        decided = self._verdicts.get((drafter, about(batch)))
-        if decided is not None:
-            return decided
+    def outlook(self, drafter: str, allowed: Budget, batch: int, kind: Kind) -> bool:
         nodes, depth = allowed
         levels = np.arange(1, depth + 1) if nodes == depth else np.array([depth])
         rows = batch * (1.0 + np.array(levels if nodes == depth else [nodes], dtype=np.float64))
-        tokens = batch * (1 + np.cumsum(self.survival.chances("", drafter, depth))[levels - 1])
+        tokens = batch * (1 + np.cumsum(self.survival.chances("", drafter, depth, kind))[levels - 1])
         drafting = np.array([self.costs.draft(drafter, batch, level) for level in levels.tolist()])
         speeds = tokens / (self.costs.verify(batch, rows) + drafting)
         return bool(speeds.max() > (1 + margin(batch)) * batch / self.costs.plain(batch))
@@ -202,11 +196,11 @@ class Controller:
             own = self._probe.budget
         return Budget(min(own.nodes, allowed.nodes), min(own.depth, allowed.depth))
 
-    def drafted(self, request_id: str, drafter: str, depth: int, accepted: int) -> None:
+    def drafted(self, request_id: str, drafter: str, kind: Kind, depth: int, accepted: int) -> None:
         if depth:
             judged = self.confidence.settle(request_id, depth, accepted) if self.confidence is not None else None
-            expected = sum(self.survival.chances(request_id, drafter, depth)) if judged is None else judged
-            self.survival.record(request_id, drafter, depth, accepted, expected)
+            expected = sum(self.survival.chances(request_id, drafter, depth, kind)) if judged is None else judged
+            self.survival.record(request_id, drafter, depth, accepted, expected, kind)
             if self._probe is not None:  # what it brought pays for others, and a good surprise for a new plan
                 batch = len(self._decoding)
                 self._credit += accepted * self.costs.plain(batch) / batch
@@ -222,8 +216,9 @@ class Controller:
         self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
         deep = [own for own in self._candidates if own.ready and own.request_id in self.current.budgets]
         if deep and len({own.drafter for own in deep}) == 1:
-            judged = self.confidence is not None and deep[0].drafter == DRAFTER
-            counts = self.confidence.counts if judged else [len(deep)] * self.current.depth
+            counts = [len(deep)] * self.current.depth
+            if self.confidence is not None and deep[0].drafter == DRAFTER:
+                counts = self.confidence.counts
             self.costs.learn_draft(deep[0].drafter, counts, drafting)
 
     def forget(self, request_id: str) -> None:
@@ -279,13 +274,8 @@ class Controller:
         return chosen, price if chosen.ready else price + WAKING_STEPS * WAKING_SHARE * self.costs.plain(1)
 
 
-def about(batch: int) -> int:
-    """Batches that are decided alike: up to twice as large."""
-    return batch.bit_length()
-
-
 def margin(batch: int) -> float:
-    return PROMPTS + STRAGGLERS * (1 - 1 / max(batch, 1))
+    return CLEARLY + TOGETHER * (1 - 1 / max(batch, 1))
 
 
 def best_plan(
@@ -302,10 +292,9 @@ def best_plan(
     level = np.array([piece.level for piece in pieces])
     rows = np.array([float(piece.rows) for piece in pieces])
     gain = np.array([piece.gain for piece in pieces])
-    counts = Counter(own.drafter for own in candidates)
     for depth in sorted(set(level.tolist())):
         taken = np.flatnonzero(level <= depth)
-        drafting = sum(costs.draft(drafter, count, depth) for drafter, count in counts.items())
+        drafting = drafting_seconds([pieces[index] for index in taken], costs, depth)
         seconds = costs.verify(batch, batch + rows[taken].cumsum()) + drafting
         speeds = (batch + gain[taken].cumsum()) / seconds
         best = int(speeds.argmax())
@@ -322,10 +311,28 @@ def best_plan(
     return chosen if chosen.speed > plain * (1 + margin(batch)) else plans[0]
 
 
+def drafting_seconds(pieces: Sequence[Piece], costs: Costs, depth: int) -> NDArray[np.float64]:
+    """`[P]`, for the first, the first two, ... of the pieces: drafting `depth` deep for all requests that they are of.
+
+    Between a drafter's first request and its last the cost grows evenly with their number.
+    """
+    begins = {piece.request_id: (place, piece.drafter) for place, piece in reversed([*enumerate(pieces)])}
+    seconds = np.zeros(len(pieces))
+    for drafter in {piece.drafter for piece in pieces}:
+        begun = np.zeros(len(pieces), dtype=np.int64)
+        begun[[place for place, own in begins.values() if own == drafter]] = 1
+        count = begun.cumsum()
+        last = int(count[-1])
+        one, all_ = costs.draft(drafter, 1, depth), costs.draft(drafter, last, depth)
+        seconds += np.where(count > 0, one + (all_ - one) * (count - 1) / max(last - 1, 1), 0.0)
+    return seconds
+
+
 class Piece(NamedTuple):
     """More nodes for a request: what they bring, in expected tokens, and the request's budget with them."""
 
     request_id: str
+    drafter: str
     level: int  # of the deepest of them
     rows: int
     gain: float
@@ -337,10 +344,12 @@ def divided(candidates: Sequence[Candidate], survival: Survival) -> list[Piece]:
     pieces = []
     for own in candidates:
         nodes, depth = own.allowed
-        gains = survival.chances(own.request_id, own.drafter, depth)
+        gains = survival.chances(own.request_id, own.drafter, depth, own.kind)
         if nodes == depth:
             levels = enumerate(gains, start=1)
-            pieces += [Piece(own.request_id, level, 1, gain, Budget(level, level)) for level, gain in levels]
+            pieces += [
+                Piece(own.request_id, own.drafter, level, 1, gain, Budget(level, level)) for level, gain in levels
+            ]
         else:
-            pieces.append(Piece(own.request_id, depth, nodes, sum(gains), own.allowed))
+            pieces.append(Piece(own.request_id, own.drafter, depth, nodes, sum(gains), own.allowed))
     return pieces

@@ -19,7 +19,9 @@ Sizes = TypeVar("Sizes", float, NDArray[np.float64])
 
 LEARNS = 0.05  # share of the newest step in a correction
 TRUSTED = (0.2, 5.0)  # a step this far off its prediction says nothing: someone else used the machine
-EXTRA = (0.5, 2.0)  # so far the correction of further rows may go
+EXTRA = (0.1, 3.0)  # so far the correction of further rows may go
+FORGETS = 0.99  # of what plain steps have shown, with every step of more rows
+MOST_SEEN = 0.99  # or a few rows of hardly any cost would be blamed for all noise
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Costs:
         self._around = Curve(tuple(map(float, table.batches)), table.around)
         self._steps: dict[int, float] = {}  # plain ones by the table alone, which every step asks for
         self._plain = self._extra = 1.0  # corrections of a plain step's seconds, and of what further rows add to them
+        self._seen = 0.0  # how well plain steps are known, from 0 to 1
         self._draft: dict[str, float] = {}
 
     def verify(self, batch: int, rows: Sizes) -> Sizes:
@@ -112,17 +115,18 @@ class Costs:
     def learn(self, *, batch: int, rows: int, seconds: float) -> None:
         """A step without prefill took so long, its drafting set aside.
 
-        What it took longer than expected is divided among the plain step and the further rows as their seconds are
-        (normalised least mean squares).
+        What one with further rows took longer than expected is their doing as far as plain steps have been seen lately;
+        else it is divided as the seconds of both are (normalised least mean squares).
         """
         plain = self.plain(batch)
         expected = plain if rows == batch else float(self.verify(batch, float(rows)))
-        extra = expected - plain
+        extra, known = expected - plain, 0.0 if rows == batch else min(self._seen, MOST_SEEN)
         if not trusted(seconds, expected):
             return
-        share = LEARNS * (seconds - expected) / (plain**2 + extra**2)
-        self._plain *= 1 + share * plain
+        share = LEARNS * (seconds - expected) / ((1 - known) * plain**2 + extra**2)
+        self._plain *= 1 + (1 - known) * share * plain
         self._extra = min(max(self._extra * (1 + share * extra), EXTRA[0]), EXTRA[1])
+        self._seen = self._seen + LEARNS * (1 - self._seen) if rows == batch else FORGETS * self._seen
 
     def learn_draft(self, drafter: str, counts: Sequence[int], seconds: float) -> None:
         """A draft took so long, in which `counts[l]` requests went on to level l + 1."""

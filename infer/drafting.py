@@ -83,7 +83,7 @@ class Drafting:
         if not self._follows(name):
             return
         followed = self._followed.setdefault(name, set())
-        pays = planner.outlook(name, self._limits[name], load)
+        pays = planner.outlook(name, self._limits[name], load, request.last_kind)
         request.upkeep = Upkeep.WHOLE if pays else Upkeep.NONE
         (followed.add if pays else followed.discard)(request.request_id)
         parent = request.parent
@@ -116,7 +116,8 @@ class Drafting:
             return granted if self._is_ready(request) else NOTHING
         if request.upkeep is not Upkeep.NONE:
             self._idle[known] = self._idle.get(known, 0) + 1
-            if self._idle[known] % PATIENCE == 0 and not planner.outlook(name, self._limits[name], load):
+            late = request.last_kind
+            if self._idle[known] % PATIENCE == 0 and not planner.outlook(name, self._limits[name], load, late):
                 self.release(request)
                 request.upkeep = Upkeep.NONE
         return NOTHING
@@ -159,12 +160,14 @@ class Drafting:
 
         Nobody while so many join that it will not pay then: few decode beside the prompts of a rush, and for a moment.
         """
-        name = self.default
-        if load * JOINED > len(decoding) and not planner.outlook(name, self._limits[name], load):
+        name, kinds = self.default, {own.last_kind for own in decoding}
+        if load * JOINED > len(decoding) and not any(
+            planner.outlook(name, self._limits[name], load, kind) for kind in kinds
+        ):
             return []
         allowed = ((request, self.budget(request)) for request in decoding)
         return [
-            Candidate(own.request_id, self._drafter(own), budget, self._is_ready(own))
+            Candidate(own.request_id, self._drafter(own), budget, self._is_ready(own), own.kind)
             for own, budget in allowed
             if budget.nodes
         ]

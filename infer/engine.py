@@ -476,7 +476,7 @@ class Engine:
             expired=self._expired,
             finish=lambda request, reason: self._finish(request, reason),
             drafted=lambda request, depth, accepted: self._planner.drafted(
-                request.request_id, self._drafting.name_for(request), depth, accepted
+                request.request_id, self._drafting.name_for(request), request.kind, depth, accepted
             ),
         )
 

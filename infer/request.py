@@ -13,6 +13,7 @@ from infer.logprobs import TokenLogprob
 from infer.pages import BlockKeys
 from infer.params import MAX_SEED, SamplingParams
 from infer.stopping import FinishReason, StopText
+from infer.survival import Kind
 
 __all__ = [
     "MAX_SEED",
@@ -148,6 +149,16 @@ class Request:
     @property
     def remaining(self) -> int:
         return self.params.max_tokens - self.output_length
+
+    @property
+    def kind(self) -> Kind:
+        """Of what is drafted for it now."""
+        return Kind.of(self.params.temperature, self.output_length)
+
+    @property
+    def last_kind(self) -> Kind:
+        """Of what would be drafted at its end."""
+        return Kind.of(self.params.temperature, self.params.max_tokens)
 
 
 @dataclass

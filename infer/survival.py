@@ -3,12 +3,18 @@
 Depth j is reached when every shallower draft of the path was right, so the chance that it survives is the product of
 conditional acceptances down to it. Each of these is a share of recent hits, drawn towards the drafter's own share
 while the request has shown little. Evidence fades, so that a change of content is noticed.
+
+Evidence of one kind says nothing of another: sampled tokens are guessed less often than greedy ones, and those of a
+text's beginning less often than later ones. Drafts are tried where texts begin and given up where they fail, so without
+ages a drafter would be known by its worst tokens alone.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 UNKNOWN = 0.5  # conditional acceptance of a drafter of which nothing is known
 OWN_FADES, DRAFTERS_FADE = 0.94, 0.995  # of evidence, with every draft
@@ -17,6 +23,21 @@ OWN_WEIGHT = 4.0  # a drafter's share counts like that many drafts of the reques
 # What training measured counts like so many drafts. The first after a prompt, a whole batch's at once, are worse than
 # those within the model's own text, and would else put an end to drafting.
 PRIOR_WEIGHT = 32.0
+AGES = (16, 32)  # emitted tokens from which a text counts as older
+
+
+class Kind(NamedTuple):
+    """Of drafts that are right about as often."""
+
+    sampled: bool = False
+    age: int = len(AGES)
+
+    @classmethod
+    def of(cls, temperature: float, emitted: int) -> Kind:
+        return cls(temperature > 0, bisect_right(AGES, emitted))
+
+
+LATE = Kind()  # greedy drafts of a text that is well under way
 
 
 @dataclass
@@ -52,31 +73,33 @@ class Survival:
 
     def __init__(self, priors: Mapping[str, Sequence[float]] | None = None) -> None:
         self._priors = dict(priors or {})
-        self._drafters: dict[str, Shares] = {}
-        self._requests: dict[tuple[str, str], Shares] = {}
+        self._drafters: dict[tuple[str, Kind], Shares] = {}
+        self._requests: dict[tuple[str, str, Kind], Shares] = {}
         self._expected = self._emitted = 0.0
-        self._known: dict[tuple[str, str, int], tuple[float, ...]] = {}  # chances since the last record
+        self._known: dict[tuple[str, str, int, Kind], tuple[float, ...]] = {}  # chances since the last record
 
-    def record(self, request_id: str, drafter: str, depth: int, accepted: int, expected: float) -> None:
+    def record(
+        self, request_id: str, drafter: str, depth: int, accepted: int, expected: float, kind: Kind = LATE
+    ) -> None:
         """What became of a draft of which `expected` tokens had been hoped to be accepted."""
         self._known.clear()
-        self._drafters.setdefault(drafter, Shares(DRAFTERS_FADE)).record(depth, accepted)
-        self._requests.setdefault((request_id, drafter), Shares(OWN_FADES)).record(depth, accepted)
+        self._drafters.setdefault((drafter, kind), Shares(DRAFTERS_FADE)).record(depth, accepted)
+        self._requests.setdefault((request_id, drafter, kind), Shares(OWN_FADES)).record(depth, accepted)
         self._expected = LATELY * self._expected + expected
         self._emitted = LATELY * self._emitted + accepted
 
-    def chances(self, request_id: str, drafter: str, depth: int) -> tuple[float, ...]:
+    def chances(self, request_id: str, drafter: str, depth: int, kind: Kind = LATE) -> tuple[float, ...]:
         """By depth from 1 to `depth`, the chance that a draft survives to it."""
-        asked = request_id, drafter, depth
+        asked = request_id, drafter, depth, kind
         if asked not in self._known:
             self._known[asked] = self._chances(*asked)
         return self._known[asked]
 
-    def _chances(self, request_id: str, drafter: str, depth: int) -> tuple[float, ...]:
-        known = self._drafters.get(drafter) or Shares(DRAFTERS_FADE)
+    def _chances(self, request_id: str, drafter: str, depth: int, kind: Kind) -> tuple[float, ...]:
+        known = self._drafters.get((drafter, kind)) or Shares(DRAFTERS_FADE)
         measured = self._priors.get(drafter, ())
         prior = known.conditional(depth, measured, PRIOR_WEIGHT if measured else OWN_WEIGHT)
-        own = self._requests.get((request_id, drafter))
+        own = self._requests.get((request_id, drafter, kind))
         conditional = prior if own is None else own.conditional(depth, prior, OWN_WEIGHT)
         chances, chance = [], 1.0
         for share in conditional:

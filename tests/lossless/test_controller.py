@@ -14,7 +14,7 @@ from infer.costs import Costs, CostTable, Curve
 from infer.proposers.base import NOTHING, Budget
 from infer.proposers.head import KEPT_ROWS
 from infer.request import SamplingParams, Upkeep
-from infer.survival import Survival
+from infer.survival import Kind, Survival
 from tests.lossless.leftovers import assert_nothing_left
 from tests.lossless.plain import GREEDY, SAMPLED, ids
 
@@ -28,7 +28,7 @@ class AtRandom(AsAllowed):
         self.chance, self.quiet, self.pays = random.Random(seed), 0, pays
         self.longest = 0
 
-    def outlook(self, drafter: str, allowed: Budget, batch: int) -> bool:
+    def outlook(self, drafter: str, allowed: Budget, batch: int, kind: Kind) -> bool:
         return self.chance.random() < self.pays
 
     def plan(self, decoding, ask) -> None:
@@ -88,7 +88,7 @@ class AtAnyPrice(AsAllowed):
     def plan(self, decoding, ask) -> None:
         self.confidence.prices = Prices(*(self.chance.random() ** 3 for _ in range(3)))
 
-    def drafted(self, request_id: str, drafter: str, depth: int, accepted: int) -> None:
+    def drafted(self, request_id: str, drafter: str, kind: Kind, depth: int, accepted: int) -> None:
         self.confidence.settle(request_id, depth, accepted)
         self.depths.add(depth)
 
@@ -121,7 +121,7 @@ class Switch(AsAllowed):
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         return allowed if self.pays else NOTHING
 
-    def outlook(self, drafter: str, allowed: Budget, batch: int) -> bool:
+    def outlook(self, drafter: str, allowed: Budget, batch: int, kind: Kind) -> bool:
         return self.pays
 
 

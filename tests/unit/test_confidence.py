@@ -11,7 +11,7 @@ from infer.confidence import Confidence, Prices, Verdict
 from infer.controller import Candidate, Controller
 from infer.proposers.base import Budget
 from infer.request import Request, SamplingParams
-from infer.survival import Survival
+from infer.survival import LATE, Survival
 from tests.unit.test_controller import chains, make_costs, with_rates
 
 DEPTH = 4
@@ -98,7 +98,7 @@ def test_the_controller_opens_chains_at_the_prices_of_its_plan():
     assert prices.step == pytest.approx(0.0)
     assert prices.level == pytest.approx(0.3 * speed)
     draft(confidence, request("0"), [-0.1] * 3)
-    controller.drafted("0", "head", 3, 3)
+    controller.drafted("0", "head", LATE, 3, 3)
     assert confidence.errors is not None
     assert controller.forecast is not None
     assert controller.forecast.errors == confidence.errors

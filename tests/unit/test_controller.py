@@ -14,7 +14,7 @@ from infer.controller import PROBE_SHARE, STAYS, WAKING_STEPS, Candidate, Contro
 from infer.costs import Costs, CostTable, Curve
 from infer.measuring import kept_table
 from infer.proposers.base import NOTHING, Budget
-from infer.survival import Survival
+from infer.survival import AGES, LATE, Kind, Survival
 
 
 def make_costs(row: float, draft: float, fixed: float = 10.0, around: float = 1.0) -> Costs:
@@ -148,6 +148,38 @@ def test_chances_follow_a_request_and_start_from_what_its_drafter_showed():
     assert survival.chances("b", "head", 1)[0] < 0.8
 
 
+def test_what_a_texts_beginning_shows_says_nothing_of_its_end():
+    survival = Survival({"head": [0.8]})
+    for _ in range(300):
+        survival.record("a", "head", 1, 0, 0.0, Kind.of(0.0, emitted=0))
+    assert survival.chances("b", "head", 1, Kind.of(0.0, AGES[0] - 1))[0] < 0.2
+    assert survival.chances("a", "head", 1, Kind.of(0.0, AGES[-1])) == survival.chances("a", "head", 1, LATE) == (0.8,)
+    assert survival.chances("b", "head", 1, Kind.of(0.7, 0)) == (0.8,)
+
+
+def test_a_beginning_that_fails_does_not_end_drafting_for_what_follows():
+    """Of texts of 96 tokens the first 32 are never guessed and the rest always, where drafting would pay twice over."""
+    controller = Controller(make_costs(row=0.5, draft=0.5), Survival())
+    lengths, emitted, seconds = dict.fromkeys("0123", 0), 0, 0.0
+    for _ in range(4000):
+        known = [Candidate(name, "head", Budget(4, 4), kind=Kind.of(0.0, length)) for name, length in lengths.items()]
+        controller.plan(tuple(lengths), lambda: known)  # noqa: B023
+        asked = {own.request_id: controller.budget(own.request_id, own.allowed).depth for own in known}
+        drafting = controller.costs.draft("head", len(known), max(asked.values()))
+        whole = controller.costs.verify(4, 4.0 + sum(asked.values())) + drafting
+        for name, depth in asked.items():
+            right = depth if lengths[name] >= AGES[-1] else 0
+            controller.drafted(name, "head", Kind.of(0.0, lengths[name]), depth, right)
+            lengths[name] += 1 + right
+            emitted += 1 + right
+            if lengths[name] >= 96:
+                controller.forget(name)
+                lengths[name] = 0
+        controller.stepped(4, 4 + sum(asked.values()), drafting, whole)
+        seconds += whole
+    assert emitted / seconds > 1.25 * 4 / controller.costs.plain(4)
+
+
 def run(controller: Controller, steps: int, rate: float, batch: int = 4, depth: int = 4) -> tuple[float, float, int]:
     """Simulated seconds and tokens of a batch whose drafts are right at `rate`, and steps in which anybody drafted."""
     chance, costs, seconds, tokens, drafting_steps = random.Random(1), controller.costs, 0.0, 0, 0
@@ -160,7 +192,7 @@ def run(controller: Controller, steps: int, rate: float, batch: int = 4, depth: 
         whole = costs.verify(batch, float(rows)) + drafting
         for name, drafted in asked.items():
             right = next((place for place in range(drafted) if chance.random() > rate), drafted)
-            controller.drafted(name, "head", drafted, right)
+            controller.drafted(name, "head", LATE, drafted, right)
             tokens += 1 + right
         controller.stepped(batch, rows, drafting, whole)
         seconds, drafting_steps = seconds + whole, drafting_steps + (deepest > 0)
@@ -187,7 +219,7 @@ def test_a_probe_of_who_is_not_followed_lasts_until_it_has_drafted():
         asked = [name for name in ("0", "1") if controller.budget(name, Budget(4, 4)).nodes]
         assert asked == [name for name in ("0", "1") if not controller.passes_over(name)]
         if asked and drafted:
-            controller.drafted(asked[0], "head", drafted, 0)
+            controller.drafted(asked[0], "head", LATE, drafted, 0)
         controller.stepped(2, 2 + drafted, 0.0, 12.0)
         return asked
 
