@@ -19,9 +19,10 @@ from infer.costs import Costs
 from infer.proposers.base import NOTHING, Budget
 from infer.survival import LATE, Kind, Survival
 
-# By what drafting must beat plain decoding: what its costs leave out. Prompts are read by drafters too; and the more
-# requests, the more of a step is spent on keeping what drafters read, and on more of them that end out of step.
+# By what drafting must beat plain decoding: what its costs leave out. The more requests, the more of a step is spent on
+# keeping what drafters read, and the more of them end out of step.
 CLEARLY, TOGETHER = 0.05, 0.15
+FOLLOWING = 0.06  # of a request's time goes into following it: drafters read its prompt too, and features are kept
 STAYS = 0.03  # by which a new plan must beat the one in force
 KEPT_STEPS = 8  # a plan stands that long while the batch stays about as it is
 QUIET_STEPS = 16  # and so long if nobody is drafted for
@@ -62,8 +63,10 @@ class Planner(Protocol):
         """For the next step of these requests. `ask` says who of them may be drafted for."""
         ...
 
-    def outlook(self, drafter: str, allowed: Budget, batch: int, kind: Kind) -> bool:
-        """Whether drafting for a batch of so many requests, of which nothing particular is known, would pay."""
+    def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, float]) -> bool:
+        """Whether to follow a request, of which nothing particular is known, would pay in a batch of so many: `ahead`
+        are the kinds of what it has yet to emit, with their shares.
+        """
         ...
 
     def passes_over(self, request_id: str) -> bool:
@@ -93,7 +96,7 @@ class AsAllowed:
     def plan(self, decoding: tuple[str, ...], ask: Callable[[], Sequence[Candidate]]) -> None:
         pass
 
-    def outlook(self, drafter: str, allowed: Budget, batch: int, kind: Kind) -> bool:
+    def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, float]) -> bool:
         return True
 
     def passes_over(self, request_id: str) -> bool:
@@ -178,14 +181,20 @@ class Controller:
             return True
         return len(decoding) * LEFT > before if quiet else not set(decoding) <= set(self._decoding)
 
-    def outlook(self, drafter: str, allowed: Budget, batch: int, kind: Kind) -> bool:
+    def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, float]) -> bool:
+        gains = ((share, self._speedup(drafter, allowed, batch, kind)) for kind, share in ahead.items())
+        saved = sum(share * (1 - 1 / gain) for share, gain in gains if gain > 1 + margin(batch))
+        return saved > FOLLOWING
+
+    def _speedup(self, drafter: str, allowed: Budget, batch: int, kind: Kind) -> float:
+        """Over plain decoding, at the best depth, were all of a batch drafted for alike."""
         nodes, depth = allowed
         levels = np.arange(1, depth + 1) if nodes == depth else np.array([depth])
         rows = batch * (1.0 + np.array(levels if nodes == depth else [nodes], dtype=np.float64))
         tokens = batch * (1 + np.cumsum(self.survival.chances("", drafter, depth, kind))[levels - 1])
         drafting = np.array([self.costs.draft(drafter, batch, level) for level in levels.tolist()])
         speeds = tokens / (self.costs.verify(batch, rows) + drafting)
-        return bool(speeds.max() > (1 + margin(batch)) * batch / self.costs.plain(batch))
+        return float(speeds.max()) * self.costs.plain(batch) / batch
 
     def passes_over(self, request_id: str) -> bool:
         return request_id not in self.current.budgets and (self._probe is None or self._probe.request_id != request_id)

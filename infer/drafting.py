@@ -83,7 +83,7 @@ class Drafting:
         if not self._follows(name):
             return
         followed = self._followed.setdefault(name, set())
-        pays = planner.outlook(name, self._limits[name], load, request.last_kind)
+        pays = planner.outlook(name, self._limits[name], load, request.kinds_ahead)
         request.upkeep = Upkeep.WHOLE if pays else Upkeep.NONE
         (followed.add if pays else followed.discard)(request.request_id)
         parent = request.parent
@@ -116,8 +116,8 @@ class Drafting:
             return granted if self._is_ready(request) else NOTHING
         if request.upkeep is not Upkeep.NONE:
             self._idle[known] = self._idle.get(known, 0) + 1
-            late = request.last_kind
-            if self._idle[known] % PATIENCE == 0 and not planner.outlook(name, self._limits[name], load, late):
+            tired = self._idle[known] % PATIENCE == 0
+            if tired and not planner.outlook(name, self._limits[name], load, request.kinds_ahead):
                 self.release(request)
                 request.upkeep = Upkeep.NONE
         return NOTHING
@@ -160,9 +160,9 @@ class Drafting:
 
         Nobody while so many join that it will not pay then: few decode beside the prompts of a rush, and for a moment.
         """
-        name, kinds = self.default, {own.last_kind for own in decoding}
+        name = self.default
         if load * JOINED > len(decoding) and not any(
-            planner.outlook(name, self._limits[name], load, kind) for kind in kinds
+            planner.outlook(name, self._limits[name], load, own.kinds_ahead) for own in decoding
         ):
             return []
         allowed = ((request, self.budget(request)) for request in decoding)

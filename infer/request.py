@@ -156,9 +156,9 @@ class Request:
         return Kind.of(self.params.temperature, self.output_length)
 
     @property
-    def last_kind(self) -> Kind:
-        """Of what would be drafted at its end."""
-        return Kind.of(self.params.temperature, self.params.max_tokens)
+    def kinds_ahead(self) -> dict[Kind, float]:
+        """Of what could be drafted for it from now on, with their shares."""
+        return Kind.shares(self.params.temperature, self.output_length, self.params.max_tokens)
 
 
 @dataclass

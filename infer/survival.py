@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 UNKNOWN = 0.5  # conditional acceptance of a drafter of which nothing is known
@@ -35,6 +36,12 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, temperature: float, emitted: int) -> Kind:
         return cls(temperature > 0, bisect_right(AGES, emitted))
+
+    @classmethod
+    def shares(cls, temperature: float, emitted: int, end: int) -> dict[Kind, float]:
+        """Of the tokens from `emitted` to `end` of a text, how many are of each kind; they add up to 1."""
+        edges = [emitted, *(age for age in AGES if emitted < age < end), end]
+        return {cls.of(temperature, first): (last - first) / max(end - emitted, 1) for first, last in pairwise(edges)}
 
 
 LATE = Kind()  # greedy drafts of a text that is well under way
@@ -69,7 +76,7 @@ class Shares:
 
 
 class Survival:
-    """`priors`: by drafter, the conditional acceptance by depth that its training measured."""
+    """`priors`: by drafter, the conditional acceptance by depth that its training measured of greedy drafts."""
 
     def __init__(self, priors: Mapping[str, Sequence[float]] | None = None) -> None:
         self._priors = dict(priors or {})
@@ -97,7 +104,7 @@ class Survival:
 
     def _chances(self, request_id: str, drafter: str, depth: int, kind: Kind) -> tuple[float, ...]:
         known = self._drafters.get((drafter, kind)) or Shares(DRAFTERS_FADE)
-        measured = self._priors.get(drafter, ())
+        measured = () if kind.sampled else self._priors.get(drafter, ())
         prior = known.conditional(depth, measured, PRIOR_WEIGHT if measured else OWN_WEIGHT)
         own = self._requests.get((request_id, drafter, kind))
         conditional = prior if own is None else own.conditional(depth, prior, OWN_WEIGHT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,7 @@ class AtRandom(AsAllowed):
         self.chance, self.quiet, self.pays = random.Random(seed), 0, pays
         self.longest = 0
 
-    def outlook(self, drafter: str, allowed: Budget, batch: int, kind: Kind) -> bool:
+    def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, float]) -> bool:
         return self.chance.random() < self.pays
 
     def plan(self, decoding, ask) -> None:
@@ -121,7 +122,7 @@ class Switch(AsAllowed):
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         return allowed if self.pays else NOTHING
 
-    def outlook(self, drafter: str, allowed: Budget, batch: int, kind: Kind) -> bool:
+    def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, float]) -> bool:
         return self.pays
 
 

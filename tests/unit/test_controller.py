@@ -154,7 +154,26 @@ def test_what_a_texts_beginning_shows_says_nothing_of_its_end():
         survival.record("a", "head", 1, 0, 0.0, Kind.of(0.0, emitted=0))
     assert survival.chances("b", "head", 1, Kind.of(0.0, AGES[0] - 1))[0] < 0.2
     assert survival.chances("a", "head", 1, Kind.of(0.0, AGES[-1])) == survival.chances("a", "head", 1, LATE) == (0.8,)
-    assert survival.chances("b", "head", 1, Kind.of(0.7, 0)) == (0.8,)
+    assert survival.chances("b", "head", 1, Kind.of(0.7, 0)) == (0.5,)  # what training measured is of greedy drafts
+
+
+@pytest.mark.parametrize(
+    ("emitted", "end", "shares"),
+    [(0, 64, [0.25, 0.25, 0.5]), (20, 36, [0.75, 0.25]), (0, 10, [1.0]), (40, 41, [1.0]), (5, 5, [0.0])],
+)
+def test_what_is_ahead_of_a_text_by_age(emitted, end, shares):
+    found = Kind.shares(0.0, emitted, end)
+    assert list(found.values()) == pytest.approx(shares)
+    assert list(found) == sorted(found)
+
+
+def test_a_short_text_is_not_worth_following_for_what_only_its_end_would_gain():
+    controller = Controller(make_costs(row=0.5, draft=0.5), Survival({"head": [0.9] * 4}))
+    for age in range(len(AGES)):
+        for _ in range(300):
+            controller.survival.record("a", "head", 4, 0, 0.0, Kind(False, age))
+    outlooks = [controller.outlook("head", Budget(4, 4), 4, Kind.shares(0.0, 0, end)) for end in (16, 32, 34, 256)]
+    assert outlooks == [False, False, False, True]
 
 
 def test_a_beginning_that_fails_does_not_end_drafting_for_what_follows():
