@@ -154,10 +154,12 @@ class Controller:
         self._credit = 0.0  # seconds that may be spent on probes
         self._due: tuple[Candidate, float] | None = None  # the next one, and its price
         self._turn = 0
+        self._speedups: dict[tuple[str, Budget, int, Kind], float] = {}  # that were asked for since the last plan
 
     def plan(self, decoding: tuple[str, ...], ask: Callable[[], Sequence[Candidate]]) -> None:
         self._age += 1
         if self._outdated(decoding):
+            self._speedups.clear()
             self._decoding, self._candidates, self._age = decoding, ask(), 0
             depth = self.current.depth
             self.current = best_plan(len(decoding), self._candidates, self.costs, self.survival, depth)
@@ -187,7 +189,15 @@ class Controller:
         return saved > FOLLOWING
 
     def _speedup(self, drafter: str, allowed: Budget, batch: int, kind: Kind) -> float:
-        """Over plain decoding, at the best depth, were all of a batch drafted for alike."""
+        """Over plain decoding, at the best depth, were all of a batch drafted for alike. Every request that comes or
+        waits asks for the same few.
+        """
+        asked = drafter, allowed, batch, kind
+        if asked not in self._speedups:
+            self._speedups[asked] = self._speedup_now(*asked)
+        return self._speedups[asked]
+
+    def _speedup_now(self, drafter: str, allowed: Budget, batch: int, kind: Kind) -> float:
         nodes, depth = allowed
         levels = np.arange(1, depth + 1) if nodes == depth else np.array([depth])
         rows = batch * (1.0 + np.array(levels if nodes == depth else [nodes], dtype=np.float64))

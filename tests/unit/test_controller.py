@@ -199,6 +199,20 @@ def test_a_beginning_that_fails_does_not_end_drafting_for_what_follows():
     assert emitted / seconds > 1.25 * 4 / controller.costs.plain(4)
 
 
+def test_who_comes_between_two_plans_is_judged_by_one_calculation(monkeypatch):
+    controller, asked = Controller(make_costs(row=0.5, draft=0.5), Survival({"head": [0.9] * 4})), []
+    verify = controller.costs.verify
+    monkeypatch.setattr(controller.costs, "verify", lambda *sizes: (asked.append(sizes), verify(*sizes))[1])
+    ahead = Kind.shares(0.0, 64, 128)
+    assert all(controller.outlook("head", Budget(4, 4), 4, ahead) for _ in range(9))
+    assert len(asked) == 1
+    for _ in range(300):
+        controller.survival.record("a", "head", 4, 0, 0.0, LATE)
+    for _ in range(20):
+        controller.plan(("0",), lambda: [])
+    assert not controller.outlook("head", Budget(4, 4), 4, ahead)
+
+
 def run(controller: Controller, steps: int, rate: float, batch: int = 4, depth: int = 4) -> tuple[float, float, int]:
     """Simulated seconds and tokens of a batch whose drafts are right at `rate`, and steps in which anybody drafted."""
     chance, costs, seconds, tokens, drafting_steps = random.Random(1), controller.costs, 0.0, 0, 0
