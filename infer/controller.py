@@ -19,19 +19,20 @@ from infer.costs import Costs
 from infer.proposers.base import NOTHING, Budget
 from infer.survival import LATE, Kind, Survival
 
-# By what drafting must beat plain decoding: what its costs leave out. The more requests, the more of a step is spent on
-# keeping what drafters read, and the more of them end out of step.
-CLEARLY, TOGETHER = 0.05, 0.15
-FOLLOWING = 0.06  # of a request's time goes into following it: drafters read its prompt too, and features are kept
+CLEARLY = 0.02  # by which drafting for those that are followed must beat plain decoding
+# What following a request costs: a drafter reads its prompt, each token in such a share of what a row adds to a verify,
+# and in a step without drafts features are kept, in such a share of a plain step of one request.
+READING, KEEPING = 0.4, 0.03
+TOGETHER = 0.25  # by which drafting for many is overrated: not all of a batch are followed, drafted for, or end in step
 STAYS = 0.03  # by which a new plan must beat the one in force
 KEPT_STEPS = 8  # a plan stands that long while the batch stays about as it is
 QUIET_STEPS = 16  # and so long if nobody is drafted for
 QUIET_LEARNS = 4  # of so many steps then one teaches what steps cost: waiting must cost next to nothing
 LEFT = 0.75  # of the requests it was made for, as many must be left
 PROBE_SHARE = 0.005  # of the time without drafts, spent on finding out whether they would pay again
-# A probe of a request that its drafter does not follow begins with the next page, so it takes some steps. Each keeps
-# features of it, which costs such a share of a plain step of one request.
-WAKING_STEPS, WAKING_SHARE = 24, 0.04
+# A probe of a request that its drafter does not follow begins with the next page, and some tokens must be seen, so it
+# takes some steps.
+WAKING_STEPS = 40
 
 
 class Candidate(NamedTuple):
@@ -42,6 +43,7 @@ class Candidate(NamedTuple):
     allowed: Budget
     ready: bool = True  # its drafter has followed it; else a budget makes it begin to
     kind: Kind = LATE
+    wakes: bool = True  # if it is not ready: enough of it is left to make it so, and that would pay
 
 
 class Forecast(NamedTuple):
@@ -63,9 +65,9 @@ class Planner(Protocol):
         """For the next step of these requests. `ask` says who of them may be drafted for."""
         ...
 
-    def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, float]) -> bool:
+    def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
         """Whether to follow a request, of which nothing particular is known, would pay in a batch of so many: `ahead`
-        are the kinds of what it has yet to emit, with their shares.
+        is how many tokens of each kind it has yet to emit, `unread` how many its drafter must read first.
         """
         ...
 
@@ -96,7 +98,7 @@ class AsAllowed:
     def plan(self, decoding: tuple[str, ...], ask: Callable[[], Sequence[Candidate]]) -> None:
         pass
 
-    def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, float]) -> bool:
+    def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
         return True
 
     def passes_over(self, request_id: str) -> bool:
@@ -162,7 +164,8 @@ class Controller:
             self._speedups.clear()
             self._decoding, self._candidates, self._age = decoding, ask(), 0
             depth = self.current.depth
-            self.current = best_plan(len(decoding), self._candidates, self.costs, self.survival, depth)
+            planned = [own for own in self._candidates if own.ready or own.wakes]
+            self.current = best_plan(len(decoding), planned, self.costs, self.survival, depth)
             if self.confidence is not None and self.current.budgets:
                 self._leave_to(self.confidence)
         self._probe = self._next_probe(decoding)
@@ -183,10 +186,13 @@ class Controller:
             return True
         return len(decoding) * LEFT > before if quiet else not set(decoding) <= set(self._decoding)
 
-    def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, float]) -> bool:
-        gains = ((share, self._speedup(drafter, allowed, batch, kind)) for kind, share in ahead.items())
-        saved = sum(share * (1 - 1 / gain) for share, gain in gains if gain > 1 + margin(batch))
-        return saved > FOLLOWING
+    def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
+        plain, worth = self.costs.plain(batch) / batch, -unread * READING * self.costs.row()
+        for kind, tokens in ahead.items():
+            gain = self._speedup(drafter, allowed, batch, kind) / (1 + TOGETHER * (1 - 1 / max(batch, 1)))
+            drafted = gain > 1 + CLEARLY
+            worth += tokens * (plain * (1 - 1 / gain) if drafted else -KEEPING * self.costs.plain(1))
+        return worth > 0
 
     def _speedup(self, drafter: str, allowed: Budget, batch: int, kind: Kind) -> float:
         """Over plain decoding, at the best depth, were all of a batch drafted for alike. Every request that comes or
@@ -290,11 +296,7 @@ class Controller:
         chosen, plain = ready[self._turn % len(ready)], self.costs.plain(batch)
         nodes, depth = chosen.allowed
         price = self.costs.verify(batch, float(batch + nodes)) - plain + self.costs.draft(chosen.drafter, 1, depth)
-        return chosen, price if chosen.ready else price + WAKING_STEPS * WAKING_SHARE * self.costs.plain(1)
-
-
-def margin(batch: int) -> float:
-    return CLEARLY + TOGETHER * (1 - 1 / max(batch, 1))
+        return chosen, price if chosen.ready else price + WAKING_STEPS * KEEPING * self.costs.plain(1)
 
 
 def best_plan(
@@ -327,7 +329,7 @@ def best_plan(
     in_force = plans.get(depth_in_force)
     if in_force is not None and chosen.speed < in_force.speed * (1 + STAYS):
         chosen = in_force
-    return chosen if chosen.speed > plain * (1 + margin(batch)) else plans[0]
+    return chosen if chosen.speed > plain * (1 + CLEARLY) else plans[0]
 
 
 def drafting_seconds(pieces: Sequence[Piece], costs: Costs, depth: int) -> NDArray[np.float64]:

@@ -20,7 +20,7 @@ Sizes = TypeVar("Sizes", float, NDArray[np.float64])
 LEARNS = 0.05  # share of the newest step in a correction
 TRUSTED = (0.2, 5.0)  # a step this far off its prediction says nothing: someone else used the machine
 EXTRA = (0.1, 3.0)  # so far the correction of further rows may go
-FORGETS = 0.99  # of what plain steps have shown, with every step of more rows
+FORGETS = 0.97  # of what plain steps have shown, with every step of more rows
 MOST_SEEN = 0.99  # or a few rows of hardly any cost would be blamed for all noise
 
 
@@ -89,42 +89,50 @@ class Costs:
         self.table = table
         self._around = Curve(tuple(map(float, table.batches)), table.around)
         self._steps: dict[int, float] = {}  # plain ones by the table alone, which every step asks for
-        self._plain = self._extra = 1.0  # corrections of a plain step's seconds, and of what further rows add to them
+        # Corrections: of all seconds, since whoever shares the machine slows all of them, and then of what further rows
+        # add to a plain step.
+        self._all = self._extra = 1.0
         self._seen = 0.0  # how well plain steps are known, from 0 to 1
-        self._draft: dict[str, float] = {}
+        self._draft: dict[str, float] = {}  # and of a drafter's
 
     def verify(self, batch: int, rows: Sizes) -> Sizes:
         """Seconds of a step of `batch` requests and so many rows, all but its drafting."""
         extra = self.table.at(batch, self.table.verify, rows) - self.table.at(batch, self.table.verify, float(batch))
-        return self.plain(batch) + self._extra * extra
+        return self.plain(batch) + self._all * self._extra * extra
+
+    def row(self) -> float:
+        """Seconds that a further row adds to a verify of one request."""
+        curve = self.table.verify[0]
+        first, last = curve.sizes[0], curve.sizes[-1]
+        return self._all * max(0.0, curve.seconds[-1] - curve.seconds[0]) / max(last - first, 1.0)
 
     def plain(self, batch: int) -> float:
         """The same of a step without drafts."""
         size, known = float(batch), self._steps.get(batch)
         if known is None:
             known = self._steps[batch] = self.table.at(batch, self.table.verify, size) + self._around(size)
-        return self._plain * known
+        return self._all * known
 
     def draft(self, drafter: str, batch: int, depth: int) -> float:
         """Seconds of drafting `depth` deep for `batch` requests; 0 for a drafter that was not measured."""
         curves = self.table.drafts.get(drafter)
         if curves is None or depth == 0 or batch == 0:
             return 0.0
-        return self._draft.get(drafter, 1.0) * float(self.table.at(batch, curves, float(depth)))
+        return self._all * self._draft.get(drafter, 1.0) * float(self.table.at(batch, curves, float(depth)))
 
     def learn(self, *, batch: int, rows: int, seconds: float) -> None:
         """A step without prefill took so long, its drafting set aside.
 
         What one with further rows took longer than expected is their doing as far as plain steps have been seen lately;
-        else it is divided as the seconds of both are (normalised least mean squares).
+        else the whole machine's (normalised least mean squares).
         """
         plain = self.plain(batch)
         expected = plain if rows == batch else float(self.verify(batch, float(rows)))
         extra, known = expected - plain, 0.0 if rows == batch else min(self._seen, MOST_SEEN)
         if not trusted(seconds, expected):
             return
-        share = LEARNS * (seconds - expected) / ((1 - known) * plain**2 + extra**2)
-        self._plain *= 1 + (1 - known) * share * plain
+        share = LEARNS * (seconds - expected) / ((1 - known) * expected**2 + extra**2)
+        self._all *= 1 + (1 - known) * share * expected
         self._extra = min(max(self._extra * (1 + share * extra), EXTRA[0]), EXTRA[1])
         self._seen = self._seen + LEARNS * (1 - self._seen) if rows == batch else FORGETS * self._seen
 

@@ -18,6 +18,7 @@ from infer.tree import DraftTree
 log = logging.getLogger(__name__)
 
 JOINED = 0.75  # of a load must decode, or more are about to join than a plan would outlast
+LASTS = 96  # tokens that a request must have left to be woken: its drafter sees some before it drafts
 PATIENCE = 16  # steps without a draft after which, and after every so many more, a drafter may let go of a request
 
 
@@ -83,7 +84,7 @@ class Drafting:
         if not self._follows(name):
             return
         followed = self._followed.setdefault(name, set())
-        pays = planner.outlook(name, self._limits[name], load, request.kinds_ahead)
+        pays = planner.outlook(name, self._limits[name], load, request.kinds_ahead, len(request.tokens))
         request.upkeep = Upkeep.WHOLE if pays else Upkeep.NONE
         (followed.add if pays else followed.discard)(request.request_id)
         parent = request.parent
@@ -166,11 +167,13 @@ class Drafting:
         ):
             return []
         allowed = ((request, self.budget(request)) for request in decoding)
-        return [
-            Candidate(own.request_id, self._drafter(own), budget, self._is_ready(own), own.kind)
-            for own, budget in allowed
-            if budget.nodes
-        ]
+        return [self._candidate(own, budget, planner, load) for own, budget in allowed if budget.nodes]
+
+    def _candidate(self, request: Request, allowed: Budget, planner: Planner, load: int) -> Candidate:
+        name, ready = self._drafter(request), self._is_ready(request)
+        wakes = not ready and request.remaining >= LASTS
+        wakes = wakes and planner.outlook(name, self._limits[name], load, request.kinds_ahead)
+        return Candidate(request.request_id, name, allowed, ready, request.kind, wakes)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         """One tree per request, whoever drafts it."""

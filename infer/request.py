@@ -27,6 +27,8 @@ __all__ = [
     "Upkeep",
 ]
 
+AHEAD = 256  # tokens: few answers are as long as they may be
+
 
 @dataclass
 class SpeculationStats:
@@ -156,9 +158,10 @@ class Request:
         return Kind.of(self.params.temperature, self.output_length)
 
     @property
-    def kinds_ahead(self) -> dict[Kind, float]:
-        """Of what could be drafted for it from now on, with their shares."""
-        return Kind.shares(self.params.temperature, self.output_length, self.params.max_tokens)
+    def kinds_ahead(self) -> dict[Kind, int]:
+        """How many tokens of each kind it may yet emit; of a long answer the next ones, since most end before."""
+        begin = self.output_length
+        return Kind.counts(self.params.temperature, begin, min(self.params.max_tokens, begin + AHEAD))
 
 
 @dataclass

@@ -38,10 +38,10 @@ class Kind(NamedTuple):
         return cls(temperature > 0, bisect_right(AGES, emitted))
 
     @classmethod
-    def shares(cls, temperature: float, emitted: int, end: int) -> dict[Kind, float]:
-        """Of the tokens from `emitted` to `end` of a text, how many are of each kind; they add up to 1."""
+    def counts(cls, temperature: float, emitted: int, end: int) -> dict[Kind, int]:
+        """Of the tokens from `emitted` to `end` of a text, how many are of each kind."""
         edges = [emitted, *(age for age in AGES if emitted < age < end), end]
-        return {cls.of(temperature, first): (last - first) / max(end - emitted, 1) for first, last in pairwise(edges)}
+        return {cls.of(temperature, first): last - first for first, last in pairwise(edges)}
 
 
 LATE = Kind()  # greedy drafts of a text that is well under way

@@ -159,7 +159,7 @@ def transformers_systems(config: BenchConfig, path: str) -> dict[str, System]:
 
 
 def server_systems(config: BenchConfig, stack: ExitStack) -> dict[str, System]:
-    """Started here, one after another, and ended with `stack`; those that do not run wait without work."""
+    """Started here, one after another, and ended with `stack`; those that do not run stand still."""
     from scripts.peer_servers import context_of, end_as_interrupted, make_server
 
     end_as_interrupted()
@@ -167,10 +167,14 @@ def server_systems(config: BenchConfig, stack: ExitStack) -> dict[str, System]:
 
     def system(name: str) -> System:
         server = stack.enter_context(make_server(name, config, slots=max(config.concurrency), context=context))
-        return System(
-            lambda: None,
-            lambda tasks, temperature, at_once: server.complete(tasks, temperature, config.seed, at_once),
-        )
+
+        server.rest()
+
+        def run(tasks: list[Task], temperature: float, at_once: int) -> Answer:
+            with server.awake():
+                return server.complete(tasks, temperature, config.seed, at_once)
+
+        return System(lambda: None, run)
 
     return {name: system(name) for name in config.systems if name.partition(":")[0] in SERVERS}
 

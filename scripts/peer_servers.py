@@ -16,8 +16,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -94,13 +95,29 @@ class Server:
         lines = self.log.read_text(errors="replace").splitlines()
         raise ValueError(f"systems: {self.name}: did not start; the end of {self.log}:\n" + "\n".join(lines[-20:]))
 
+    def rest(self) -> None:
+        """Its processes stand still: a server without work may spin, which takes a core from whoever is measured."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Within, a server at rest runs."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.rest()
+
     def stop(self) -> None:
         self._client.close()
         if self._process is None:
             return
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        for numbers in ((signal.SIGTERM, signal.SIGCONT), (signal.SIGKILL,)):  # one that stands still hears no SIGTERM
             try:
-                os.killpg(self._process.pid, number)
+                for number in numbers:
+                    os.killpg(self._process.pid, number)
             except ProcessLookupError:
                 break
             try:

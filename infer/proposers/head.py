@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from infer.draft_graphs import DraftGraphs
 
 KEPT_ROWS = 64  # features of a request that wait to be read, at most
+# Tokens that layers woken within a text must have seen before it is drafted for: the first of such drafts are hardly ever
+# right (LOG.md), and a drafter must not be known by them.
+LEAST_SEEN = 24
 
 
 class Pending:
@@ -177,7 +180,8 @@ class HeadProposer:
             self._base[request.request_id] = self._pool.pages_for(request.computed) * self._pool.page_size
 
     def ready(self, request: Request) -> bool:
-        return request.request_id in self._pending
+        base = self._base.get(request.request_id, 0)
+        return request.request_id in self._pending and (not base or request.computed - base >= LEAST_SEEN)
 
     def features(self, requests: Sequence[Request]) -> list[Tensor]:
         """Those of each that wait to be read, `[n, F]`."""

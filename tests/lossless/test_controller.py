@@ -29,7 +29,7 @@ class AtRandom(AsAllowed):
         self.chance, self.quiet, self.pays = random.Random(seed), 0, pays
         self.longest = 0
 
-    def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, float]) -> bool:
+    def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
         return self.chance.random() < self.pays
 
     def plan(self, decoding, ask) -> None:
@@ -122,7 +122,7 @@ class Switch(AsAllowed):
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         return allowed if self.pays else NOTHING
 
-    def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, float]) -> bool:
+    def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
         return self.pays
 
 
@@ -166,7 +166,7 @@ def test_a_drafter_follows_nobody_while_drafting_does_not_pay_and_all_once_it_do
 @pytest.mark.parametrize(("proposer", "shape"), [("head", "chain"), ("head", "tree"), ("combined", "chain")])
 def test_probes_wake_one_request_and_let_go_of_it(make_engine, prompts, monkeypatch, proposer, shape):
     monkeypatch.setattr("infer.controller.PROBE_SHARE", 0.3)
-    long = replace(GREEDY, max_tokens=150)
+    long = replace(GREEDY, max_tokens=300)
     engine = make_engine(proposer=proposer, shape=SHAPES[shape], max_batch=4)
     curve = Curve((1.0, 2.0), (0.005, 0.01))
     costs = Costs(CostTable((1, 4), (curve, curve), (0.0, 0.0), {proposer: (curve, curve)}))  # rows as dear as steps

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.controller import PROBE_SHARE, STAYS, WAKING_STEPS, Candidate, Controller, best_plan, margin
+from infer.controller import CLEARLY, PROBE_SHARE, STAYS, WAKING_STEPS, Candidate, Controller, best_plan
 from infer.costs import Costs, CostTable, Curve
 from infer.measuring import kept_table
 from infer.proposers.base import NOTHING, Budget
@@ -102,7 +102,7 @@ def test_no_plan_of_chains_is_much_better_than_the_chosen_one(rates, row, draft)
     asked = tuple(plan.budgets.get(str(index), NOTHING).depth for index in range(batch))
     best = max(speed(depths) for depths in itertools.product(range(depth + 1), repeat=batch))
     assert plan.speed == pytest.approx(speed(asked), rel=1e-6)
-    assert plan.speed >= best / (1 + margin(batch)) / (1 + STAYS)
+    assert plan.speed >= best / (1 + CLEARLY) / (1 + STAYS)
     assert plan.speed >= speed((0,) * batch)
 
 
@@ -158,12 +158,12 @@ def test_what_a_texts_beginning_shows_says_nothing_of_its_end():
 
 
 @pytest.mark.parametrize(
-    ("emitted", "end", "shares"),
-    [(0, 64, [0.25, 0.25, 0.5]), (20, 36, [0.75, 0.25]), (0, 10, [1.0]), (40, 41, [1.0]), (5, 5, [0.0])],
+    ("emitted", "end", "counts"),
+    [(0, 64, [16, 16, 32]), (20, 36, [12, 4]), (0, 10, [10]), (40, 41, [1]), (5, 5, [0])],
 )
-def test_what_is_ahead_of_a_text_by_age(emitted, end, shares):
-    found = Kind.shares(0.0, emitted, end)
-    assert list(found.values()) == pytest.approx(shares)
+def test_what_is_ahead_of_a_text_by_age(emitted, end, counts):
+    found = Kind.counts(0.0, emitted, end)
+    assert list(found.values()) == counts
     assert list(found) == sorted(found)
 
 
@@ -172,8 +172,16 @@ def test_a_short_text_is_not_worth_following_for_what_only_its_end_would_gain():
     for age in range(len(AGES)):
         for _ in range(300):
             controller.survival.record("a", "head", 4, 0, 0.0, Kind(False, age))
-    outlooks = [controller.outlook("head", Budget(4, 4), 4, Kind.shares(0.0, 0, end)) for end in (16, 32, 34, 256)]
+    outlooks = [controller.outlook("head", Budget(4, 4), 4, Kind.counts(0.0, 0, end)) for end in (16, 32, 34, 256)]
     assert outlooks == [False, False, False, True]
+
+
+def test_a_prompt_that_its_drafter_would_have_to_read_must_be_worth_it():
+    controller = Controller(make_costs(row=0.5, draft=0.5), Survival({"head": [0.9] * 4}))
+    outlooks = [
+        controller.outlook("head", Budget(4, 4), 1, Kind.counts(0.0, 0, 64), unread) for unread in (0, 64, 4096)
+    ]
+    assert outlooks == [True, True, False]
 
 
 def test_a_beginning_that_fails_does_not_end_drafting_for_what_follows():
@@ -203,7 +211,7 @@ def test_who_comes_between_two_plans_is_judged_by_one_calculation(monkeypatch):
     controller, asked = Controller(make_costs(row=0.5, draft=0.5), Survival({"head": [0.9] * 4})), []
     verify = controller.costs.verify
     monkeypatch.setattr(controller.costs, "verify", lambda *sizes: (asked.append(sizes), verify(*sizes))[1])
-    ahead = Kind.shares(0.0, 64, 128)
+    ahead = Kind.counts(0.0, 64, 128)
     assert all(controller.outlook("head", Budget(4, 4), 4, ahead) for _ in range(9))
     assert len(asked) == 1
     for _ in range(300):
