@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from infer.draft_graphs import DraftGraphs
 
 KEPT_ROWS = 64  # features of a request that wait to be read, at most
-# Tokens that layers woken within a text must have seen before it is drafted for: the first of such drafts are hardly ever
-# right (LOG.md), and a drafter must not be known by them.
+# Tokens that layers woken within a text must have seen before it is drafted for: the first of such drafts are hardly
+# ever right (LOG.md), and a drafter must not be known by them.
 LEAST_SEEN = 24
 
 

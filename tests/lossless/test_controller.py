@@ -13,7 +13,7 @@ from infer.config import ProposerConfig
 from infer.controller import AsAllowed, Controller
 from infer.costs import Costs, CostTable, Curve
 from infer.proposers.base import NOTHING, Budget
-from infer.proposers.head import KEPT_ROWS
+from infer.proposers.head import KEPT_ROWS, LEAST_SEEN
 from infer.request import SamplingParams, Upkeep
 from infer.survival import Kind, Survival
 from tests.lossless.leftovers import assert_nothing_left
@@ -161,6 +161,20 @@ def test_a_drafter_follows_nobody_while_drafting_does_not_pay_and_all_once_it_do
     assert_nothing_left(engine)
     engine.set_proposer("none")
     assert [own.output_ids for own in requests] == ids(engine.generate(few, long))
+
+
+def test_who_is_woken_is_drafted_for_once_its_drafter_has_seen_some_of_it(make_engine, prompts):
+    engine = make_engine(proposer="head", shape=SHAPES["chain"])
+    engine._planner = switch = Switch()
+    request = engine.request(engine.add(prompts[2], replace(GREEDY, max_tokens=100)))
+    for _ in range(20):
+        engine.step()
+    switch.pays, woken = True, len(request.tokens)
+    while not request.stats.drafted:
+        engine.step()
+    seen = len(request.tokens) - woken
+    assert LEAST_SEEN <= seen <= LEAST_SEEN + engine.config.page_size + 8  # a page begins, and the last step emits more
+    assert request.upkeep is Upkeep.REST
 
 
 @pytest.mark.parametrize(("proposer", "shape"), [("head", "chain"), ("head", "tree"), ("combined", "chain")])
