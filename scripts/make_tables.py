@@ -285,7 +285,7 @@ def plot_load(result: Cell, path: Path) -> None:
     """Tokens/s, the median time of an answer and that between its tokens, over the load: a line for every server."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    figure = Figure(figsize=(13, 3.8), layout="constrained")
     speeds, times, gaps = figure.subplots(1, 3)
     for system, levels in result["results"].items():
         program = system.partition(":")[0]
@@ -296,11 +296,11 @@ def plot_load(result: Cell, path: Path) -> None:
         times.plot(loads, [own["latency_s"]["p50"] for own in levels], **style)
         gaps.plot(loads, [1000 * own["token_s"]["p50"] for own in levels], **style)
     speeds.set_title("tokens/s", fontsize=10)
-    times.set_title("median seconds until an answer is whole", fontsize=10)
-    gaps.set_title("median milliseconds between two tokens", fontsize=10)
+    times.set_title("seconds until an answer is whole (median)", fontsize=9)
+    gaps.set_title("milliseconds between two tokens (median)", fontsize=9)
     times.set_yscale("log")
     for axes in (speeds, times, gaps):
-        axes.set_xlabel("load (1: what our plain decoding can answer)")
+        axes.set_xlabel("load (1: our plain decoding's capacity)", fontsize=9)
         axes.grid(alpha=0.3)
     figure.legend(loc="outside right center", fontsize=8)
     figure.savefig(path, dpi=110)

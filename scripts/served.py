@@ -83,9 +83,9 @@ class Load:
     def __init__(self, server: Server, config: ServedConfig, prompts: list[list[int]]) -> None:
         self.server, self.config, self.prompts = server, config, prompts
         self.start = time.perf_counter()
-        self.client = httpx.AsyncClient(
-            base_url=server.url, timeout=600, limits=httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        )
+        # A new connection each time: some servers close one that waits just when the next request is sent on it.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self.client = httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits)
 
     @property
     def clock(self) -> float:
