@@ -11,6 +11,7 @@ from rich.table import Table
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.config_checks import REPO_ROOT
+from infer.costs import CostTable
 from infer.head_config import HeadConfig
 from infer.request import SpeculationStats
 
@@ -61,6 +62,24 @@ def describe_proposer(name: str, asked: ProposerConfig, head: HeadConfig, model:
 def describe_ranks(engine: EngineConfig) -> Sequence[Row]:
     ranks = engine.tensor_parallel
     return [("ranks", f"{ranks}, each with a part of the target and of its KV")] if ranks > 1 else []
+
+
+def describe_costs(table: CostTable | None) -> Sequence[Row]:
+    """What the controller reckons with: plain steps, and the longest drafts with their verifies."""
+    if table is None:
+        return []
+    shown = [index for index, batch in enumerate(table.batches) if batch in (1, 4, 16, 64)]
+    at = " / ".join(str(table.batches[index]) for index in shown)
+
+    def milliseconds(seconds: Iterable[float]) -> str:
+        return " / ".join(f"{1000 * value:.1f}" for value in seconds)
+
+    plain = milliseconds(table.verify[index].seconds[0] + table.around[index] for index in shown)
+    rows = [("step", f"{plain} ms at {at} requests")]
+    for name, curves in table.drafts.items():
+        drafting = milliseconds(curves[index].seconds[-1] for index in shown)
+        rows.append((f"drafting, {name.replace('_', ' ')}", f"{drafting} ms, {curves[0].sizes[-1]:g} deep for all"))
+    return rows
 
 
 def short(folder: Path) -> str:

@@ -410,10 +410,15 @@ class StepTimeConfig:
     prompt_tokens: int = 64
     max_tokens: int = 128
     temperature: float = 0.0
+    plot: str | None = None  # a file: what steps and drafts cost, as proposer.adaptive=true has measured
 
     def __post_init__(self) -> None:
         check_head_and_proposer(self.head, self.proposer)
         check_sampling(self.temperature, 0, 1.0)
+        if self.plot is not None and not self.proposer.adaptive:
+            raise ValueError(f"plot={self.plot}: costs are measured with proposer.adaptive=true only; add it")
+        if self.plot is not None and not self.plot.endswith((".png", ".svg", ".pdf")):
+            raise ValueError(f"plot={self.plot}: must end in .png, .svg or .pdf")
         for key in ("num_prompts", "prompt_tokens", "max_tokens"):
             at_least(key, getattr(self, key), 1)
 

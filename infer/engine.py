@@ -23,7 +23,8 @@ from infer.adaptive import make_controller
 from infer.admission import Limits, check_request
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.constraint import Constraint, Constraints
-from infer.controller import AsAllowed, Never, Planner
+from infer.controller import AsAllowed, Controller, Never, Planner
+from infer.costs import CostTable
 from infer.drafting import Drafting
 from infer.engine_stats import EngineStats
 from infer.exactness import probe_exactness
@@ -238,6 +239,11 @@ class Engine:
         stats.proposer_failures = self._drafting.failures
         stats.forecast = self._planner.forecast
         return stats
+
+    @property
+    def costs(self) -> CostTable | None:
+        """What steps and drafts were measured to cost; None where drafting does not ask for it."""
+        return self._planner.costs.table if isinstance(self._planner, Controller) else None
 
     def set_proposer(self, name: str, head: Head | None = None, *, config: ProposerConfig | None = None) -> None:
         """Changes what drafts by default, and the head and the drafts' shape if they are given.

@@ -36,7 +36,7 @@ def run(config: ServeConfig) -> None:
         return run_replicas(config, listener, address, api_keys)
 
     # Only now what takes seconds to import: a mistake above is answered at once.
-    from infer.card import describe_proposer, describe_ranks, print_card
+    from infer.card import describe_costs, describe_proposer, describe_ranks, print_card
     from infer.engine import Engine
     from infer.server.lifecycle import log_to_console, serve
     from infer.server.service import Service
@@ -59,6 +59,7 @@ def run(config: ServeConfig) -> None:
                 *describe_ranks(engine.config),
                 ("memory", str(engine.memory)),
                 *([("graphs", str(engine.graphs))] if engine.graphs else ()),
+                *describe_costs(engine.costs),
                 ("address", address + (", API key needed" if api_keys else "")),
             ],
         )

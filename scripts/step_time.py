@@ -2,9 +2,11 @@
 
     python scripts/step_time.py model=demo head=eagle3
     python scripts/step_time.py model=demo head=none proposer=none engine.threads=1 max_tokens=128
+    python scripts/step_time.py model=demo head=eagle3 proposer.adaptive=true plot=costs.png
 
 Decodes held-out prompts of the demo's corpus one at a time, timing every forward from call to return, so it belongs on
-an idle machine without a GPU. The last line of standard output is one JSON document.
+an idle machine without a GPU. The last line of standard output is one JSON document. `plot` draws what decides how far
+is drafted: what verifies and drafts were measured to cost at the first start.
 """
 
 import os
@@ -22,6 +24,7 @@ from typing import Any
 
 from infer.cli import entry_point
 from infer.config import StepTimeConfig
+from infer.costs import CostTable
 
 
 class Stopwatch:
@@ -47,6 +50,27 @@ class Stopwatch:
         setattr(owner, name, timed)
 
 
+def plot_costs(table: CostTable, file: str) -> None:
+    """Milliseconds of a verify over the rows of each request, and of drafting over its depth: one line per batch."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(4.5 * (1 + len(table.drafts)), 3.8), layout="constrained")
+    panels = figure.subplots(1, 1 + len(table.drafts), squeeze=False)[0]
+    titles = ["verify", *(f"drafting, {name.replace('_', ' ')}" for name in table.drafts)]
+    for axes, title, curves in zip(panels, titles, (table.verify, *table.drafts.values()), strict=True):
+        for batch, curve in zip(table.batches, curves, strict=True):
+            sizes = [size / batch for size in curve.sizes] if title == "verify" else curve.sizes
+            axes.plot(sizes, [1000 * value for value in curve.seconds], marker="o", markersize=3, label=str(batch))
+        axes.set(xlabel="rows of each request" if title == "verify" else "depth", ylabel="milliseconds")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_title(title, fontsize=10)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    panels[0].legend(title="requests", fontsize=8)
+    figure.savefig(file, dpi=110)
+
+
 @entry_point("step_time", StepTimeConfig)
 def main(config: StepTimeConfig) -> None:
     from infer.engine import Engine
@@ -55,6 +79,13 @@ def main(config: StepTimeConfig) -> None:
 
     engine = Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
     assert engine.tokenizer is not None
+    if config.plot is not None:
+        if engine.costs is None:
+            raise ValueError(
+                f"plot={config.plot}: nothing drafts (proposer={engine.proposer_name}), so no costs are known"
+            )
+        plot_costs(engine.costs, config.plot)
+        print(f"written: {config.plot}")
     target, head = Stopwatch(), Stopwatch()
     for name in ("forward", "logits"):
         target.wrap(engine.target, name)

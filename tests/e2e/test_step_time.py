@@ -1,0 +1,45 @@
+"""scripts/step_time.py as users type it: where a step's time goes, and what decides how far is drafted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from infer.config_checks import REPO_ROOT
+
+
+def step_time(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "scripts/step_time.py",
+        "model=demo",
+        "head=none",
+        "num_prompts=1",
+        "max_tokens=8",
+        *words,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=REPO_ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_a_step_is_divided_and_its_costs_are_drawn(tmp_path: Path) -> None:
+    file = tmp_path / "costs.png"
+    ran = step_time("proposer=ngram", "proposer.adaptive=true", "engine.max_batch=2", f"plot={file}")
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    parts = json.loads(ran.stdout.splitlines()[-1])["ms"]
+    assert 0 < parts["target"] < parts["step"]
+    assert file.stat().st_size > 10_000
+
+
+def test_a_plot_needs_what_it_shows(tmp_path: Path) -> None:
+    ran = step_time("proposer=ngram", "plot=costs.png")
+    assert ran.returncode == 2
+    assert "plot=costs.png: costs are measured with proposer.adaptive=true only" in ran.stderr
+    ran = step_time("proposer=none", "proposer.adaptive=true", "plot=costs.png")
+    assert ran.returncode == 2
+    assert "nothing drafts" in ran.stderr
