@@ -116,7 +116,7 @@ def test_a_head_that_was_woken_late(make_small_engine, replays):
         for shape in (None, TREE):
             engine = make_small_engine(torch.float32, "head", shape, threads=1, max_batch=2, page_size=4, **way)
             engine._planner = switch = Switch()
-            requests = [engine.request(engine.add(prompt, replace(GREEDY, max_tokens=40))) for prompt in PROMPTS[:2]]
+            requests = [engine.request(engine.add(prompt, replace(GREEDY, max_tokens=72))) for prompt in PROMPTS[:2]]
             for _ in range(10):
                 engine.step()
             assert not replays["draft"]

@@ -83,21 +83,15 @@ def test_a_machine_that_becomes_slower_while_everyone_drafts_makes_plain_steps_d
     assert 18.0 < costs.verify(1, 1.0) < 30.0
 
 
-@pytest.mark.parametrize("rows", [4, 12])
-def test_a_machine_that_becomes_slower_changes_no_plan(rows):
-    """Whether plain steps show it or drafted ones: all costs grow alike."""
+@pytest.mark.parametrize(("rows", "within"), [(4, 0.001), (12, 0.1)])
+def test_a_machine_that_becomes_slower_makes_all_costs_grow_alike(rows, within):
+    """Nearly so where only drafted steps show it: a part is taken for their rows' doing."""
     costs, table = make_costs(row=1.0, draft=2.0), make_costs(row=1.0, draft=2.0)
     for _ in range(300):
         costs.learn(batch=4, rows=rows, seconds=2 * table.verify(4, float(rows)))
         costs.learn_draft("head", [4, 4], 2 * table.draft("head", 4, 2))
     for own in (lambda own: own.plain(4), lambda own: own.verify(4, 12.0), lambda own: own.draft("head", 4, 3)):
-        assert own(costs) == pytest.approx(2 * own(table), rel=0.05)
-    outlook = [
-        Controller(own, Survival({"head": [0.6] * 4})).outlook("head", Budget(4, 4), 4, {LATE: tokens}, 64)
-        for own in (costs, table)
-        for tokens in range(0, 256, 8)
-    ]
-    assert outlook[:32] == outlook[32:]
+        assert own(costs) == pytest.approx(2 * own(table), rel=within)
 
 
 @given(
