@@ -65,7 +65,7 @@ def describe_ranks(engine: EngineConfig) -> Sequence[Row]:
 
 
 def describe_costs(table: CostTable | None) -> Sequence[Row]:
-    """What the controller reckons with: plain steps, and the longest drafts with their verifies."""
+    """What the controller reckons with: plain steps, and the deepest drafts, at several batch sizes."""
     if table is None:
         return []
     shown = [index for index, batch in enumerate(table.batches) if batch in (1, 4, 16, 64)]

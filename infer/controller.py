@@ -189,7 +189,7 @@ class Controller:
     def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
         plain, worth = self.costs.plain(batch) / batch, -unread * READING * self.costs.row()
         for kind, tokens in ahead.items():
-            gain = self._speedup(drafter, allowed, batch, kind) / (1 + TOGETHER * (1 - 1 / max(batch, 1)))
+            gain = self._speedup(drafter, allowed, batch, kind) / (1 + TOGETHER * (1 - 1 / batch))
             drafted = gain > 1 + CLEARLY
             worth += tokens * (plain * (1 - 1 / gain) if drafted else -KEEPING * self.costs.plain(1))
         return worth > 0

@@ -167,7 +167,6 @@ def server_systems(config: BenchConfig, stack: ExitStack) -> dict[str, System]:
 
     def system(name: str) -> System:
         server = stack.enter_context(make_server(name, config, slots=max(config.concurrency), context=context))
-
         server.rest()
 
         def run(tasks: list[Task], temperature: float, at_once: int) -> Answer:

@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from infer.cli import compose
@@ -16,7 +18,7 @@ from infer.config import BenchConfig, ServedConfig
 from scripts import make_tables
 from scripts.bench import agreeing
 from scripts.bench_prompts import read_prompts
-from scripts.peer_servers import make_server
+from scripts.peer_servers import Server, free_port, make_server
 from scripts.served import Heard, arrivals, earlier, percentiles, summary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,6 +102,24 @@ def test_a_server_that_cannot_run_is_named(system: str, message: str) -> None:
     config = compose("served", ServedConfig, ["peers=nowhere"])
     with pytest.raises(ValueError, match=message):
         make_server(system, config, slots=1, context=128)
+
+
+def test_a_server_at_rest_stands_still_and_can_be_ended(tmp_path: Path) -> None:
+    (tmp_path / "health").write_text("well")
+    port = free_port()
+    command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
+    with Server("files", "files", command, port, {}, tmp_path / "log") as server:
+        server.rest()
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.get(f"{server.url}/health", timeout=0.5)
+        with server.awake():
+            assert httpx.get(f"{server.url}/health", timeout=30).text == "well"
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.get(f"{server.url}/health", timeout=0.5)
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 10  # by SIGTERM: SIGKILL would come after GRACE_S
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health", timeout=5)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infer.card import describe_costs
 from infer.controller import CLEARLY, PROBE_SHARE, STAYS, WAKING_STEPS, Candidate, Controller, best_plan
 from infer.costs import Costs, CostTable, Curve
 from infer.measuring import kept_table
@@ -185,6 +186,22 @@ def test_a_short_text_is_not_worth_following_for_what_only_its_end_would_gain():
             controller.survival.record("a", "head", 4, 0, 0.0, Kind(False, age))
     outlooks = [controller.outlook("head", Budget(4, 4), 4, Kind.counts(0.0, 0, end)) for end in (16, 32, 34, 256)]
     assert outlooks == [False, False, False, True]
+
+
+def test_who_is_not_worth_waking_is_not_planned_for():
+    for wakes in (True, False):
+        controller = Controller(make_costs(row=0.5, draft=0.5), Survival({"head": [0.9] * 4}))
+        known = [own._replace(ready=False, wakes=wakes) for own in chains(2, 4)]
+        controller.plan(tuple(own.request_id for own in known), lambda: known)  # noqa: B023
+        assert bool(controller.current.budgets) == wakes
+
+
+def test_the_card_says_what_steps_and_drafts_cost():
+    table = make_costs(row=0.001, draft=0.002, fixed=0.01, around=0.001).table
+    step, drafting = describe_costs(table)
+    assert step == ("step", "12.0 / 15.0 / 27.0 ms at 1 / 4 / 16 requests")
+    assert drafting == ("drafting, head", "8.0 / 8.0 / 8.0 ms, 4 deep for all")
+    assert describe_costs(None) == []
 
 
 def test_a_prompt_that_its_drafter_would_have_to_read_must_be_worth_it():
