@@ -79,6 +79,12 @@ def describe_costs(table: CostTable | None) -> Sequence[Row]:
     for name, curves in table.drafts.items():
         drafting = milliseconds(curves[index].seconds[-1] for index in shown)
         rows.append((f"drafting, {name.replace('_', ' ')}", f"{drafting} ms, {curves[0].sizes[-1]:g} deep for all"))
+    beyond, tokens = table.beyond, 1000
+    added = (beyond.first, beyond.further, *beyond.levels.values())
+    if any(added):
+        words = ("a request", "a further row", *(f"a level of {name.replace('_', ' ')}" for name in beyond.levels))
+        each = ", ".join(f"{1000 * tokens * value:.2g} ms {word}" for value, word in zip(added, words, strict=True))
+        rows.append((f"{tokens} tokens of context", f"add {each}"))
     return rows
 
 

@@ -44,6 +44,7 @@ class Candidate(NamedTuple):
     ready: bool = True  # its drafter has followed it; else a budget makes it begin to
     kind: Kind = LATE
     wakes: bool = True  # if it is not ready: enough of it is left to make it so, and that would pay
+    context: int = 0  # its tokens
 
 
 class Forecast(NamedTuple):
@@ -81,8 +82,8 @@ class Planner(Protocol):
         """A draft of this depth was verified, and so many of its tokens were the target's own."""
         ...
 
-    def stepped(self, batch: int, rows: int, drafting: float, whole: float) -> None:
-        """A step without prefill: seconds in the proposers, and in all."""
+    def stepped(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
+        """A step without prefill: seconds in the proposers, None if nobody can tell them from the rest, and in all."""
         ...
 
     def forget(self, request_id: str) -> None: ...
@@ -110,7 +111,7 @@ class AsAllowed:
     def drafted(self, request_id: str, drafter: str, kind: Kind, depth: int, accepted: int) -> None:
         pass
 
-    def stepped(self, batch: int, rows: int, drafting: float, whole: float) -> None:
+    def stepped(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
         pass
 
     def forget(self, request_id: str) -> None:
@@ -163,6 +164,8 @@ class Controller:
         if self._outdated(decoding):
             self._speedups.clear()
             self._decoding, self._candidates, self._age = decoding, ask(), 0
+            if self._candidates:
+                self.costs.set_context([own.context for own in self._candidates])
             depth = self.current.depth
             planned = [own for own in self._candidates if own.ready or own.wakes]
             self.current = best_plan(len(decoding), planned, self.costs, self.survival, depth)
@@ -232,15 +235,22 @@ class Controller:
                 self._age = QUIET_STEPS if accepted > expected else self._age
                 self._probe.steps = 0
 
-    def stepped(self, batch: int, rows: int, drafting: float, whole: float) -> None:
+    def stepped(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
         if rows == batch:
             self._credit += PROBE_SHARE * whole
             if self._age % QUIET_LEARNS == 0:
-                self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
+                self.costs.learn(batch=batch, rows=rows, seconds=whole - (drafting or 0.0))
+            return
+        deep = [own for own in self._candidates if own.ready and own.request_id in self.current.budgets]
+        drafters = {own.drafter for own in deep}
+        if drafting is None and len(drafters) == 1:  # it is taken for as large a part as was expected
+            drafts = self.costs.draft(deep[0].drafter, batch, self.current.depth)
+            verify = float(self.costs.verify(batch, float(rows)))
+            self.costs.learn(batch=batch, rows=rows, seconds=whole * verify / (verify + drafts))
+        if drafting is None:
             return
         self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
-        deep = [own for own in self._candidates if own.ready and own.request_id in self.current.budgets]
-        if deep and len({own.drafter for own in deep}) == 1:
+        if deep and len(drafters) == 1:
             counts = [len(deep)] * self.current.depth
             if self.confidence is not None and deep[0].drafter == DRAFTER:
                 counts = self.confidence.counts

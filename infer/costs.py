@@ -1,14 +1,14 @@
 """What a step costs on this machine: verifying B requests of R rows in all, and drafting for them.
 
-A table measured once at start-up, and a correction learnt from the steps themselves: longer contexts, other work on
-the machine. Pure arithmetic over the table; infer/measuring.py fills it.
+A table measured once at start-up, for short contexts and what longer ones add, and a correction learnt from the steps
+themselves, since others may use the machine. Pure arithmetic over the table; infer/measuring.py fills it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -50,16 +50,30 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class ContextCost:
+    """Seconds that a token of context adds to the first row of a request, to each further one, and to each level that a
+    drafter drafts for a request: attention reads that token once more.
+    """
+
+    first: float = 0.0
+    further: float = 0.0
+    levels: dict[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True)
 class CostTable:
     """By batch size, ascending: seconds of a verify over its rows, of all else in a plain step, and of drafting.
 
-    `drafts[name]` are curves over the depth of what a drafter proposes.
+    `drafts[name]` are curves over the depth of what a drafter proposes. All of requests of `context` tokens; `beyond`
+    is what each further token adds.
     """
 
     batches: tuple[int, ...]
     verify: tuple[Curve, ...]
     around: tuple[float, ...]
     drafts: dict[str, tuple[Curve, ...]]
+    context: int = 0
+    beyond: ContextCost = ContextCost()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,7 +84,8 @@ class CostTable:
             return tuple(Curve(tuple(own["sizes"]), tuple(own["seconds"])) for own in written)
 
         drafts = {name: curves(own) for name, own in found["drafts"].items()}
-        return cls(tuple(found["batches"]), curves(found["verify"]), tuple(found["around"]), drafts)
+        batches, around, beyond = tuple(found["batches"]), tuple(found["around"]), ContextCost(**found["beyond"])
+        return cls(batches, curves(found["verify"]), around, drafts, found["context"], beyond)
 
     def at(self, batch: int, curves: Sequence[Curve], size: Sizes) -> Sizes:
         """Between the two measured batch sizes beside `batch`."""
@@ -83,42 +98,51 @@ class CostTable:
 
 
 class Costs:
-    """The table with what the steps since then have taught."""
+    """The table with what the steps since then have taught, for requests of a certain length."""
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
+        self._further = 0.0  # tokens of context, in the mean of a batch, above those that the table is of
         self._around = Curve(tuple(map(float, table.batches)), table.around)
-        self._steps: dict[int, float] = {}  # plain ones by the table alone, which every step asks for
+        self._steps: dict[int, float] = {}  # plain ones of short requests by the table alone; every step asks for one
         # Corrections: of all seconds, since whoever shares the machine slows all of them, and then of what further rows
         # add to a plain step.
         self._all = self._extra = 1.0
         self._seen = 0.0  # how well plain steps are known, from 0 to 1
         self._draft: dict[str, float] = {}  # and of a drafter's
 
+    def set_context(self, tokens: Sequence[int]) -> None:
+        """From now on costs are those of requests as long as these."""
+        self._further = max(0.0, sum(tokens) / len(tokens) - self.table.context)
+
     def verify(self, batch: int, rows: Sizes) -> Sizes:
         """Seconds of a step of `batch` requests and so many rows, all but its drafting."""
         extra = self.table.at(batch, self.table.verify, rows) - self.table.at(batch, self.table.verify, float(batch))
+        extra = extra + self.table.beyond.further * self._further * (rows - batch)
         return self.plain(batch) + self._all * self._extra * extra
 
     def row(self) -> float:
         """Seconds that a further row adds to a verify of one request."""
         curve = self.table.verify[0]
         first, last = curve.sizes[0], curve.sizes[-1]
-        return self._all * max(0.0, curve.seconds[-1] - curve.seconds[0]) / max(last - first, 1.0)
+        short = max(0.0, curve.seconds[-1] - curve.seconds[0]) / max(last - first, 1.0)
+        return self._all * (short + self.table.beyond.further * self._further)
 
     def plain(self, batch: int) -> float:
         """The same of a step without drafts."""
         size, known = float(batch), self._steps.get(batch)
         if known is None:
             known = self._steps[batch] = self.table.at(batch, self.table.verify, size) + self._around(size)
-        return self._all * known
+        return self._all * (known + self.table.beyond.first * self._further * batch)
 
     def draft(self, drafter: str, batch: int, depth: int) -> float:
         """Seconds of drafting `depth` deep for `batch` requests; 0 for a drafter that was not measured."""
         curves = self.table.drafts.get(drafter)
         if curves is None or depth == 0 or batch == 0:
             return 0.0
-        return self._all * self._draft.get(drafter, 1.0) * float(self.table.at(batch, curves, float(depth)))
+        seconds = float(self.table.at(batch, curves, float(depth)))
+        seconds += self.table.beyond.levels.get(drafter, 0.0) * self._further * batch * depth
+        return self._all * self._draft.get(drafter, 1.0) * seconds
 
     def learn(self, *, batch: int, rows: int, seconds: float) -> None:
         """A step without prefill took so long, its drafting set aside.

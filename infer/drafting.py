@@ -18,7 +18,7 @@ from infer.tree import DraftTree
 log = logging.getLogger(__name__)
 
 JOINED = 0.75  # of a load must decode, or more are about to join than a plan would outlast
-LASTS = 96  # tokens that a request must have left to be woken: its drafter sees some before it drafts
+LASTS = 4  # times as many tokens as its drafter must see first must a request have left to be woken
 PATIENCE = 16  # steps without a draft after which, and after every so many more, a drafter may let go of a request
 
 
@@ -146,12 +146,15 @@ class Drafting:
         chain = limit.nodes == limit.depth
         return NOTHING if depth == 0 else Budget(depth if chain else limit.nodes, depth)
 
-    def settled(self, request: Request, planner: Planner) -> tuple[str, Budget]:
-        """Who drafts for it now, and how far as long as it does not end."""
-        name = self.name_for(request)
-        if not self._of(request).ready(request):
+    def settled(self, request: Request, planner: Planner) -> tuple[str, Budget] | None:
+        """Who drafts for it now, and how far as long as it does not end; None if its drafter is to be woken."""
+        name, drafter = self.name_for(request), self._drafter(request)
+        if name != drafter and not planner.passes_over(request.request_id):
+            return None
+        if name == "none" or not self._of(request).ready(request):
             return name, NOTHING
-        return name, planner.budget(request.request_id, self._within(name, request.params.max_draft_tokens))
+        budget = planner.budget(request.request_id, self._within(name, request.params.max_draft_tokens))
+        return ("none", NOTHING) if budget == NOTHING and not self._follows(name) else (name, budget)
 
     def places(self, request: Request, budget: Budget) -> int:
         return self._of(request).places(budget) if budget.nodes else 0
@@ -171,9 +174,9 @@ class Drafting:
 
     def _candidate(self, request: Request, allowed: Budget, planner: Planner, load: int) -> Candidate:
         name, ready = self._drafter(request), self._is_ready(request)
-        wakes = not ready and request.remaining >= LASTS
+        wakes = not ready and request.remaining >= LASTS * self._proposers[name].warm_up
         wakes = wakes and planner.outlook(name, self._limits[name], load, request.kinds_ahead)
-        return Candidate(request.request_id, name, allowed, ready, request.kind, wakes)
+        return Candidate(request.request_id, name, allowed, ready, request.kind, wakes, len(request.tokens))
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         """One tree per request, whoever drafts it."""

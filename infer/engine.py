@@ -273,7 +273,7 @@ class Engine:
         self.graphs = record_graphs(
             self.config, self._shard, self._runner, self._head, default, context=self.context, adaptive=adaptive
         )
-        if self.graphs is not None and self.graphs.rounds is not None:
+        if self.graphs is not None and self.graphs.rounds:
             parts = self.graphs.rounds, self._pool, self._scheduler, self._drafting, self._stepping
             self._rounds = Rounds(*parts, context=self.context)
         self._planner: Planner = AsAllowed()
@@ -301,6 +301,8 @@ class Engine:
             with cpu_threads(self.threads.count(self._rounds.most_rows)):
                 ahead = self._rounds.step(self._planner)
             if ahead is not None:
+                if self._rounds.timed is not None:
+                    self._planner.stepped(*self._rounds.timed)
                 return outputs + ahead
         begin = time.perf_counter()
         step = self._scheduler.schedule()
@@ -341,13 +343,12 @@ class Engine:
     @torch.inference_mode()
     def rehearse(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Request]:
         self._kept_stats, self._planner = copy.deepcopy(self._stats), Never()
+        self._kept_rounds, self._rounds = self._rounds, None
         pages = self._pool.pages_for(len(prompts[0]) + params.max_tokens) + 1
         fitting = min(len(prompts), self._pool.free_pages // pages)
         requests = [self._requests[self.add(prompt, params)] for prompt in prompts[:fitting]]
         while any(request.phase in (Phase.WAITING, Phase.PREFILL) for request in requests):
             self.step()
-        if self._rounds is not None:
-            self._rounds.land()
         requests = [request for request in requests if request.phase is Phase.DECODE]
         for request in requests:
             reserved = self._pool.reserve(request, len(request.prompt_ids) + params.max_tokens)
@@ -359,7 +360,7 @@ class Engine:
             self.abort(request.request_id)
         self._pool.pages.forget()
         self._stats.restore(self._kept_stats)
-        self._planner = AsAllowed()
+        self._planner, self._rounds = AsAllowed(), self._kept_rounds
 
     @torch.inference_mode()
     def try_verify(self, requests: Sequence[Request], drafts: int) -> None:

@@ -1,7 +1,8 @@
 """Fills the table of what steps cost (infer/costs.py) by running them, and keeps it for the next start.
 
 Requests of random tokens are decoded for a moment at several batch sizes: verifies of more and more rows, which commit
-nothing, and drafts of growing depth, which a proposer may be asked for again and again.
+nothing, and drafts of growing depth, which a proposer may be asked for again and again. What a long context adds is
+told from a long and a short request in turns.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from infer.costs import CostTable, Curve
+from infer.costs import ContextCost, CostTable, Curve
 from infer.params import SamplingParams
 from infer.proposers.base import Budget
 from infer.request import Request
 
 log = logging.getLogger(__name__)
 
-VERSION = 4  # of what is measured and how
+VERSION = 5  # of what is measured and how
 PROMPT_TOKENS = 96
+LONG_TOKENS = 1024
+LEAST_DIFFERENCE = 128  # between a long and a short request, or noise is all that would be seen
 REPEATS = 5
 ROWS_PER_REQUEST = (1, 2, 4, 6, 9, 17, 33, 64)
 PLAIN_TOKENS = REPEATS + 4  # that requests emit while they are measured
@@ -65,6 +69,24 @@ def measure(
     max_rows: int,
 ) -> CostTable:
     """`drafters`: what each drafts at most per step. Takes seconds. Raises ValueError for too short a context."""
+    found = measure_batches(
+        engine, drafters, vocab_size=vocab_size, context=context, max_batch=max_batch, max_rows=max_rows
+    )
+    return replace(
+        found, beyond=measure_beyond(engine, drafters, found.context, vocab_size=vocab_size, context=context)
+    )
+
+
+def measure_batches(
+    engine: Measurable,
+    drafters: Mapping[str, Budget],
+    *,
+    vocab_size: int,
+    context: int,
+    max_batch: int,
+    max_rows: int,
+) -> CostTable:
+    """Of short requests."""
     generator = torch.Generator().manual_seed(0)
     widest = 1 + max(budget.nodes for budget in drafters.values())
     prompt_tokens = min(PROMPT_TOKENS, context - widest - PLAIN_TOKENS)
@@ -84,7 +106,7 @@ def measure(
             requests = engine.rehearse(prompts, params)
             try:
                 if len(requests) < batch:  # the pool holds no more
-                    return table(batches, verify, around, drafts)
+                    return table(batches, verify, around, drafts, prompt_tokens)
                 settle(engine, requests)
                 drafts[name].append(draft_curve(engine, requests, limit))
                 if batch not in batches:
@@ -94,7 +116,40 @@ def measure(
                     around.append(max(0.0, timed([engine.step])[0] - curve.seconds[0]))
             finally:
                 engine.dismiss(requests)
-    return table(batches, verify, around, drafts)
+    return table(batches, verify, around, drafts, prompt_tokens)
+
+
+def measure_beyond(
+    engine: Measurable, drafters: Mapping[str, Budget], short: int, *, vocab_size: int, context: int
+) -> ContextCost:
+    """What tokens of context above `short` cost; nothing if the context or the pool leaves no room for many."""
+    generator = torch.Generator().manual_seed(1)
+    widest = 1 + max(budget.nodes for budget in drafters.values())
+    length = widest + PLAIN_TOKENS + 2
+    further = min(LONG_TOKENS, context - length) - short
+    if further < LEAST_DIFFERENCE:
+        return ContextCost()
+    prompts = [torch.randint(0, vocab_size, (size,), generator=generator).tolist() for size in (short + further, short)]
+    first = rest = 0.0
+    levels = dict[str, float]()
+    for name, limit in drafters.items():
+        params = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, proposer=name)
+        requests = engine.rehearse(prompts, params)
+        try:
+            if len(requests) < len(prompts):
+                return ContextCost()
+            settle(engine, requests)
+            works: list[Callable[[], object]] = []
+            for own in requests:
+                works += [lambda own=own, drafts=drafts: engine.try_verify([own], drafts) for drafts in (0, widest - 1)]
+                works.append(lambda own=own, limit=limit: engine.try_draft([own], limit))
+            seconds = timed(works)
+        finally:
+            engine.dismiss(requests)
+        one, many, drafting = (max(0.0, a - b) / further for a, b in zip(seconds[:3], seconds[3:], strict=True))
+        first, rest = one, max(0.0, many - one) / (widest - 1)
+        levels[name] = drafting / limit.depth
+    return ContextCost(first, rest, levels)
 
 
 def settle(engine: Measurable, requests: Sequence[Request]) -> None:
@@ -105,12 +160,16 @@ def settle(engine: Measurable, requests: Sequence[Request]) -> None:
 
 
 def table(
-    batches: list[int], verify: list[Curve], around: list[float], drafts: Mapping[str, Sequence[Curve]]
+    batches: list[int],
+    verify: list[Curve],
+    around: list[float],
+    drafts: Mapping[str, Sequence[Curve]],
+    context: int,
 ) -> CostTable:
     """Of the batch sizes that every drafter was measured at."""
     size = min(len(batches), *(len(own) for own in drafts.values()))
     own = {name: tuple(curves[:size]) for name, curves in drafts.items()}
-    return CostTable(tuple(batches[:size]), tuple(verify[:size]), tuple(around[:size]), own)
+    return CostTable(tuple(batches[:size]), tuple(verify[:size]), tuple(around[:size]), own, context)
 
 
 def verify_curve(engine: Measurable, requests: Sequence[Request], widest: int, max_rows: int) -> Curve:

@@ -23,10 +23,10 @@ from kernels.triton import in_use
 class Recorded(NamedTuple):
     count: int
     bytes: int  # of the GPU's memory, out of the room that was kept for a step
-    rounds: RoundGraphs | None  # where steps may be taken a round ahead
+    rounds: tuple[RoundGraphs, ...]  # where steps may be taken a round ahead
 
     def __str__(self) -> str:
-        ahead = "" if self.rounds is None else ", rounds launched ahead"
+        ahead = ", rounds launched ahead" if self.rounds else ""
         return f"{self.count} graphs of decoding steps, {self.bytes / MIB:.0f} MiB{ahead}"
 
 
@@ -72,7 +72,7 @@ def record_graphs(
     adaptive: bool,
 ) -> Recorded | None:
     """Of every number of rows that the `default` proposer may ask for, of the drafts of `head` if that is it, and of
-    whole rounds where these need no host. With `adaptive` a round may draft less deep than `default` says.
+    whole rounds where these need no host. With `adaptive` a round may draft less deep than `default` says, or nobody.
 
     In place of others. None where graphs are not in use. Raises ValueError where engine.graphs=on, or
     engine.rounds_ahead=1, cannot be had.
@@ -98,18 +98,18 @@ def record_graphs(
         if own is None or has_kernel(shard, own.num_heads, own.num_kv_heads, own.head_dim):
             used.graphs = DraftGraphs(used, runner.pool, buckets, limit.depth, memory)
             work += used.graphs.recordings()
-    rounds = None
-    ahead = budgets_ahead(proposer, limit, adaptive=adaptive)
-    if ahead and (config.rounds_ahead == 1 or (config.rounds_ahead is None and shard.device.type == "cuda")):
-        rounds = RoundGraphs(shard, runner.pool, used, buckets, ahead, memory)
-        work += rounds.recordings()
-    return Recorded(len(work), memory.record(work, "decoding"), rounds)
+    rounds = list[RoundGraphs]()
+    if config.rounds_ahead == 1 or (config.rounds_ahead is None and shard.device.type == "cuda"):
+        if drafted := budgets_ahead(proposer, limit, adaptive=adaptive):
+            rounds.append(RoundGraphs(shard, runner.pool, used, buckets, drafted, memory))
+        if adaptive or isinstance(proposer, NoProposer):
+            rounds.append(RoundGraphs(shard, runner.pool, None, buckets, (NOTHING,), memory))
+        work += [recording for own in rounds for recording in own.recordings()]
+    return Recorded(len(work), memory.record(work, "decoding"), tuple(rounds))
 
 
 def budgets_ahead(proposer: Proposer, limit: Budget, *, adaptive: bool) -> Sequence[Budget]:
-    """What may be drafted in rounds that are one graph; none where drafting needs the host."""
-    if isinstance(proposer, NoProposer):
-        return (NOTHING,)
+    """What may be drafted in rounds that are one graph; nothing where drafting needs the host."""
     if not isinstance(proposer, HeadProposer) or proposer.graphs is None:
         return ()
     if proposer.shape is not None or not adaptive:

@@ -93,6 +93,10 @@ class RoundGraphs:
         self._key: tuple[int, Budget, bool] = 0, budgets[0], False
         self._turn = 0
 
+    @property
+    def drafter(self) -> str:
+        return "none" if self.proposer is None else self.proposer.name
+
     def rows(self, budget: Budget) -> int:
         """Of one request in a verify."""
         return 1 + (budget.nodes if self._shape is None else min(budget.nodes, self._shape.most))

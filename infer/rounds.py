@@ -11,6 +11,8 @@ request that ended go to others in a step, which begins once the round has been 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,10 +28,20 @@ from infer.stepping import Stepping
 
 
 class Batch(NamedTuple):
-    """Requests that could go on by themselves, and how far each is drafted for."""
+    """Requests that could go on by themselves in these graphs, and how far each is drafted for."""
 
     requests: list[Request]
+    graphs: RoundGraphs
     budget: Budget
+
+
+class Timed(NamedTuple):
+    """A round of one graph, whose drafts cannot be told from the rest of it."""
+
+    batch: int
+    rows: int
+    drafting: None
+    seconds: float
 
 
 def needs_host(request: Request) -> bool:
@@ -50,11 +62,11 @@ def final_length(request: Request, context: int) -> int:
 
 
 class Rounds:
-    """Steps of an engine by `graphs`, one round ahead of what has been read."""
+    """Steps of an engine by `graphs`, of one drafter or none each, one round ahead of what has been read."""
 
     def __init__(
         self,
-        graphs: RoundGraphs,
+        graphs: Sequence[RoundGraphs],
         pool: KVPool,
         scheduler: Scheduler,
         drafting: Drafting,
@@ -62,22 +74,26 @@ class Rounds:
         *,
         context: int,
     ) -> None:
-        self._graphs, self._pool, self._scheduler = graphs, pool, scheduler
+        self._by_drafter = {own.drafter: own for own in graphs}
+        self._graphs = graphs[0]  # in use
+        self._pool, self._scheduler = pool, scheduler
         self._drafting, self._stepping, self._context = drafting, stepping, context
         self._rows: list[Request | None] = []  # by row of the state; None where it has ended
         self._budget = NOTHING
         self._flying: Launched | None = None
+        self._read: float | None = None  # when the round before the one in flight was
+        self.timed: Timed | None = None  # the round of the last step, if another one flew before and after it
 
     @property
     def most_rows(self) -> int:
         """Of the target in a round."""
-        return self._graphs.most_rows
+        return max(own.most_rows for own in self._by_drafter.values())
 
     def step(self, planner: Planner) -> list[StepOutput] | None:
         """Reads a round and, if they can go on, has launched the next one. None, with nothing done, where the engine
         must take the step itself.
         """
-        batch = self._steady(planner)
+        batch, self.timed = self._steady(planner), None
         if self._flying is None:
             if batch is None or not self._begin(batch):
                 return None
@@ -87,7 +103,9 @@ class Rounds:
             return self.land()
         landing, self._flying = self._flying, self._graphs.launch()
         assert landing is not None
+        begun = len(self._alive)
         outputs, kept = self._take(landing)
+        self._time(begun)
         for row, request, count in kept:
             self._pool.keep_features(request, count, self._graphs.features(row, count, behind=True))
         # The round in flight reads these features, so what it fills of these pages is filled before anyone can look.
@@ -96,7 +114,7 @@ class Rounds:
 
     def land(self) -> list[StepOutput]:
         """Reads the round in flight, if there is one, and leaves requests and drafters as a step does."""
-        landing, self._flying = self._flying, None
+        landing, self._flying, self._read = self._flying, None, None
         if landing is None:
             return []
         outputs, kept = self._take(landing)
@@ -118,15 +136,16 @@ class Rounds:
         if not requests or self._scheduler.may_admit or any(map(needs_host, requests)):
             return None
         ways = {self._drafting.settled(request, planner) for request in requests}
-        name, budget = next(iter(ways))
-        drafter = "none" if self._graphs.proposer is None else self._graphs.proposer.name
-        if len(ways) > 1 or name != drafter or budget not in self._graphs.budgets:
+        way = next(iter(ways))
+        graphs = None if way is None or len(ways) > 1 else self._by_drafter.get(way[0])
+        if way is None or graphs is None or way[1] not in graphs.budgets:
             return None
-        return Batch(list(requests), budget)
+        return Batch(list(requests), graphs, way[1])
 
     def _begin(self, batch: Batch) -> bool:
         """Loads the state and launches a first round; False if there is no graph, or no room, for it."""
-        proposer, requests = self._graphs.proposer, batch.requests
+        self._graphs, requests = batch.graphs, batch.requests
+        proposer = self._graphs.proposer
         if self._graphs.batch_for(len(requests)) is None:
             return False
         if proposer is not None and max(map(len, proposer.features(requests))) > self._graphs.width:
@@ -145,7 +164,17 @@ class Rounds:
     def _goes_on(self, batch: Batch) -> bool:
         """Whether these are the requests in flight, in a graph that is not too large for them."""
         fits = self._graphs.batch_for(len(batch.requests)) == self._graphs.batch_for(len(self._rows))
-        return fits and batch.budget == self._budget and batch.requests == self._alive
+        same = batch.graphs is self._graphs and batch.budget == self._budget
+        return fits and same and batch.requests == self._alive
+
+    def _time(self, batch: int) -> None:
+        """A round of so many has been read while the next one runs: what passed since the one before was read is a
+        round's time, whatever else the host did.
+        """
+        now, before = time.perf_counter(), self._read
+        self._read = now
+        if before is not None:
+            self.timed = Timed(batch, batch * self._graphs.rows(self._budget), None, now - before)
 
     @property
     def _alive(self) -> list[Request]:

@@ -37,6 +37,7 @@ class Proposer(Protocol):
     name: str
     aux_layers: tuple[int, ...]  # hidden states of the target that `commit` wants; () for none
     kv_layers: tuple[LayerShape, ...]  # layers it keeps in the engine's pool, under the same block tables
+    warm_up: int  # tokens that must be committed after `wake` until it can draft; 0 for hardly any
 
     def places(self, budget: Budget) -> int:
         """Places past the root that drafting under this budget writes to or proposes; pages are reserved for them."""
@@ -84,6 +85,7 @@ class WithoutLayers:
 
     aux_layers: tuple[int, ...] = ()
     kv_layers: tuple[LayerShape, ...] = ()
+    warm_up: int = 0
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         pass

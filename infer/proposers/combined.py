@@ -21,6 +21,7 @@ class CombinedProposer:
         self.sources = tuple(sources)
         self.aux_layers = next((source.aux_layers for source in sources if source.aux_layers), ())
         self.kv_layers = tuple(layer for source in sources for layer in source.kv_layers)
+        self.warm_up = max(source.warm_up for source in sources)
 
     def places(self, budget: Budget) -> int:
         return max(budget.nodes, *(source.places(budget) for source in self.sources))

@@ -26,6 +26,7 @@ class DraftModelProposer:
 
     name = "draft_model"
     aux_layers: tuple[int, ...] = ()
+    warm_up = 0
 
     def __init__(self, model: LlamaTarget) -> None:
         config = model.config

@@ -33,6 +33,7 @@ from models.heads.base import Head
 if TYPE_CHECKING:
     from infer.draft_graphs import DraftGraphs
 
+IDLE_ROWS = 2  # that go on though their chains have ended: to leave out as few costs more than they do
 KEPT_ROWS = 64  # features of a request that wait to be read, at most
 # Tokens that layers woken within a text must have seen before it is drafted for: the first of such drafts are hardly
 # ever right (LOG.md), and a drafter must not be known by them.
@@ -64,6 +65,7 @@ class HeadProposer:
         self.aux_layers = head.config.aux_layers
         own = head.attention
         self.kv_layers = () if own is None else (LayerShape(own.num_kv_heads, own.head_dim),) * own.layers
+        self.warm_up = LEAST_SEEN if self.kv_layers else 0
         self._head, self._first_layer = head, first_layer
         self.draft_ids = head.target_ids
         self.shape: TreeShape | None = None
@@ -181,7 +183,7 @@ class HeadProposer:
 
     def ready(self, request: Request) -> bool:
         base = self._base.get(request.request_id, 0)
-        return request.request_id in self._pending and (not base or request.computed - base >= LEAST_SEEN)
+        return request.request_id in self._pending and (not base or request.computed - base >= self.warm_up)
 
     def features(self, requests: Sequence[Request]) -> list[Tensor]:
         """Those of each that wait to be read, `[n, F]`."""
@@ -224,6 +226,7 @@ class HeadProposer:
         laws: dict[int, list[Tensor]] = {}
         drafts: list[list[int]] = [[] for _ in requests]
         going, depth = list(range(len(requests))), 0
+        live = going  # places in `going` of chains that have not ended
         # [B] slot i drafts what the target chooses at row i + 1, and is where the drafted token is read
         slots = torch.tensor([len(request.tokens) - 1 for request in requests], device=state.device)
         rows: AttentionRows | None = None
@@ -239,19 +242,23 @@ class HeadProposer:
                 tokens, verdicts = self._choose(logits, slots, parameters), None
             else:
                 best, values = self._best(logits, slots, parameters, 1)
-                tokens, verdicts = best[:, 0], self.confidence.judge(batch, values[:, 0].tolist())
+                known = values[:, 0].tolist()
+                judged = self.confidence.judge([batch[place] for place in live], [known[place] for place in live])
+                tokens, verdicts = best[:, 0], dict(zip(live, judged, strict=True))
             depth += 1
-            still = []
-            for place, (index, token) in enumerate(zip(going, tokens.tolist(), strict=True)):
-                if verdicts is None or verdicts[place].keep:
-                    drafts[index].append(token)
-                if budgets[index].depth > depth and (verdicts is None or verdicts[place].go_on):
-                    still.append(place)
-            if not still:
+            ids, live_before, live = tokens.tolist(), live, []
+            for place in live_before:
+                index, verdict = going[place], None if verdicts is None else verdicts[place]
+                if verdict is None or verdict.keep:
+                    drafts[index].append(ids[place])
+                if budgets[index].depth > depth and (verdict is None or verdict.go_on):
+                    live.append(place)
+            if not live:
                 break
-            if len(still) < len(going):
-                keep = torch.tensor(still, device=state.device)
-                going = [going[place] for place in still]
+            idle = len(going) - len(live)  # beyond its budget no request has room in the pool
+            if idle > IDLE_ROWS or (idle and any(budgets[index].depth <= depth for index in going)):
+                keep = torch.tensor(live, device=state.device)
+                going, live = [going[place] for place in live], list(range(len(live)))
                 state, tokens, parameters = state[keep], tokens[keep], parameters and parameters.rows(keep)
                 slots, rows = slots[keep], None
             attention: Attention = no_attention

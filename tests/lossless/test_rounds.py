@@ -13,12 +13,16 @@ import pytest
 import torch
 
 from infer.config import EngineConfig
+from infer.controller import Controller
+from infer.costs import Costs, CostTable, Curve
 from infer.grammar import Grammar
 from infer.request import SamplingParams
 from infer.round_graphs import Launched, RoundGraphs
+from infer.survival import Survival
 from tests.lossless import plain, test_lives
 from tests.lossless.plain import answer_all, ids
 from tests.lossless.random_requests import random_params
+from tests.lossless.test_controller import Switch
 
 WHOLE = "eagle3, whole vocabulary"
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -179,6 +183,62 @@ def test_what_the_host_has_a_hand_in_goes_step_by_step(make_small_engine, rounds
     engine.set_proposer("ngram")
     engine.generate(PROMPTS[:1], GREEDY)
     assert not rounds
+
+
+@pytest.mark.parametrize("proposer", ["head", "ngram", "draft_model"])
+def test_where_drafting_does_not_pay_plain_rounds_go_ahead(
+    make_small_engine, make_plain, rounds, monkeypatch, tmp_path, proposer
+):
+    """And teach their planner what they take. Who is drafted for after all is woken in steps."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    engine = make_small_engine(max_batch=6, **AHEAD)
+    engine.set_proposer(proposer, config=replace(engine.proposer_config, adaptive=True))
+    assert not rounds  # nor are steps measured in them
+    told = []
+
+    class Told(Switch):
+        def passes_over(self, request_id) -> bool:
+            return not self.pays
+
+        def stepped(self, batch, rows, drafting, whole) -> None:
+            told.append((rounds["read"], batch, rows, drafting, whole > 0))
+
+    engine._planner = switch = Told()
+    names = [engine.add(*own) for own in zip(PROMPTS, [replace(own, max_tokens=80) for own in PARAMS], strict=True)]
+    requests = [engine.request(name) for name in names]
+    for _ in range(20):
+        engine.step()
+    ahead = rounds["late"]
+    assert ahead > 10
+    assert [own for own in told if own[0]] == [(2 + number, 5, 5, None, True) for number in range(ahead - 1)]
+    assert not any(own.stats.drafted for own in requests)
+    switch.pays = True
+    while engine.has_work:
+        engine.step()
+    assert any(own.stats.drafted for own in requests)
+    plain = make_plain(small=True)
+    assert [own.output_ids for own in requests] == [plain(own.prompt_ids, own.params).token_ids for own in requests]
+    engine._pool.invariants([])
+
+
+def test_probes_find_out_between_rounds_ahead(make_small_engine, make_plain, rounds, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("infer.controller.PROBE_SHARE", 0.3)
+    engine = make_small_engine(max_batch=6, **AHEAD)
+    engine.set_proposer("head", config=replace(engine.proposer_config, adaptive=True))
+    curve = Curve((1.0, 2.0), (0.005, 0.01))  # rows as dear as steps
+    costs = Costs(CostTable((1, 4), (curve, curve), (0.0, 0.0), {"head": (curve, curve)}))
+    engine._planner = controller = Controller(costs, Survival({"head": [0.0]}))
+    stepped = controller.stepped
+    controller.stepped = lambda batch, rows, drafting, whole: stepped(batch, rows, drafting, 0.005)
+    params = replace(GREEDY, max_tokens=150)
+    requests = [engine.request(engine.add(prompt, params)) for prompt in PROMPTS[:3]]
+    while engine.has_work:
+        engine.step()
+    assert rounds["late"] > 20
+    assert any(own.stats.drafted for own in requests)
+    plain = make_plain(small=True)
+    assert [own.output_ids for own in requests] == [plain(prompt, params).token_ids for prompt in PROMPTS[:3]]
 
 
 class Lives(test_lives.Lives):

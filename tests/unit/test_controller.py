@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +15,8 @@ from hypothesis import strategies as st
 
 from infer.card import describe_costs
 from infer.controller import CLEARLY, PROBE_SHARE, STAYS, WAKING_STEPS, Candidate, Controller, best_plan
-from infer.costs import Costs, CostTable, Curve
-from infer.measuring import kept_table
+from infer.costs import ContextCost, Costs, CostTable, Curve
+from infer.measuring import LONG_TOKENS, PROMPT_TOKENS, kept_table, measure
 from infer.proposers.base import NOTHING, Budget
 from infer.survival import AGES, LATE, Kind, Survival
 
@@ -62,6 +65,88 @@ def test_costs_lie_between_the_measured_batches_and_are_corrected_by_steps():
     assert costs.draft("head", 1, 1) == pytest.approx(1.0, rel=0.01)
     costs.learn(batch=1, rows=1, seconds=1000.0)  # the machine stood still; that says nothing
     assert costs.verify(1, 1.0) == pytest.approx(18.0, rel=0.01)
+
+
+def with_context(costs: Costs, first: float, further: float, level: float) -> Costs:
+    return Costs(replace(costs.table, context=100, beyond=ContextCost(first, further, {"head": level})))
+
+
+def test_longer_requests_cost_more():
+    costs = with_context(make_costs(row=1.0, draft=2.0), first=0.01, further=0.002, level=0.003)
+    short = costs.plain(4), costs.verify(4, 12.0), costs.draft("head", 4, 3), costs.row()
+    costs.set_context([10, 10])  # shorter than any that was measured
+    assert (costs.plain(4), costs.verify(4, 12.0), costs.draft("head", 4, 3), costs.row()) == short
+    costs.set_context([200, 400, 500, 100])
+    assert costs.plain(4) - short[0] == pytest.approx(4 * 200 * 0.01)
+    assert costs.verify(4, 12.0) - short[1] == pytest.approx(4 * 200 * 0.01 + 8 * 200 * 0.002)
+    assert costs.draft("head", 4, 3) - short[2] == pytest.approx(4 * 3 * 200 * 0.003)
+    assert costs.row() - short[3] == pytest.approx(200 * 0.002)
+    assert costs.verify(4, np.array([4.0, 12.0])) == pytest.approx([costs.plain(4), costs.verify(4, 12.0)])
+
+
+@pytest.mark.parametrize(
+    ("row", "cost", "pays"), [(30.0, (0.02, 0, 0), True), (0.5, (0, 0.02, 0), False), (0.5, (0, 0, 0.02), False)]
+)
+def test_context_decides_whether_drafting_pays(row, cost, pays):
+    """Long plain steps make it worth more; dear rows and drafts less."""
+    for context, drafts in ((100, not pays), (2000, pays)):
+        controller = Controller(with_context(make_costs(row, draft=0.5), *cost), with_rates([0.6]))
+        controller.plan(("0",), lambda: [own._replace(context=context) for own in chains(1, 4)])  # noqa: B023
+        assert bool(controller.current.budgets) == drafts
+
+
+class KnownMachine:
+    """An engine whose steps take what a formula says, by a clock of its own."""
+
+    FIXED, FIRST, FURTHER, LEVEL, PLAIN = 10.0, 2.0, 1.0, 0.5, 0.25
+    CONTEXT = ContextCost(0.01, 0.002, {"head": 0.004})
+
+    def __init__(self, holds: int) -> None:
+        self.holds, self.now = holds, 0.0
+
+    def rehearse(self, prompts, params):
+        room = self.holds
+        requests = []
+        for prompt in prompts:
+            room -= len(prompt) + params.max_tokens
+            if room >= 0:
+                requests.append(SimpleNamespace(context=len(prompt)))
+        self.requests = requests
+        return requests
+
+    def dismiss(self, requests) -> None:
+        assert requests is self.requests
+
+    def step(self) -> None:
+        self.try_verify(self.requests, 0)
+        self.now += self.PLAIN
+
+    def try_verify(self, requests, drafts: int) -> None:
+        further = [own.context - PROMPT_TOKENS for own in requests]
+        first, rest = self.FIRST * len(requests), self.FURTHER * len(requests) * drafts
+        self.now += self.FIXED + first + rest + sum(further) * (self.CONTEXT.first + self.CONTEXT.further * drafts)
+
+    def try_draft(self, requests, budget) -> None:
+        further = sum(own.context - PROMPT_TOKENS for own in requests)
+        self.now += budget.depth * (self.LEVEL * len(requests) + self.CONTEXT.levels["head"] * further)
+
+
+@pytest.mark.parametrize(("context", "holds", "beyond"), [(4096, 99999, True), (150, 99999, False), (4096, 800, False)])
+def test_a_known_machine_is_measured_as_it_is(monkeypatch, context, holds, beyond):
+    machine = KnownMachine(holds)
+    monkeypatch.setattr("infer.measuring.time.perf_counter", lambda: machine.now)
+    table = measure(machine, {"head": Budget(4, 4)}, vocab_size=50, context=context, max_batch=4, max_rows=99)
+    assert (table.batches, table.context) == ((1, 2, 4), PROMPT_TOKENS)
+    costs = Costs(table)
+    assert costs.plain(2) == pytest.approx(14.25)
+    assert costs.verify(4, 12.0) == pytest.approx(26.25)
+    assert costs.draft("head", 4, 3) == pytest.approx(6.0)
+    found = table.beyond
+    measured = (found.first, found.further, found.levels.get("head", 0.0))
+    assert measured == (pytest.approx((0.01, 0.002, 0.004)) if beyond else (0.0, 0.0, 0.0))
+    assert CostTable.from_json(json.loads(json.dumps(table.to_json()))) == table
+    costs.set_context([LONG_TOKENS])
+    assert (costs.plain(1) > 20) == beyond
 
 
 def test_a_draft_whose_chains_end_one_by_one_teaches_what_a_level_costs():
@@ -202,6 +287,11 @@ def test_the_card_says_what_steps_and_drafts_cost():
     assert step == ("step", "12.0 / 15.0 / 27.0 ms at 1 / 4 / 16 requests")
     assert drafting == ("drafting, head", "8.0 / 8.0 / 8.0 ms, 4 deep for all")
     assert describe_costs(None) == []
+    beyond = ContextCost(first=3e-6, further=5e-7, levels={"head": 1e-6})
+    assert describe_costs(replace(table, beyond=beyond))[-1] == (
+        "1000 tokens of context",
+        "add 3 ms a request, 0.5 ms a further row, 1 ms a level of head",
+    )
 
 
 def test_a_prompt_that_its_drafter_would_have_to_read_must_be_worth_it():
@@ -349,6 +439,19 @@ def test_a_table_is_measured_once_and_a_damaged_one_anew(tmp_path):
         file.write_text("{")
     assert kept_table(tmp_path, {"target": "a"}, make) == first
     assert len(made) == 3
+
+
+def test_a_round_whose_drafts_cannot_be_told_teaches_what_all_of_it_costs():
+    controller = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9, 0.9]))
+    controller.plan(("0", "1"), lambda: chains(2, 4))
+    table, depth = make_costs(row=0.1, draft=0.1), controller.current.depth
+    rows = 2 * (1 + depth)
+    assert depth > 1
+    for _ in range(300):
+        controller.stepped(2, rows, None, 3 * (table.verify(2, float(rows)) + table.draft("head", 2, depth)))
+        controller.stepped(2, 2, None, 3 * table.plain(2))
+    for own in (lambda own: own.plain(2), lambda own: own.verify(2, float(rows)), lambda own: own.draft("head", 2, 3)):
+        assert own(controller.costs) == pytest.approx(3 * own(table), rel=0.02)
 
 
 @given(
