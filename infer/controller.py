@@ -157,6 +157,7 @@ class Controller:
         self._credit = 0.0  # seconds that may be spent on probes
         self._due: tuple[Candidate, float] | None = None  # the next one, and its price
         self._turn = 0
+        self._read: set[str] = set()  # requests drafted for in the last step, so that little of them waits to be read
         self._speedups: dict[tuple[str, Budget, int, Kind], float] = {}  # that were asked for since the last plan
 
     def plan(self, decoding: tuple[str, ...], ask: Callable[[], Sequence[Candidate]]) -> None:
@@ -240,17 +241,19 @@ class Controller:
             self._credit += PROBE_SHARE * whole
             if self._age % QUIET_LEARNS == 0:
                 self.costs.learn(batch=batch, rows=rows, seconds=whole - (drafting or 0.0))
+            self._read.clear()
             return
         deep = [own for own in self._candidates if own.ready and own.request_id in self.current.budgets]
         drafters = {own.drafter for own in deep}
-        if drafting is None and len(drafters) == 1:  # it is taken for as large a part as was expected
-            drafts = self.costs.draft(deep[0].drafter, batch, self.current.depth)
-            verify = float(self.costs.verify(batch, float(rows)))
-            self.costs.learn(batch=batch, rows=rows, seconds=whole * verify / (verify + drafts))
         if drafting is None:
+            if len(drafters) == 1:  # it is taken for as large a part as was expected
+                drafts = self.costs.draft(deep[0].drafter, batch, self.current.depth)
+                verify = float(self.costs.verify(batch, float(rows)))
+                self.costs.learn(batch=batch, rows=rows, seconds=whole * verify / (verify + drafts))
             return
         self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
-        if deep and len(drafters) == 1:
+        before, self._read = self._read, {own.request_id for own in deep}
+        if len(drafters) == 1 and self._read <= before:  # else prompts may have been read too
             counts = [len(deep)] * self.current.depth
             if self.confidence is not None and deep[0].drafter == DRAFTER:
                 counts = self.confidence.counts

@@ -11,13 +11,13 @@ import hashlib
 import json
 import logging
 import os
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -28,11 +28,12 @@ from infer.request import Request
 
 log = logging.getLogger(__name__)
 
-VERSION = 5  # of what is measured and how
+VERSION = 6  # of what is measured and how
 PROMPT_TOKENS = 96
 LONG_TOKENS = 1024
 LEAST_DIFFERENCE = 128  # between a long and a short request, or noise is all that would be seen
 REPEATS = 5
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
 ROWS_PER_REQUEST = (1, 2, 4, 6, 9, 17, 33, 64)
 PLAIN_TOKENS = REPEATS + 4  # that requests emit while they are measured
 
@@ -68,138 +69,153 @@ def measure(
     max_batch: int,
     max_rows: int,
 ) -> CostTable:
-    """`drafters`: what each drafts at most per step. Takes seconds. Raises ValueError for too short a context."""
-    found = measure_batches(
-        engine, drafters, vocab_size=vocab_size, context=context, max_batch=max_batch, max_rows=max_rows
-    )
-    return replace(
-        found, beyond=measure_beyond(engine, drafters, found.context, vocab_size=vocab_size, context=context)
-    )
-
-
-def measure_batches(
-    engine: Measurable,
-    drafters: Mapping[str, Budget],
-    *,
-    vocab_size: int,
-    context: int,
-    max_batch: int,
-    max_rows: int,
-) -> CostTable:
-    """Of short requests."""
-    generator = torch.Generator().manual_seed(0)
+    """`drafters`: what each drafts at most per step. Takes seconds. Raises ValueError if too little fits."""
     widest = 1 + max(budget.nodes for budget in drafters.values())
-    prompt_tokens = min(PROMPT_TOKENS, context - widest - PLAIN_TOKENS)
-    if prompt_tokens < 1:
+    short = min(PROMPT_TOKENS, context - widest - PLAIN_TOKENS)
+    if short < 1:
         raise ValueError(
             f"proposer.adaptive=true: drafts of {widest - 1} tokens leave nothing of a context of {context}; draft less"
         )
-    batches, verify, around = list[int](), list[Curve](), list[float]()
-    drafts: dict[str, list[Curve]] = {name: [] for name in drafters}
-    for batch in (size for size in (1, 2, 4, 8, 16, 32, 64) if size <= max_batch):
-        prompts = torch.randint(0, vocab_size, (batch, prompt_tokens), generator=generator).tolist()
-        for name, limit in drafters.items():
-            # Sampled: drafts and their rows then cost a little more, and who errs should err towards plain decoding.
-            # Those whose prompts are read first decode until the others' are.
-            length = min(widest + PLAIN_TOKENS + batch, context - prompt_tokens)
-            params = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, proposer=name)
-            requests = engine.rehearse(prompts, params)
-            try:
-                if len(requests) < batch:  # the pool holds no more
-                    return table(batches, verify, around, drafts, prompt_tokens)
-                settle(engine, requests)
-                drafts[name].append(draft_curve(engine, requests, limit))
-                if batch not in batches:
-                    curve = verify_curve(engine, requests, widest, max_rows)
-                    batches.append(batch)
-                    verify.append(curve)
-                    around.append(max(0.0, timed([engine.step])[0] - curve.seconds[0]))
-            finally:
-                engine.dismiss(requests)
-    return table(batches, verify, around, drafts, prompt_tokens)
+    rehearsals = Rehearsals(engine, vocab_size, context, widest)
+    found = measure_batches(rehearsals, drafters, short, max_batch=max_batch, max_rows=max_rows)
+    return replace(found, beyond=measure_beyond(rehearsals, drafters, short))
 
 
-def measure_beyond(
-    engine: Measurable, drafters: Mapping[str, Budget], short: int, *, vocab_size: int, context: int
-) -> ContextCost:
+class Work(NamedTuple):
+    """What is to be timed, and what is to be done before it each time."""
+
+    run: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+
+
+class Rehearsals:
+    """Requests of random tokens, for as long as they are measured."""
+
+    def __init__(self, engine: Measurable, vocab_size: int, context: int, widest: int) -> None:
+        self.engine, self.context, self.widest = engine, context, widest
+        self._vocab_size, self._generator = vocab_size, torch.Generator().manual_seed(0)
+
+    @contextmanager
+    def of(self, name: str, lengths: Sequence[int]) -> Iterator[list[Request]]:
+        """Of so many prompt tokens each, the longest first, drafted for by `name`; fewer if no more fit.
+
+        They have two tokens for the drafter to read, about what there is between two drafts.
+        """
+        prompts = [torch.randint(0, self._vocab_size, (n,), generator=self._generator).tolist() for n in lengths]
+        # Sampled: drafts and their rows then cost a little more, and who errs should err towards plain decoding. Those
+        # whose prompts are read first decode until the others' are.
+        room = min(self.tokens(len(lengths)), self.context - lengths[0])
+        params = SamplingParams(temperature=1.0, max_tokens=room, ignore_eos=True, proposer=name)
+        requests = self.engine.rehearse(prompts, params)
+        try:
+            if requests:
+                self.engine.try_draft(requests, Budget(1, 1))
+                self.engine.step()
+                self.engine.step()
+            yield requests
+        finally:
+            self.engine.dismiss(requests)
+
+    def tokens(self, count: int) -> int:
+        """That each of so many requests emits or drafts at most."""
+        return self.widest + PLAIN_TOKENS + count
+
+
+def measure_batches(
+    rehearsals: Rehearsals, drafters: Mapping[str, Budget], length: int, *, max_batch: int, max_rows: int
+) -> CostTable:
+    """Of requests of one `length`, all sizes of a batch in turns: a machine that others use is slow for seconds."""
+    engine, most = rehearsals.engine, max(size for size in BATCHES if size <= max_batch)
+    batches, verify, around = BATCHES, list[Curve](), Curve((1.0,), (0.0,))
+    drafts: dict[str, list[Curve]] = {}
+    for name, limit in drafters.items():
+        with rehearsals.of(name, [length] * most) as requests:
+            if not requests:
+                raise ValueError(
+                    f"proposer.adaptive=true: no request of {length} tokens fits in the cache of keys and values"
+                )
+            batches = tuple(size for size in batches if size <= len(requests))
+            parts = [requests[:size] for size in batches]
+            rows = [widths(size, rehearsals.widest, max_rows) for size in batches]
+            depths = sorted({1, (limit.depth + 1) // 2, limit.depth})
+            works = [verifying(engine, own, width) for own, sizes in zip(parts, rows, strict=True) for width in sizes]
+            works += [drafting(engine, own, limit, depth) for own in parts for depth in depths]
+            seconds = iter(timed(works))
+            verify = [
+                Curve(tuple(float(size * width) for width in sizes), tuple(next(seconds) for _ in sizes))
+                for size, sizes in zip(batches, rows, strict=True)
+            ]
+            drafts[name] = [Curve(tuple(map(float, depths)), tuple(next(seconds) for _ in depths)) for _ in batches]
+            several = len(requests), rest_of_step(engine, requests)
+        with rehearsals.of(name, [length]) as requests:
+            around = between((1, rest_of_step(engine, requests)), several)
+    count = len(batches)
+    own = {name: tuple(curves[:count]) for name, curves in drafts.items()}
+    return CostTable(batches, tuple(verify), tuple(around(float(size)) for size in batches), own, length)
+
+
+def widths(batch: int, widest: int, max_rows: int) -> list[int]:
+    """Rows of each request that are tried."""
+    found = sorted({1, 2, widest, *(width for width in ROWS_PER_REQUEST if width <= widest)})
+    return [width for width in found if width <= 2 or width * batch <= max_rows]
+
+
+def verifying(engine: Measurable, requests: Sequence[Request], rows: int) -> Work:
+    return Work(lambda: engine.try_verify(requests, rows - 1))
+
+
+def drafting(engine: Measurable, requests: Sequence[Request], limit: Budget, depth: int) -> Work:
+    budget = Budget(depth if limit.nodes == limit.depth else limit.nodes, depth)
+    # Between two drafts the target has filled the caches with its own weights.
+    return Work(lambda: engine.try_draft(requests, budget), lambda: engine.try_verify(requests, 0))
+
+
+def rest_of_step(engine: Measurable, requests: Sequence[Request]) -> float:
+    """Seconds of a plain step of all these beside its verify."""
+    step, verify = timed([Work(engine.step), verifying(engine, requests, 1)])
+    return max(0.0, step - verify)
+
+
+def between(left: tuple[int, float], right: tuple[int, float]) -> Curve:
+    """The line through two points, or the one point that both are."""
+    points = [left] if left[0] == right[0] else [left, right]
+    return Curve(tuple(float(size) for size, _ in points), tuple(seconds for _, seconds in points))
+
+
+def measure_beyond(rehearsals: Rehearsals, drafters: Mapping[str, Budget], short: int) -> ContextCost:
     """What tokens of context above `short` cost; nothing if the context or the pool leaves no room for many."""
-    generator = torch.Generator().manual_seed(1)
-    widest = 1 + max(budget.nodes for budget in drafters.values())
-    length = widest + PLAIN_TOKENS + 2
-    further = min(LONG_TOKENS, context - length) - short
+    engine, widest = rehearsals.engine, rehearsals.widest
+    further = min(LONG_TOKENS, rehearsals.context - rehearsals.tokens(2)) - short
     if further < LEAST_DIFFERENCE:
         return ContextCost()
-    prompts = [torch.randint(0, vocab_size, (size,), generator=generator).tolist() for size in (short + further, short)]
     first = rest = 0.0
     levels = dict[str, float]()
     for name, limit in drafters.items():
-        params = SamplingParams(temperature=1.0, max_tokens=length, ignore_eos=True, proposer=name)
-        requests = engine.rehearse(prompts, params)
-        try:
-            if len(requests) < len(prompts):
+        with rehearsals.of(name, [short + further, short]) as requests:
+            if len(requests) < 2:
                 return ContextCost()
-            settle(engine, requests)
-            works: list[Callable[[], object]] = []
+            works: list[Work] = []
             for own in requests:
-                works += [lambda own=own, drafts=drafts: engine.try_verify([own], drafts) for drafts in (0, widest - 1)]
-                works.append(lambda own=own, limit=limit: engine.try_draft([own], limit))
+                works += [verifying(engine, [own], rows) for rows in (1, widest)]
+                works.append(drafting(engine, [own], limit, limit.depth))
             seconds = timed(works)
-        finally:
-            engine.dismiss(requests)
-        one, many, drafting = (max(0.0, a - b) / further for a, b in zip(seconds[:3], seconds[3:], strict=True))
+        one, many, drafts = (max(0.0, a - b) / further for a, b in zip(seconds[:3], seconds[3:], strict=True))
         first, rest = one, max(0.0, many - one) / (widest - 1)
-        levels[name] = drafting / limit.depth
+        levels[name] = drafts / limit.depth
     return ContextCost(first, rest, levels)
 
 
-def settle(engine: Measurable, requests: Sequence[Request]) -> None:
-    """Leaves two tokens for a drafter to read, about what there is between two drafts, instead of the prompts."""
-    engine.try_draft(requests, Budget(1, 1))
-    engine.step()
-    engine.step()
-
-
-def table(
-    batches: list[int],
-    verify: list[Curve],
-    around: list[float],
-    drafts: Mapping[str, Sequence[Curve]],
-    context: int,
-) -> CostTable:
-    """Of the batch sizes that every drafter was measured at."""
-    size = min(len(batches), *(len(own) for own in drafts.values()))
-    own = {name: tuple(curves[:size]) for name, curves in drafts.items()}
-    return CostTable(tuple(batches[:size]), tuple(verify[:size]), tuple(around[:size]), own, context)
-
-
-def verify_curve(engine: Measurable, requests: Sequence[Request], widest: int, max_rows: int) -> Curve:
-    batch = len(requests)
-    widths = sorted({1, 2, widest, *(width for width in ROWS_PER_REQUEST if width <= widest)})
-    widths = [width for width in widths if width <= 2 or width * batch <= max_rows]
-    works = [lambda width=width: engine.try_verify(requests, width - 1) for width in widths]
-    return Curve(tuple(float(batch * width) for width in widths), timed(works))
-
-
-def draft_curve(engine: Measurable, requests: Sequence[Request], limit: Budget) -> Curve:
-    depths = sorted({1, (limit.depth + 1) // 2, limit.depth})
-    chain = limit.nodes == limit.depth
-    asked = [Budget(depth if chain else limit.nodes, depth) for depth in depths]
-    works = [lambda budget=budget: engine.try_draft(requests, budget) for budget in asked]
-    # Between two drafts the target has filled the caches with its own weights.
-    return Curve(tuple(map(float, depths)), timed(works, between=lambda: engine.try_verify(requests, 0)))
-
-
-def timed(works: Sequence[Callable[[], object]], *, between: Callable[[], object] = lambda: None) -> tuple[float, ...]:
-    """Seconds of each: the median of a few after one that warms up, in turns, so that a disturbance meets them all."""
+def timed(works: Sequence[Work]) -> tuple[float, ...]:
+    """Seconds of each: the least of a few after one that warms up, in turns, so that a disturbance meets them all."""
     seconds: list[list[float]] = [[] for _ in works]
     for turn in range(1 + REPEATS):
         for work, own in zip(works, seconds, strict=True):
-            between()
+            work.before()
             begin = time.perf_counter()
-            work()
+            work.run()
             if turn:
                 own.append(time.perf_counter() - begin)
-    return tuple(map(statistics.median, seconds))
+    return tuple(map(min, seconds))
 
 
 def kept_table(folder: Path, key: Mapping[str, Any], make: Callable[[], CostTable]) -> CostTable:

@@ -33,7 +33,6 @@ from models.heads.base import Head
 if TYPE_CHECKING:
     from infer.draft_graphs import DraftGraphs
 
-IDLE_ROWS = 2  # that go on though their chains have ended: to leave out as few costs more than they do
 KEPT_ROWS = 64  # features of a request that wait to be read, at most
 # Tokens that layers woken within a text must have seen before it is drafted for: the first of such drafts are hardly
 # ever right (LOG.md), and a drafter must not be known by them.
@@ -226,7 +225,6 @@ class HeadProposer:
         laws: dict[int, list[Tensor]] = {}
         drafts: list[list[int]] = [[] for _ in requests]
         going, depth = list(range(len(requests))), 0
-        live = going  # places in `going` of chains that have not ended
         # [B] slot i drafts what the target chooses at row i + 1, and is where the drafted token is read
         slots = torch.tensor([len(request.tokens) - 1 for request in requests], device=state.device)
         rows: AttentionRows | None = None
@@ -242,23 +240,19 @@ class HeadProposer:
                 tokens, verdicts = self._choose(logits, slots, parameters), None
             else:
                 best, values = self._best(logits, slots, parameters, 1)
-                known = values[:, 0].tolist()
-                judged = self.confidence.judge([batch[place] for place in live], [known[place] for place in live])
-                tokens, verdicts = best[:, 0], dict(zip(live, judged, strict=True))
+                tokens, verdicts = best[:, 0], self.confidence.judge(batch, values[:, 0].tolist())
             depth += 1
-            ids, live_before, live = tokens.tolist(), live, []
-            for place in live_before:
-                index, verdict = going[place], None if verdicts is None else verdicts[place]
-                if verdict is None or verdict.keep:
-                    drafts[index].append(ids[place])
-                if budgets[index].depth > depth and (verdict is None or verdict.go_on):
-                    live.append(place)
-            if not live:
+            still = []
+            for place, (index, token) in enumerate(zip(going, tokens.tolist(), strict=True)):
+                if verdicts is None or verdicts[place].keep:
+                    drafts[index].append(token)
+                if budgets[index].depth > depth and (verdicts is None or verdicts[place].go_on):
+                    still.append(place)
+            if not still:
                 break
-            idle = len(going) - len(live)  # beyond its budget no request has room in the pool
-            if idle > IDLE_ROWS or (idle and any(budgets[index].depth <= depth for index in going)):
-                keep = torch.tensor(live, device=state.device)
-                going, live = [going[place] for place in live], list(range(len(live)))
+            if len(still) < len(going):
+                keep = torch.tensor(still, device=state.device)
+                going = [going[place] for place in still]
                 state, tokens, parameters = state[keep], tokens[keep], parameters and parameters.rows(keep)
                 slots, rows = slots[keep], None
             attention: Attention = no_attention

@@ -1,30 +1,61 @@
-/* Paged attention, one row and one head at a time, keys always in order of position.
+/* Paged attention, keys always in order of position.
  *
  * A row's keys are the committed positions of its request and then its own tail: the rows of this step up to its own
  * (a chain, a prompt), or those whose bits are set in its ancestor word (a tree; ancestors come in order of depth because
  * parents precede children). In plain decoding the same keys would be met in the same order, so the bits are the same
  * whatever the shape of the draft, the batch or the number of threads.
+ *
+ * Rows of one request and heads that share their keys read these together: a key or a value is loaded, and widened, once
+ * for all of them. Each sum has the order that it has alone.
  */
 #include "attention.h"
 
 #define MAX_CHUNKS 16 /* head sizes up to 256 */
+#define QUERIES 8     /* that read together, at most; the scratch of attention.py has room for as many */
+#define MAX_TAIL 64   /* bits of an ancestor word */
+#ifdef __AVX512F__
+#define SUMS 16 /* vectors that stay in registers beside those that are added to them */
+#else
+#define SUMS 4
+#endif
+
+/* Rows first .. first + rows - 1, all of one request. Keys are shared ones, of which each row sees the first few, and
+ * then a tail of its own.
+ */
+typedef struct {
+    int64_t first, rows, shared[QUERIES], tail[QUERIES];
+    int32_t *slots, *tails; /* slots of the shared keys; [rows, MAX_TAIL] of the others */
+} block;
 
 INLINE int64_t slot_of(const attention_args *a, int64_t request, int64_t place) {
     return a->table[request * a->pages + place / a->page_size] * a->page_size + place % a->page_size;
 }
 
-/* Slots of a row's keys in order; returns how many. */
-static int64_t list_slots(const attention_args *a, int64_t row, int32_t *slots) {
-    int64_t request = a->request[row], committed = a->committed[row], count = 0;
-    int64_t prefix = a->words ? committed : committed + a->offset[row] + 1;
-    for (int64_t place = a->first; place < prefix;) {
-        int64_t next = (place / a->page_size + 1) * a->page_size, slot = slot_of(a, request, place);
-        for (next = next < prefix ? next : prefix; place < next; place++) slots[count++] = (int32_t)slot++;
+/* How many rows from `first` on can be a block, `most` at most. */
+static int64_t extent(const attention_args *a, int64_t first, int64_t most) {
+    int64_t rows = 1, left = a->rows - first;
+    for (const int64_t *request = a->request + first, *committed = a->committed + first; rows < most && rows < left; rows++)
+        if (request[rows] != *request || committed[rows] != *committed) break;
+    return rows;
+}
+
+static void gather(const attention_args *a, int64_t first, int64_t rows, block *b) {
+    int64_t request = a->request[first], committed = a->committed[first], longest = 0;
+    b->first = first, b->rows = rows;
+    for (int64_t r = 0, row = first; r < rows; r++, row++) {
+        int64_t prefix = a->words ? committed : committed + a->offset[row] + 1;
+        b->shared[r] = prefix > a->first ? prefix - a->first : 0;
+        longest = b->shared[r] > longest ? b->shared[r] : longest;
+        b->tail[r] = 0;
+        if (a->words)
+            for (uint64_t word = (uint64_t)a->words[row]; word; word &= word - 1)
+                b->tails[r * MAX_TAIL + b->tail[r]++] = (int32_t)slot_of(a, request, committed + __builtin_ctzll(word));
     }
-    if (a->words)
-        for (uint64_t word = (uint64_t)a->words[row]; word; word &= word - 1)
-            slots[count++] = (int32_t)slot_of(a, request, committed + __builtin_ctzll(word));
-    return count;
+    int64_t count = 0, end = a->first + longest;
+    for (int64_t place = a->first; place < end;) {
+        int64_t next = (place / a->page_size + 1) * a->page_size, slot = slot_of(a, request, place);
+        for (next = next < end ? next : end; place < next; place++) b->slots[count++] = (int32_t)slot++;
+    }
 }
 
 void attention_write(const attention_args *a, int64_t first, int64_t end) {
@@ -40,23 +71,27 @@ void attention_write(const attention_args *a, int64_t first, int64_t end) {
     }
 }
 
-INLINE void attend(
-    const attention_args *a, int64_t row, int64_t head, float *scores, const int32_t *slots, int64_t count, int kind, int chunks
-) {
-    int64_t dim = chunks * LANES, kv = head / (a->heads / a->kv_heads);
-    ptrdiff_t keys = kv * a->slots * dim, values = keys + a->kv_heads * a->slots * dim;
-    ptrdiff_t query = row * a->q_stride + head * dim, mine = (row * a->heads + head) * dim;
-    vec q[MAX_CHUNKS], out[MAX_CHUNKS];
-    for (int c = 0; c < chunks; c++) {
-        q[c] = load(a->q, query + c * LANES, kind) * a->scale;
-        out[c] = splat(0.0f);
-    }
-    for (int64_t i = 0; i < count; i++) {
-        ptrdiff_t key = keys + (ptrdiff_t)slots[i] * dim;
-        vec dot = q[0] * load(a->cache, key, kind);
-        for (int c = 1; c < chunks; c++) dot += q[c] * load(a->cache, key + c * LANES, kind);
-        scores[i] = sum_lanes(dot);
-    }
+/* One request's key or value in a layer: the `i`-th that row `r` of the block sees. */
+INLINE ptrdiff_t slot_at(const block *b, int64_t r, int64_t i) {
+    return i < b->shared[r] ? b->slots[i] : b->tails[r * MAX_TAIL + i - b->shared[r]];
+}
+
+/* Asks for what is read sixteen keys later, `end` excluded: a processor's own guesses stop where a page does. */
+INLINE void fetch(const attention_args *a, ptrdiff_t base, const int32_t *slots, int64_t i, int64_t end, int kind, int chunks) {
+    if (i + LANES >= end) return;
+    ptrdiff_t element = kind == FLOAT32 ? sizeof(float) : sizeof(bf16), bytes = chunks * LANES * element;
+    const char *at = (const char *)a->cache + base * element + slots[i + LANES] * bytes;
+    for (ptrdiff_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + line);
+}
+
+INLINE vec times(const vec *q, const vec *key, int chunks) {
+    vec dot = q[0] * key[0];
+    for (int c = 1; c < chunks; c++) dot += q[c] * key[c];
+    return dot;
+}
+
+/* Softmax's numerators of `count` scores, in place; answers their sum. There is room up to whole vectors. */
+INLINE float exponentials(float *scores, int64_t count) {
     int64_t padded = (count + LANES - 1) / LANES * LANES;
     for (int64_t i = count; i < padded; i++) scores[i] = -1e30f;
     vec most = load_f32(scores);
@@ -71,24 +106,113 @@ INLINE void attend(
         store_f32(scores + i, w);
         sums += w;
     }
-    for (int64_t i = 0; i < count; i++) {
-        ptrdiff_t value = values + (ptrdiff_t)slots[i] * dim;
-        vec w = splat(scores[i]);
-        for (int c = 0; c < chunks; c++) out[c] += w * load(a->cache, value + c * LANES, kind);
-    }
-    vec norm = splat(1.0f / sum_lanes(sums));
-    for (int c = 0; c < chunks; c++) store(a->out, mine + c * LANES, out[c] * norm, kind);
+    return sum_lanes(sums);
 }
 
+/* Adds the values of keys `begin` up to `end` to `n` queries' sums, weighted by scores `stride` apart. */
+INLINE void add_values(
+    const attention_args *a, ptrdiff_t values, const int32_t *slots, int64_t begin, int64_t end, const float *scores,
+    int64_t stride, vec (*out)[MAX_CHUNKS], int n, int kind, int chunks
+) {
+    vec sums[MAX_CHUNKS], value[MAX_CHUNKS]; /* of the first, no more than SUMS, or those of one query */
+    for (int j = 0; j < n; j++)
+        for (int c = 0; c < chunks; c++) sums[j * chunks + c] = out[j][c];
+    for (int64_t i = begin; i < end; i++) {
+        ptrdiff_t at = values + (ptrdiff_t)slots[i] * chunks * LANES;
+        fetch(a, values, slots, i, end, kind, chunks);
+        for (int c = 0; c < chunks; c++) value[c] = load(a->cache, at + c * LANES, kind);
+        for (int j = 0; j < n; j++) {
+            vec w = splat(scores[j * stride + i - begin]);
+            for (int c = 0; c < chunks; c++) sums[j * chunks + c] += w * value[c];
+        }
+    }
+    for (int j = 0; j < n; j++)
+        for (int c = 0; c < chunks; c++) out[j][c] = sums[j * chunks + c];
+}
+
+/* The block's rows for query heads `head` .. `head` + `heads` - 1, which share their keys. */
+INLINE void attend(const attention_args *a, const block *b, int64_t head, int64_t heads, float *scores, int kind, int chunks) {
+    int64_t dim = chunks * LANES, kv = head / (a->heads / a->kv_heads), stride = a->longest + LANES;
+    ptrdiff_t keys = kv * a->slots * dim, values = keys + a->kv_heads * a->slots * dim;
+    int64_t queries = b->rows * heads, together = b->shared[0], begin = 0;
+    for (int64_t r = 1; r < b->rows; r++) together = b->shared[r] < together ? b->shared[r] : together;
+    if (a->window && b->rows == 1) {
+        int64_t unseen = b->shared[0] + b->tail[0] - a->window;
+        begin = unseen > 0 ? unseen : 0;
+        together = together > begin ? together : begin;
+    }
+    vec q[QUERIES][MAX_CHUNKS], out[QUERIES][MAX_CHUNKS], dots[QUERIES][LANES], key[MAX_CHUNKS];
+    for (int64_t j = 0; j < queries; j++) {
+        ptrdiff_t query = (b->first + j / heads) * a->q_stride + (head + j % heads) * dim;
+        for (int c = 0; c < chunks; c++) {
+            q[j][c] = load(a->q, query + c * LANES, kind) * a->scale;
+            out[j][c] = splat(0.0f);
+        }
+    }
+    for (int64_t i = begin; i < together; i += LANES) {
+        int64_t n = together - i < LANES ? together - i : LANES;
+        for (int64_t t = 0; t < n; t++) {
+            ptrdiff_t at = keys + (ptrdiff_t)b->slots[i + t] * dim;
+            fetch(a, keys, b->slots, i + t, together, kind, chunks);
+            for (int c = 0; c < chunks; c++) key[c] = load(a->cache, at + c * LANES, kind);
+            for (int64_t j = 0; j < queries; j++) dots[j][t] = times(q[j], key, chunks);
+        }
+        for (int64_t j = 0; j < queries; j++) {
+            for (int64_t t = n; t < LANES; t++) dots[j][t] = splat(0.0f);
+            store_f32(scores + j * stride + i - begin, sum_lanes_of_each(dots[j]));
+        }
+    }
+    float sums[QUERIES];
+    for (int64_t j = 0; j < queries; j++) {
+        int64_t r = j / heads, end = b->shared[r] + b->tail[r];
+        float *own = scores + j * stride;
+        for (int64_t i = together; i < end; i++) {
+            ptrdiff_t at = keys + slot_at(b, r, i) * dim;
+            for (int c = 0; c < chunks; c++) key[c] = load(a->cache, at + c * LANES, kind);
+            own[i - begin] = sum_lanes(times(q[j], key, chunks));
+        }
+        sums[j] = exponentials(own, end - begin);
+    }
+    for (int64_t j = 0; j < queries;) {
+        int64_t left = queries - j;
+        int n = left >= 4 && 4 * chunks <= SUMS ? 4 : left >= 2 && 2 * chunks <= SUMS ? 2 : 1;
+        const float *own = scores + j * stride;
+        if (n == 4)
+            add_values(a, values, b->slots, begin, together, own, stride, out + j, 4, kind, chunks);
+        else if (n == 2)
+            add_values(a, values, b->slots, begin, together, own, stride, out + j, 2, kind, chunks);
+        else
+            add_values(a, values, b->slots, begin, together, own, stride, out + j, 1, kind, chunks);
+        j += n;
+    }
+    for (int64_t j = 0; j < queries; j++) {
+        int64_t r = j / heads, end = b->shared[r] + b->tail[r];
+        for (int64_t i = together; i < end; i++) {
+            ptrdiff_t at = values + slot_at(b, r, i) * dim;
+            vec w = splat(scores[j * stride + i - begin]);
+            for (int c = 0; c < chunks; c++) out[j][c] += w * load(a->cache, at + c * LANES, kind);
+        }
+        vec norm = splat(1.0f / sums[j]);
+        ptrdiff_t mine = ((b->first + r) * a->heads + head + j % heads) * dim;
+        for (int c = 0; c < chunks; c++) store(a->out, mine + c * LANES, out[j][c] * norm, kind);
+    }
+}
+
+/* Blocks by heads are shared out by their rows. */
 INLINE void share(const attention_args *a, int64_t self, int kind, int chunks) {
-    int64_t items = a->rows * a->heads;
-    int64_t first = items * self / a->threads, end = items * (self + 1) / a->threads, row = -1, count = 0;
-    float *scores = a->scratch + self * 2 * a->longest;
-    int32_t *slots = (int32_t *)(scores + a->longest);
-    for (int64_t item = first; item < end; item++) {
-        if (item / a->heads != row) count = list_slots(a, row = item / a->heads, slots);
-        int64_t unseen = a->window && count > a->window ? count - a->window : 0;
-        attend(a, row, item % a->heads, scores, slots + unseen, count - unseen, kind, chunks);
+    int64_t group = a->heads / a->kv_heads, heads = group < QUERIES ? group : QUERIES, most = QUERIES / heads;
+    int64_t all = a->rows * a->kv_heads, each = a->threads > 1 ? all / (2 * a->threads) : all; /* some for everyone */
+    most = a->window && a->window < a->longest ? 1 : most < each ? most : each > 1 ? each : 1;
+    int64_t first = all * self / a->threads, end = all * (self + 1) / a->threads, at = 0;
+    float *scores = a->scratch + self * (QUERIES * (a->longest + LANES + MAX_TAIL) + a->longest);
+    block b = {.tails = (int32_t *)(scores + QUERIES * (a->longest + LANES))};
+    b.slots = b.tails + QUERIES * MAX_TAIL;
+    for (int64_t row = 0, rows; row < a->rows && at < end; row += rows) {
+        rows = extent(a, row, most);
+        if (at + rows * a->kv_heads > first) gather(a, row, rows, &b);
+        for (int64_t kv = 0; kv < a->kv_heads; kv++, at += rows)
+            for (int64_t h = 0; at >= first && at < end && h < group; h += heads)
+                attend(a, &b, kv * group + h, group - h < heads ? group - h : heads, scores, kind, chunks);
     }
 }
 

@@ -9,7 +9,7 @@ typedef struct {
     void *out;             /* [R, heads, D], contiguous */
     const int64_t *table;  /* [B, pages] page ids */
     const int64_t *request, *committed, *offset, *words; /* [R] each; words: none where rows see all before them */
-    float *scratch;        /* [threads, 2 * longest]: scores, then slots */
+    float *scratch;        /* as much for each thread as scratch_floats of attention.py says */
     int64_t q_stride, k_stride, v_stride;
     int64_t rows, heads, kv_heads, dim, slots, pages, page_size, longest, first, window, kind, threads;
     float scale;

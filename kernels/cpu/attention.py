@@ -1,4 +1,4 @@
-"""Paged attention in C (attention.c): a row walks its own keys in order of position, so no shape changes its bits."""
+"""Paged attention in C (attention.c): a row's keys are met in order of position, so no shape changes its bits."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kernels.cpu.decoder import NativeDecoder  # which is built on what is here
 
 HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)  # the cases compiled into attention.c
+QUERIES, MAX_TAIL = 8, 64  # as in attention.c
 PARALLEL_WORK = 2**18  # multiply-adds below which waking a second thread costs more than it saves
 
 
@@ -34,6 +35,11 @@ class Arguments(ctypes.Structure):
         ("parallel", ctypes.c_void_p),
         ("self", ctypes.c_void_p),
     )
+
+
+def scratch_floats(longest: int) -> int:
+    """What a thread needs, for keys padded to whole vectors: scores of its queries, slots of their keys."""
+    return QUERIES * (longest + LANES + MAX_TAIL) + longest
 
 
 def supported(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -56,7 +62,7 @@ class NativeAttention:
         runtime = openmp()
         work = count * num_heads * rows.longest * head_dim
         threads = torch.get_num_threads() if runtime is not None and work > PARALLEL_WORK else 1
-        scratch = torch.empty(threads * 2 * longest)
+        scratch = torch.empty(threads * scratch_floats(longest))
         self._keep = (table, request, committed, offset, words, scratch)  # alive while C points at them
         self._shape = count, num_heads * head_dim
         self._arguments = Arguments(

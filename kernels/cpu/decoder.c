@@ -30,7 +30,7 @@ typedef struct {
     void *hidden;                    /* [rows, hidden] after the final norm */
     void *normed; /* [rows, hidden], or [rows, 2 * hidden] where a layer has a token_norm */
     void *qkv, *attended, *inner, *gated; /* [rows, (heads + 2 kv_heads) dim | heads dim | 2 I | I] */
-    float *scores;                   /* [threads, 2 * longest] */
+    float *scores;                   /* attention's scratch */
     uint32_t *scratch;               /* as linear.h has it, for the widest of the layers */
     int64_t count, rows, hidden_size, inner_size, kind, slots, threads;
     float eps, scale; /* of norms; of attention's scores */

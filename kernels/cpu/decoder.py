@@ -142,7 +142,7 @@ class NativeDecoder:
         threads = torch.get_num_threads() if self._several and rows * self._work > PARALLEL_WORK else 1
         sizes = [
             *(rows * width * x.itemsize for width in self._widths),
-            threads * 2 * attention.longest * 4,
+            threads * paged.scratch_floats(attention.longest) * 4,
             threads * self._scratch * 4 if rows > FEW_ROWS else 0,
         ]
         starts = list(accumulate((size + -size % ALIGNED for size in sizes), initial=0))

@@ -82,6 +82,33 @@ INLINE float sum_lanes(vec v) {
     return (d[0] + d[2]) + (d[1] + d[3]);
 }
 
+#ifdef __clang__
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
+
+/* sum_lanes of each of sixteen vectors, which are used up: the same additions, of several vectors at a time. */
+INLINE vec sum_lanes_of_each(vec *v) {
+    for (int i = 0; i < 8; i++) {
+        vec a = v[2 * i], b = v[2 * i + 1];
+        v[i] = PICK(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               PICK(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
+    for (int i = 0; i < 4; i++) {
+        vec a = v[2 * i], b = v[2 * i + 1];
+        v[i] = PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+               PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    }
+    for (int i = 0; i < 2; i++) {
+        vec a = v[2 * i], b = v[2 * i + 1];
+        v[i] = PICK(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+               PICK(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+    }
+    return PICK(v[0], v[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           PICK(v[0], v[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
 INLINE float max_lanes(vec v) {
     float m = v[0];
     for (int i = 1; i < LANES; i++) m = v[i] > m ? v[i] : m;

@@ -56,7 +56,7 @@ def expect(case, committed, counts, ancestors=None, first=0):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 4), (8, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 4), (8, 1), (9, 3), (20, 1)])
 @pytest.mark.parametrize(
     ("committed", "counts"),
     [
@@ -131,10 +131,10 @@ def test_rows_are_independent_of_width_and_batch(form, dtype, heads, kv_heads, d
     assert_rows_independent(heads, kv_heads, dim, dtype, CPU)
 
 
-def test_threads_do_not_show_in_the_bits():
+@pytest.mark.parametrize(("committed", "counts"), [([700], [300]), ([1500], [6]), ([300, 900, 20], [1, 5, 2])])
+def test_threads_do_not_show_in_the_bits(committed, counts):
     if library() is None:
         pytest.skip("no C compiler on this machine")
-    committed, counts = [700], [300]
     case = make_case(committed, counts, heads=4, kv_heads=2, dim=64, dtype=torch.float32)
     before = torch.get_num_threads()
     answers = []

@@ -149,6 +149,11 @@ def test_a_known_machine_is_measured_as_it_is(monkeypatch, context, holds, beyon
     assert (costs.plain(1) > 20) == beyond
 
 
+def test_a_machine_that_holds_no_request_cannot_be_measured():
+    with pytest.raises(ValueError, match="no request of 96 tokens fits"):
+        measure(KnownMachine(90), {"head": Budget(4, 4)}, vocab_size=50, context=4096, max_batch=4, max_rows=99)
+
+
 def test_a_draft_whose_chains_end_one_by_one_teaches_what_a_level_costs():
     """A level costs 1, and 1 for each request; the machine is half as fast as when it was measured."""
     batches = (1, 2, 4)
