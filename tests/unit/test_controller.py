@@ -446,6 +446,22 @@ def test_a_table_is_measured_once_and_a_damaged_one_anew(tmp_path):
     assert len(made) == 3
 
 
+def test_a_draft_that_may_have_read_prompts_does_not_say_what_drafts_cost():
+    controller = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9, 0.9]))
+    controller.plan(("0", "1"), lambda: chains(2, 4))
+    expected = controller.costs.draft("head", 2, controller.current.depth)
+
+    def corrected() -> bool:
+        verify = float(controller.costs.verify(2, 10.0))
+        controller.stepped(2, 10, 3 * expected, verify + 3 * expected)
+        return controller.costs.draft("head", 2, controller.current.depth) != pytest.approx(expected)
+
+    assert not corrected()
+    controller.stepped(2, 2, 0.0, controller.costs.plain(2))  # what it emits waits to be read
+    assert not corrected()
+    assert corrected()
+
+
 def test_a_round_whose_drafts_cannot_be_told_teaches_what_all_of_it_costs():
     controller = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9, 0.9]))
     controller.plan(("0", "1"), lambda: chains(2, 4))
