@@ -122,11 +122,10 @@ class Costs:
         return self.plain(batch) + self._all * self._extra * extra
 
     def row(self) -> float:
-        """Seconds that a further row adds to a verify of one request."""
+        """Seconds that a further row adds to a verify of one short request."""
         curve = self.table.verify[0]
         first, last = curve.sizes[0], curve.sizes[-1]
-        short = max(0.0, curve.seconds[-1] - curve.seconds[0]) / max(last - first, 1.0)
-        return self._all * (short + self.table.beyond.further * self._further)
+        return self._all * max(0.0, curve.seconds[-1] - curve.seconds[0]) / max(last - first, 1.0)
 
     def plain(self, batch: int) -> float:
         """The same of a step without drafts."""

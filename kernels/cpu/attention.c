@@ -71,7 +71,7 @@ void attention_write(const attention_args *a, int64_t first, int64_t end) {
     }
 }
 
-/* One request's key or value in a layer: the `i`-th that row `r` of the block sees. */
+/* Where the `i`-th key that row `r` of the block sees lies. */
 INLINE ptrdiff_t slot_at(const block *b, int64_t r, int64_t i) {
     return i < b->shared[r] ? b->slots[i] : b->tails[r * MAX_TAIL + i - b->shared[r]];
 }
