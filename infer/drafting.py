@@ -18,7 +18,7 @@ from infer.tree import DraftTree
 log = logging.getLogger(__name__)
 
 JOINED = 0.75  # of a load must decode, or more are about to join than a plan would outlast
-LASTS = 4  # times as many tokens as its drafter must see first must a request have left to be woken
+LASTS = 4  # times its drafter's warm-up: so many tokens must a request have left to be woken
 PATIENCE = 16  # steps without a draft after which, and after every so many more, a drafter may let go of a request
 
 

@@ -11,7 +11,7 @@
 #include "attention.h"
 
 #define MAX_CHUNKS 16 /* head sizes up to 256 */
-#define QUERIES 8     /* that read together, at most; the scratch of attention.py has room for as many */
+#define QUERIES 8     /* that read together, at most */
 #define MAX_TAIL 64   /* bits of an ancestor word */
 #ifdef __AVX512F__
 #define SUMS 16 /* vectors that stay in registers beside those that are added to them */
@@ -198,13 +198,16 @@ INLINE void attend(const attention_args *a, const block *b, int64_t head, int64_
     }
 }
 
+/* Floats of scratch that a thread needs: its queries' scores, the slots of their keys. */
+int64_t attention_scratch(int64_t longest) { return QUERIES * (longest + LANES + MAX_TAIL) + longest; }
+
 /* Blocks by heads are shared out by their rows. */
 INLINE void share(const attention_args *a, int64_t self, int kind, int chunks) {
     int64_t group = a->heads / a->kv_heads, heads = group < QUERIES ? group : QUERIES, most = QUERIES / heads;
     int64_t all = a->rows * a->kv_heads, each = a->threads > 1 ? all / (2 * a->threads) : all; /* some for everyone */
     most = a->window && a->window < a->longest ? 1 : most < each ? most : each > 1 ? each : 1;
     int64_t first = all * self / a->threads, end = all * (self + 1) / a->threads, at = 0;
-    float *scores = a->scratch + self * (QUERIES * (a->longest + LANES + MAX_TAIL) + a->longest);
+    float *scores = a->scratch + self * attention_scratch(a->longest);
     block b = {.tails = (int32_t *)(scores + QUERIES * (a->longest + LANES))};
     b.slots = b.tails + QUERIES * MAX_TAIL;
     for (int64_t row = 0, rows; row < a->rows && at < end; row += rows) {

@@ -9,7 +9,7 @@ typedef struct {
     void *out;             /* [R, heads, D], contiguous */
     const int64_t *table;  /* [B, pages] page ids */
     const int64_t *request, *committed, *offset, *words; /* [R] each; words: none where rows see all before them */
-    float *scratch;        /* as much for each thread as scratch_floats of attention.py says */
+    float *scratch;        /* [threads, attention_scratch(longest)] */
     int64_t q_stride, k_stride, v_stride;
     int64_t rows, heads, kv_heads, dim, slots, pages, page_size, longest, first, window, kind, threads;
     float scale;
@@ -18,6 +18,7 @@ typedef struct {
 } attention_args;
 
 int attention_takes(int64_t dim);
+int64_t attention_scratch(int64_t longest);
 
 /* Puts the keys and values of the rows from `first` up to `end` where they will be read. */
 void attention_write(const attention_args *a, int64_t first, int64_t end);

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from kernels.cpu.decoder import NativeDecoder  # which is built on what is here
 
 HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)  # the cases compiled into attention.c
-QUERIES, MAX_TAIL = 8, 64  # as in attention.c
 PARALLEL_WORK = 2**18  # multiply-adds below which waking a second thread costs more than it saves
 
 
@@ -35,11 +34,6 @@ class Arguments(ctypes.Structure):
         ("parallel", ctypes.c_void_p),
         ("self", ctypes.c_void_p),
     )
-
-
-def scratch_floats(longest: int) -> int:
-    """What a thread needs, for keys padded to whole vectors: scores of its queries, slots of their keys."""
-    return QUERIES * (longest + LANES + MAX_TAIL) + longest
 
 
 def supported(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -62,7 +56,7 @@ class NativeAttention:
         runtime = openmp()
         work = count * num_heads * rows.longest * head_dim
         threads = torch.get_num_threads() if runtime is not None and work > PARALLEL_WORK else 1
-        scratch = torch.empty(threads * scratch_floats(longest))
+        scratch = torch.empty(threads * found.attention_scratch(longest))
         self._keep = (table, request, committed, offset, words, scratch)  # alive while C points at them
         self._shape = count, num_heads * head_dim
         self._arguments = Arguments(

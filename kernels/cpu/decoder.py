@@ -77,6 +77,7 @@ class NativeDecoder:
         found = library()
         assert found is not None
         self._call, runtime = found.decoder, openmp()
+        self._attention_scratch = found.attention_scratch
         self._parts, self._norm = list(layers), final_norm
         self._linears = [[_arguments(own) for own in layer.linears] for layer in layers]
         self.layers = len(layers)
@@ -142,7 +143,7 @@ class NativeDecoder:
         threads = torch.get_num_threads() if self._several and rows * self._work > PARALLEL_WORK else 1
         sizes = [
             *(rows * width * x.itemsize for width in self._widths),
-            threads * paged.scratch_floats(attention.longest) * 4,
+            threads * self._attention_scratch(attention.longest) * 4,
             threads * self._scratch * 4 if rows > FEW_ROWS else 0,
         ]
         starts = list(accumulate((size + -size % ALIGNED for size in sizes), initial=0))

@@ -96,6 +96,7 @@ def library() -> ctypes.CDLL | None:
         getattr(loaded, function).argtypes = arguments
         getattr(loaded, function).restype = None
     loaded.paged_attention.argtypes, loaded.paged_attention.restype = [ctypes.c_void_p], ctypes.c_int
+    loaded.attention_scratch.argtypes, loaded.attention_scratch.restype = [_I], _I
     return loaded
 
 

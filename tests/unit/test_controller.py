@@ -73,13 +73,14 @@ def with_context(costs: Costs, first: float, further: float, level: float) -> Co
 
 def test_longer_requests_cost_more():
     costs = with_context(make_costs(row=1.0, draft=2.0), first=0.01, further=0.002, level=0.003)
-    short = costs.plain(4), costs.verify(4, 12.0), costs.draft("head", 4, 3)
+    short, row = (costs.plain(4), costs.verify(4, 12.0), costs.draft("head", 4, 3)), costs.row()
     costs.set_context([10, 10])  # shorter than any that was measured
     assert (costs.plain(4), costs.verify(4, 12.0), costs.draft("head", 4, 3)) == short
     costs.set_context([200, 400, 500, 100])
     assert costs.plain(4) - short[0] == pytest.approx(4 * 200 * 0.01)
     assert costs.verify(4, 12.0) - short[1] == pytest.approx(4 * 200 * 0.01 + 8 * 200 * 0.002)
     assert costs.draft("head", 4, 3) - short[2] == pytest.approx(4 * 3 * 200 * 0.003)
+    assert costs.row() == row  # the price of reading: a drafter's layers are few
     assert costs.verify(4, np.array([4.0, 12.0])) == pytest.approx([costs.plain(4), costs.verify(4, 12.0)])
 
 
