@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import DecodingAttention, PagedAttention, ProjectedAttention, plan_attention
+from kernels.cpu.memory import zeros
 from kernels.decoder import NativeDecoder
 from kernels.move import move_slots
 from kernels.rotary import QKNorm
@@ -53,13 +54,17 @@ class KVLayers:
         slots = (num_pages + 1) * page_size
         # Layers of one shape lie in one tensor [layers, 2, kv_heads, slots, D], so that a move is one operation.
         self._tree_stacks = [
-            torch.zeros(len(list(group)), 2, shape.kv_heads, slots, shape.head_dim, dtype=self._kv_dtype, device=device)
+            self._zeros(len(list(group)), 2, shape.kv_heads, slots, shape.head_dim)
             for shape, group in itertools.groupby(shapes[:tree_layers])
         ]
         self.caches = [cache for stack in self._tree_stacks for cache in stack] + [
-            torch.zeros(2, shape.kv_heads, slots, shape.head_dim, dtype=self._kv_dtype, device=device)
-            for shape in shapes[tree_layers:]
+            self._zeros(2, shape.kv_heads, slots, shape.head_dim) for shape in shapes[tree_layers:]
         ]
+
+    def _zeros(self, *shape: int) -> Tensor:
+        if self.device.type == "cpu":
+            return zeros(shape, self._kv_dtype)
+        return torch.zeros(*shape, dtype=self._kv_dtype, device=self.device)
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Slots `source` `[M]` to slots `destination` in the target's layers; the two may overlap."""

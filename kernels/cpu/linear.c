@@ -1,7 +1,7 @@
 /* y = x Wᵀ + b. Weights of 4 and 8 bits are read as they are stored and widened in registers; those of 16 and 32 bits
  * have the rows' own dtype.
  *
- * A panel is 64 outputs. Its weights lie in words of 32 bits, one beside another for the 64 outputs: a word holds 8
+ * A panel is 64 outputs, or 32 where nothing is to be widened. Its weights lie in words of 32 bits, one beside another for its outputs: a word holds 8
  * (int4), 4, 2 (bf16) or 1 weights of one output in order along K, first of each pair in the low half, second in the
  * high half. So shifting a word by the pair's place yields both halves of what the bf16 dot product takes.
  *
@@ -16,7 +16,12 @@
 #define VECTORS 4 /* of a panel */
 #define PANEL (VECTORS * LANES)
 #define MOST_ROWS 6 /* of a tile */
-#define BLOCK 256   /* words along K that are summed for all rows before the next: they stay in a cache */
+/* The same where nothing is widened. Twelve rows' sums fit the registers, and one pass over the weights is enough for them. */
+#define WIDE_VECTORS 2
+#define WIDE_PANEL (WIDE_VECTORS * LANES)
+#define WIDE_ROWS 12
+#define FEW_ROWS 6 /* up to which rows are read where they lie */
+#define BLOCK 128  /* words along K that are summed for all rows before the next: they stay in a cache */
 
 enum { INT4 = 0, INT8 = 1, FP8 = 2, WIDE = 3 };
 
@@ -77,14 +82,16 @@ INLINE void add_word(
     }
 }
 
-/* Puts a panel's sums `[rows, 64]` where they belong; what lies beyond the last output is dropped. */
-INLINE void answer_kind(const linear_args *a, int64_t row, int64_t panel, int64_t rows, const float *sums, int kind) {
+/* Puts a panel's sums `[rows, vectors * 16]` where they belong; what lies beyond the last output is dropped. */
+INLINE void answer_kind(
+    const linear_args *a, int64_t row, int64_t panel, int64_t rows, const float *sums, int vectors, int kind
+) {
     size_t element = kind == FLOAT32 ? sizeof(float) : sizeof(bf16);
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t v = 0; v < VECTORS; v++) {
-            int64_t output = panel * PANEL + v * LANES, to = (row + r) * a->outputs + output, left = a->outputs - output;
+        for (int64_t v = 0; v < vectors; v++) {
+            int64_t output = (panel * vectors + v) * LANES, to = (row + r) * a->outputs + output, left = a->outputs - output;
             if (left <= 0) break;
-            vec y = load_f32(sums + r * PANEL + v * LANES);
+            vec y = load_f32(sums + (r * vectors + v) * LANES);
             if (a->bias) y += load_f32(a->bias + output);
             if (left >= LANES) {
                 if (a->residual) y = load(a->residual, to, kind) + rounded(y, kind);
@@ -101,11 +108,16 @@ INLINE void answer_kind(const linear_args *a, int64_t row, int64_t panel, int64_
         }
 }
 
-static void answer(const linear_args *a, int64_t row, int64_t panel, int64_t rows, const float *sums) {
-    if (a->out_kind == FLOAT32)
-        answer_kind(a, row, panel, rows, sums, FLOAT32);
+static void answer(const linear_args *a, int64_t row, int64_t panel, int64_t rows, const float *sums, int vectors) {
+    if (vectors == VECTORS)
+        if (a->out_kind == FLOAT32)
+            answer_kind(a, row, panel, rows, sums, VECTORS, FLOAT32);
+        else
+            answer_kind(a, row, panel, rows, sums, VECTORS, BFLOAT16);
+    else if (a->out_kind == FLOAT32)
+        answer_kind(a, row, panel, rows, sums, WIDE_VECTORS, FLOAT32);
     else
-        answer_kind(a, row, panel, rows, sums, BFLOAT16);
+        answer_kind(a, row, panel, rows, sums, WIDE_VECTORS, BFLOAT16);
 }
 
 INLINE void tile(const linear_args *a, int64_t panel, int64_t row, int rows, int format, int x_kind) {
@@ -127,33 +139,33 @@ INLINE void tile(const linear_args *a, int64_t panel, int64_t row, int rows, int
     float sums[MOST_ROWS * PANEL];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < VECTORS; v++) store_f32(sums + r * PANEL + v * LANES, total[r][v]);
-    answer(a, row, panel, rows, sums);
+    answer(a, row, panel, rows, sums, VECTORS);
 }
 
 /* sums[r][v] += a pair of x times the pairs w[v]; rows of x lie `row_step` apart. */
-INLINE void add_pairs(vec sums[][VECTORS], const uint32_t *x, int64_t row_step, const vec *w, int rows) {
+INLINE void add_pairs(vec sums[][WIDE_VECTORS], const uint32_t *x, int64_t row_step, const vec *w, int rows) {
 #ifdef __AVX512BF16__
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
         __m512bh pair = (__m512bh)_mm512_set1_epi32((int32_t)x[r * row_step]);
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++)
+#pragma GCC unroll 2
+        for (int v = 0; v < WIDE_VECTORS; v++)
             sums[r][v] = (vec)_mm512_dpbf16_ps((__m512)sums[r][v], pair, (__m512bh)w[v]);
     }
 #else
     /* The low halves, then the high ones: with both widened at once the sums would leave the registers. */
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
-        vec wide[VECTORS];
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) wide[v] = (vec)(half ? (uvec)w[v] & 0xffff0000u : (uvec)w[v] << 16);
-#pragma GCC unroll 6
+        vec wide[WIDE_VECTORS];
+#pragma GCC unroll 2
+        for (int v = 0; v < WIDE_VECTORS; v++) wide[v] = (vec)(half ? (uvec)w[v] & 0xffff0000u : (uvec)w[v] << 16);
+#pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             uint32_t word = half ? x[r * row_step] & 0xffff0000u : x[r * row_step] << 16;
             float one;
             memcpy(&one, &word, sizeof one);
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sums[r][v] += one * wide[v];
+#pragma GCC unroll 2
+            for (int v = 0; v < WIDE_VECTORS; v++) sums[r][v] += one * wide[v];
         }
     }
 #endif
@@ -162,31 +174,31 @@ INLINE void add_pairs(vec sums[][VECTORS], const uint32_t *x, int64_t row_step, 
 /* sums[r][v] += the products of `steps` words of x and of a panel's weights. x's words of one row lie `step` apart,
  * those of two rows `row_step`. `lines` of what lies from `fetch` on are brought nearer at every step. */
 INLINE void add_words(
-    vec sums[][VECTORS], const uint32_t *x, int64_t row_step, int64_t step, const uint32_t *words, int64_t steps,
+    vec sums[][WIDE_VECTORS], const uint32_t *x, int64_t row_step, int64_t step, const uint32_t *words, int64_t steps,
     const uint32_t *fetch, int lines, int rows, int kind
 ) {
-    for (int64_t k = 0; k < steps; k++, x += step, words += PANEL, fetch += lines * LANES) {
-        vec w[VECTORS];
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) memcpy(&w[v], words + v * LANES, sizeof w[v]);
-#pragma GCC unroll 4
+    for (int64_t k = 0; k < steps; k++, x += step, words += WIDE_PANEL, fetch += lines * LANES) {
+        vec w[WIDE_VECTORS];
+#pragma GCC unroll 2
+        for (int v = 0; v < WIDE_VECTORS; v++) memcpy(&w[v], words + v * LANES, sizeof w[v]);
+#pragma GCC unroll 2
         for (int i = 0; i < lines; i++) __builtin_prefetch(fetch + i * LANES, 0, 2);
         if (kind == BFLOAT16) {
             add_pairs(sums, x, row_step, w, rows);
             continue;
         }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             float one;
             memcpy(&one, x + r * row_step, sizeof one);
-#pragma GCC unroll 4
-            for (int v = 0; v < VECTORS; v++) sums[r][v] += one * w[v];
+#pragma GCC unroll 2
+            for (int v = 0; v < WIDE_VECTORS; v++) sums[r][v] += one * w[v];
         }
     }
 }
 
 /* A panel's sums over `steps` words along K from `first` on. x lies as add_words says; sums begin as `held`
- * `[rows, 64]` has them, or at `first` 0 as zero, and end there. */
+ * `[rows, 32]` has them, or at `first` 0 as zero, and end there. */
 typedef struct {
     const uint32_t *x, *words, *fetch;
     float *held;
@@ -194,11 +206,11 @@ typedef struct {
 } wide_tile;
 
 INLINE void sum_tile(const wide_tile *t, int64_t step, int rows, int kind) {
-    vec sums[MOST_ROWS][VECTORS];
-#pragma GCC unroll 6
+    vec sums[WIDE_ROWS][WIDE_VECTORS];
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = t->first ? load_f32(t->held + r * PANEL + v * LANES) : splat(0.0f);
+#pragma GCC unroll 2
+        for (int v = 0; v < WIDE_VECTORS; v++) sums[r][v] = t->first ? load_f32(t->held + r * WIDE_PANEL + v * LANES) : splat(0.0f);
     if (step == 1)
         add_words(sums, t->x, t->row_step, 1, t->words, t->steps, t->fetch, 0, rows, kind);
     else if (t->lines == 2)
@@ -207,10 +219,10 @@ INLINE void sum_tile(const wide_tile *t, int64_t step, int rows, int kind) {
         add_words(sums, t->x, 1, rows, t->words, t->steps, t->fetch, 1, rows, kind);
     else
         add_words(sums, t->x, 1, rows, t->words, t->steps, t->fetch, 0, rows, kind);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) store_f32(t->held + r * PANEL + v * LANES, sums[r][v]);
+#pragma GCC unroll 2
+        for (int v = 0; v < WIDE_VECTORS; v++) store_f32(t->held + r * WIDE_PANEL + v * LANES, sums[r][v]);
 }
 
 /* Rows of a tile are compiled in, so that its sums stay in registers. */
@@ -229,14 +241,16 @@ static void few_rows(const wide_tile *t, int64_t rows, int64_t kind) {
 
 /* More: of a tile's rows the words of one k lie beside each other. */
 static void packed_rows(const wide_tile *t, int64_t rows, int64_t kind) {
-    switch (rows) { WIDE_CASE(3, 0) WIDE_CASE(4, 0) WIDE_CASE(5, 0) WIDE_CASE(6, 0) }
+    switch (rows) {
+        WIDE_CASE(6, 0) WIDE_CASE(7, 0) WIDE_CASE(8, 0) WIDE_CASE(9, 0) WIDE_CASE(10, 0) WIDE_CASE(11, 0) WIDE_CASE(12, 0)
+    }
 }
 
 INLINE int64_t part(int64_t total, int64_t index, int64_t parts) { return total * index / parts; }
 
-/* `count` rows, more than a tile's, from `row` on into tiles, whose number it answers. */
+/* `count` rows, more than few, from `row` on into tiles, whose number it answers. */
 static int64_t pack_rows(const linear_args *a, int64_t row, int64_t count, int64_t steps, uint32_t *to) {
-    int64_t tiles = (count + MOST_ROWS - 1) / MOST_ROWS;
+    int64_t tiles = (count + WIDE_ROWS - 1) / WIDE_ROWS;
     const uint32_t *x = (const uint32_t *)a->x + row * steps;
     for (int64_t t = 0; t < tiles; t++) {
         int64_t first = part(count, t, tiles), rows = part(count, t + 1, tiles) - first;
@@ -254,39 +268,39 @@ static int64_t pack_rows(const linear_args *a, int64_t row, int64_t count, int64
 static void many_rows(const linear_args *a, int64_t self, int64_t first_panel, int64_t end_panel, int64_t steps) {
     int64_t blocks = (a->rows + PACKED_ROWS - 1) / PACKED_ROWS;
     uint32_t *packed = a->scratch + self * PACKED_ROWS * steps;
-    float held[PACKED_ROWS * PANEL];
+    float held[PACKED_ROWS * WIDE_PANEL];
     for (int64_t b = 0; b < blocks; b++) {
         int64_t row = part(a->rows, b, blocks), count = part(a->rows, b + 1, blocks) - row;
         int64_t tiles = pack_rows(a, row, count, steps, packed);
         for (int64_t panel = first_panel; panel < end_panel; panel++) {
-            const uint32_t *words = a->words + panel * steps * PANEL;
+            const uint32_t *words = a->words + panel * steps * WIDE_PANEL;
             for (int64_t k = 0; k < steps; k += BLOCK)
                 for (int64_t t = 0; t < tiles; t++) {
                     int64_t from = part(count, t, tiles), rows = part(count, t + 1, tiles) - from;
-                    wide_tile own = {.x = packed + from * steps + k * rows, .words = words + k * PANEL,
-                                     .held = held + from * PANEL, .first = k,
+                    wide_tile own = {.x = packed + from * steps + k * rows, .words = words + k * WIDE_PANEL,
+                                     .held = held + from * WIDE_PANEL, .first = k,
                                      .steps = steps - k < BLOCK ? steps - k : BLOCK};
-                    /* The next block, shared by the first tiles: two of two lines a step, or four of one. */
-                    own.lines = tiles < 4 ? (t < 2) * 2 : t < 4;
-                    own.fetch = own.words + own.steps * (PANEL + t * own.lines * LANES);
+                    own.lines = tiles == 1 ? 2 : t < 2; /* of the next block, which the first two share */
+                    own.fetch = own.words + own.steps * (WIDE_PANEL + t * own.lines * LANES);
                     packed_rows(&own, rows, a->x_kind);
                 }
-            answer(a, row, panel, count, held);
+            answer(a, row, panel, count, held, WIDE_VECTORS);
         }
     }
 }
 
 static void wide_share(const linear_args *a, int64_t self, int64_t first, int64_t end) {
     int64_t steps = a->x_kind == FLOAT32 ? a->inputs : a->inputs / 2;
-    if (a->rows > MOST_ROWS) {
+    if (a->rows > FEW_ROWS) {
         many_rows(a, self, first, end, steps);
         return;
     }
-    float held[MOST_ROWS * PANEL];
+    float held[FEW_ROWS * WIDE_PANEL];
     for (int64_t panel = first; panel < end; panel++) {
-        wide_tile all = {.x = a->x, .words = a->words + panel * steps * PANEL, .held = held, .row_step = steps, .steps = steps};
+        const uint32_t *words = a->words + panel * steps * WIDE_PANEL;
+        wide_tile all = {.x = a->x, .words = words, .held = held, .row_step = steps, .steps = steps};
         few_rows(&all, a->rows, a->x_kind);
-        answer(a, 0, panel, a->rows, held);
+        answer(a, 0, panel, a->rows, held, WIDE_VECTORS);
     }
 }
 
@@ -298,7 +312,7 @@ static void wide_share(const linear_args *a, int64_t self, int64_t first, int64_
         break;
 
 void linear_share(const linear_args *a, int64_t self) {
-    int64_t panels = (a->outputs + PANEL - 1) / PANEL;
+    int64_t outputs = a->format == WIDE ? WIDE_PANEL : PANEL, panels = (a->outputs + outputs - 1) / outputs;
     int64_t first = part(panels, self, a->threads), end = part(panels, self + 1, a->threads);
     if (a->format == WIDE) {
         wide_share(a, self, first, end);

@@ -3,11 +3,11 @@
 
 #include "vec.h"
 
-#define PACKED_ROWS 96 /* that a thread works on at once, where there are more than a tile's */
+#define PACKED_ROWS 96 /* that a thread works on at once, where there are more than few */
 
 typedef struct {
     const void *x;         /* [rows, inputs], contiguous, of `x_kind` */
-    const uint32_t *words; /* [panels, inputs / weights of a word, 64] */
+    const uint32_t *words; /* [panels, inputs / weights of a word, 64 or 32] */
     const float *scale;    /* [panels, inputs / group, 64]; null: the weights have none */
     const float *bias;     /* [panels, 64], or null */
     const void *residual;  /* [rows, outputs] of `out_kind`, added to the answer as rounded; null: none. May be `out` */

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu.library import KINDS, library, openmp
+from kernels.cpu.memory import zeros
 from kernels.quantise import NarrowFormat, WeightFormat
 
 FORMATS = {"int4": 0, "int8": 1, "fp8": 2, "same": 3}  # linear.c
-PANEL = 64  # outputs that it works on at once
+PANEL, WIDE_PANEL = 64, 32  # outputs that it works on at once; the second of weights that are not widened
 FEW_ROWS = 6  # up to which it needs no scratch
 PACKED_ROWS = 96  # rows that a thread then works on at once
 CHUNK = 64 * PANEL  # outputs packed at a time, which takes 32 bits a weight
@@ -106,19 +107,19 @@ class NativeLinear:
         return out
 
 
-def panels(values: Tensor) -> Tensor:
-    """`[N, C]` -> `[N / 64, C, 64]`, the last panel filled with zeros."""
-    filled = F.pad(values, (0, 0, 0, -len(values) % PANEL))
-    return filled.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+def panels(values: Tensor, size: int = PANEL) -> Tensor:
+    """`[N, C]` -> `[N / size, C, size]`, the last panel filled with zeros."""
+    filled = F.pad(values, (0, 0, 0, -len(values) % size))
+    return filled.unflatten(0, (-1, size)).transpose(1, 2).contiguous()
 
 
 def wide_panels(weight: Tensor) -> Tensor:
-    """`[N, K]` in fp32 or bf16 -> words `[N / 64, K, 64]` or `[N / 64, K / 2, 64]` int32."""
+    """`[N, K]` in fp32 or bf16 -> words `[N / 32, K, 32]` or `[N / 32, K / 2, 32]` int32."""
     count, words = len(weight), weight.contiguous().view(torch.int32)
-    found = torch.empty(-(-count // PANEL), words.shape[1], PANEL, dtype=torch.int32)
+    found = zeros((-(-count // WIDE_PANEL), words.shape[1], WIDE_PANEL), torch.int32)
     for first in range(0, count, CHUNK):
         rows = words[first : first + CHUNK]
-        found[first // PANEL : -(-(first + len(rows)) // PANEL)] = panels(rows)
+        found[first // WIDE_PANEL : -(-(first + len(rows)) // WIDE_PANEL)] = panels(rows, WIDE_PANEL)
     return found
 
 
@@ -126,11 +127,9 @@ def packed(stored: Tensor, weight_format: NarrowFormat) -> Tensor:
     """`[N, K]` in 8 bits -> words `[N / 64, K / held, 64]` int32, each of `held` weights, in pairs (linear.c)."""
     bits = 4 if weight_format == "int4" else 8
     held = 32 // bits
-    found = []
-    for rows in stored.split(CHUNK):
+    found = zeros((-(-len(stored) // PANEL), stored.shape[1] // held, PANEL), torch.int32)
+    for words, rows in zip(found.split(CHUNK // PANEL), stored.split(CHUNK), strict=True):
         values = panels(rows.view(torch.uint8).int() & (2**bits - 1)).unflatten(1, (-1, held))
-        words = torch.zeros_like(values[:, :, 0])
         for place in range(held):
             words |= values[:, :, place] << (bits * (place // 2) + 16 * (place % 2))
-        found.append(words)
-    return torch.cat(found)
+    return found

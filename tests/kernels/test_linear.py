@@ -8,7 +8,7 @@ from kernels.linear import PackedLinear, assert_row_invariant
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (256, 1280), (640, 256)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (256, 1280), (640, 256), (320, 40)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_packed_linear_matches_float64_for_any_leading_shape(dtype, tolerance, inputs, outputs, bias):
     weight = (torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)
@@ -24,10 +24,14 @@ def test_packed_linear_matches_float64_for_any_leading_shape(dtype, tolerance, i
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("inputs", "outputs"), [(256, 512), (256, 2048), (640, 256), (2048, 512)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(256, 512), (256, 2048), (640, 256), (2048, 512), (320, 40)])
 def test_row_bits_do_not_depend_on_the_number_of_rows(dtype, inputs, outputs):
     linear = PackedLinear(torch.randn(outputs, inputs).to(dtype))
-    assert_row_invariant(linear, dtype, torch.device("cpu"))
+    whole = assert_row_invariant(linear, dtype, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, inputs, generator=generator).to(dtype)  # the probe's own rows
+    for count in range(1, 40):  # every way in which rows are divided
+        assert torch.equal(linear(x[:count]), whole[:count])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
