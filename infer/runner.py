@@ -55,7 +55,7 @@ class Runner:
             return replayed
         starts = [request.computed for request in requests]
         counts = tree.length.tolist()
-        rows = self._forward(requests, starts, counts, tree.token[tree.inside].to(self.pool.device), tree, aux)
+        rows = self._forward(requests, starts, counts, tree.rows(tree.token).to(self.pool.device), tree, aux)
         return Verified(self.logits(rows.hidden), rows.aux, rows.positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Runner:
     ) -> Rows:
         device, words, depth = self.pool.device, None, None
         if tree is not None and not tree.is_chain:
-            words, depth = tree.ancestors[tree.inside].to(device), tree.depth[tree.inside].to(device)
+            words, depth = tree.rows(tree.ancestors).to(device), tree.rows(tree.depth).to(device)
         rows = self.pool.rows(requests, starts, counts, words)
         positions = rows.places if depth is None else rows.committed + depth
         out = self._shard.forward(ids, positions, rows, aux)

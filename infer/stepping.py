@@ -58,7 +58,7 @@ class Stepping:
         if not tree.is_chain:
             places = [[start + node for node in own.path] for start, own in zip(starts, verdicts, strict=True)]
             self._pool.move(requests, places, starts)
-        depths = tree.depth.masked_fill(~tree.inside, 0).amax(1).tolist()
+        depths = tree.depths()
         first_row = list(itertools.accumulate(lengths, initial=0))
         drafts = tree.token.tolist()
         outputs, kept_rows, survivors, counts = [], [], [], []

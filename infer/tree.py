@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 MAX_NODES = 64  # bits of an ancestor word
+
+
+@cache
+def chain_fields(width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`[N]` each, of a chain: parents, depths and ancestors."""
+    node = torch.arange(width, dtype=torch.int32)
+    words = (torch.ones((), dtype=torch.int64) << (node.long() + 1).clamp(max=63)) - 1
+    if width == MAX_NODES:
+        words[-1] = -1  # all 64 bits
+    return node - 1, node, words
 
 
 @dataclass
@@ -37,16 +47,12 @@ class DraftTree:
         width = max(lengths)
         assert width <= MAX_NODES
         rows = [[root, *draft] + [0] * (width - 1 - len(draft)) for root, draft in zip(roots, drafts, strict=True)]
-        batch = len(rows)
-        node = torch.arange(width, dtype=torch.int32)
-        words = (torch.ones((), dtype=torch.int64) << (node.long() + 1).clamp(max=63)) - 1
-        if width == MAX_NODES:
-            words[-1] = -1  # all 64 bits
+        parent, depth, words = (field.expand(len(rows), width) for field in chain_fields(width))
         return cls(
             token=torch.tensor(rows),
-            parent=(node - 1).expand(batch, width),
-            depth=node.expand(batch, width),
-            ancestors=words.expand(batch, width),
+            parent=parent,
+            depth=depth,
+            ancestors=words,
             length=torch.tensor(lengths),
             is_chain=True,
         )
@@ -127,6 +133,21 @@ class DraftTree:
     def inside(self) -> Tensor:
         """bool `[B, N]`: which entries are nodes."""
         return torch.arange(self.token.shape[1], device=self.token.device) < self.length[:, None]
+
+    def rows(self, field: Tensor) -> Tensor:
+        """Of a field `[B, N]` what belongs to nodes, one request's after another's: `[R]`."""
+        return field.flatten() if self.full else field[self.inside]
+
+    @cached_property
+    def full(self) -> bool:
+        """Whether all requests have as many nodes; asks the device."""
+        return int(self.length.sum()) == self.token.numel()
+
+    def depths(self) -> list[int]:
+        """Of each request's deepest node."""
+        if self.is_chain:
+            return (self.length - 1).tolist()
+        return self.depth.masked_fill(~self.inside, 0).amax(1).tolist()
 
     def is_chain_of(self, row: int) -> bool:
         """Whether this request's own tree is a chain."""

@@ -32,16 +32,18 @@ def verify(
     rates: Sequence[float] = (),
 ) -> list[Verdict]:
     """One verdict per request. `rates`: of synthetic acceptance."""
-    lengths = tree.length.tolist()
-    grid = choices.token.new_full(tree.token.shape, -1)
-    grid[tree.inside.to(grid.device)] = choices.token
-    grid = grid.cpu()
+    lengths, width = tree.length.tolist(), tree.token.shape[1]
+    tokens, chosen, first = choices.token.tolist(), list[list[int]](), 0
+    for length in lengths:
+        chosen.append(tokens[first : first + length] + [-1] * (width - length))
+        first += length
+    grid = torch.tensor(chosen)  # [B, N]
     blocks = [b for b, rule in enumerate(rules) if rule == "block" and tree.is_chain_of(b)]
     typical = [b for b, rule in enumerate(rules) if rule == "typical"]
     also = likely_nodes(tree, choices, typical) if typical else None
     last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, grid, also).tolist()
     verified = dict(zip(blocks, verify_blocks(requests, tree, choices, blocks), strict=True))
-    chosen, verdicts = grid.tolist(), []
+    verdicts = []
     for b, (request, rule) in enumerate(zip(requests, rules, strict=True)):
         if rule == "synthetic":
             verdicts.append(lossy.synthetic(rates, lengths[b] - 1, chosen[b], request.seed, request.computed))

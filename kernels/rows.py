@@ -50,10 +50,17 @@ class AttentionRows:
         rows = tuple(count for count in counts if count)
         return cls(table, request, start, offset, words, page_size, longest, rows, first)
 
-    def next(self) -> AttentionRows:
-        """Of chains, one row of each request: the row after it, which sees this one too."""
+    def next(self, kept: Tensor | None = None) -> AttentionRows:
+        """Of chains, one row of each request, or of those `kept` `[K]`: the row after it, which sees this one too."""
         assert self.words is None
-        return replace(self, committed=self.committed + 1, longest=self.longest + 1)
+        assert len(self.counts) == len(self.request)
+        after = replace(self, committed=self.committed + 1, longest=self.longest + 1)
+        if kept is None:
+            return after
+        left = len(kept)
+        table, committed = after.table[kept], after.committed[kept]
+        own = {"request": self.request[:left], "offset": self.offset[:left], "counts": self.counts[:left]}
+        return replace(after, table=table, committed=committed, **own)
 
     @cached_property
     def places(self) -> Tensor:

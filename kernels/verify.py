@@ -9,7 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.cpu.library import library
 from kernels.triton import in_use
+
+NATIVE = [torch.int64, torch.int32, torch.int32, torch.int64, torch.int64, torch.int64]  # what the C form takes
 
 
 def accept(
@@ -31,6 +34,28 @@ def accept(
         from kernels.triton import verify
 
         return verify.accept(token, parent, depth, ancestors, length, choice, likely)
+    native = library() if token.device.type == "cpu" else None
+    if native is not None:  # some twenty operations on a few numbers each
+        fields = [x.contiguous() for x in (token, parent, depth, ancestors, length, choice)]
+        assert [x.dtype for x in fields] == NATIVE
+        marks = None if likely is None else likely.contiguous()
+        last = torch.empty(len(token), dtype=torch.int64)
+        pointers = [x if x is None else x.data_ptr() for x in (*fields, marks, last)]
+        native.accept(*pointers, *token.shape)
+        return last
+    return accept_in_torch(token, parent, depth, ancestors, length, choice, likely)
+
+
+def accept_in_torch(
+    token: Tensor,
+    parent: Tensor,
+    depth: Tensor,
+    ancestors: Tensor,
+    length: Tensor,
+    choice: Tensor,
+    likely: Tensor | None = None,
+) -> Tensor:
+    """The same, on any device."""
     nodes = torch.arange(token.shape[1], device=token.device)
     ok = token == choice.gather(1, parent.clamp(min=0).long())
     if likely is not None:

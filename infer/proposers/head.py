@@ -250,15 +250,18 @@ class HeadProposer:
                     still.append(place)
             if not still:
                 break
+            keep = None
             if len(still) < len(going):
                 keep = torch.tensor(still, device=state.device)
                 going = [going[place] for place in still]
                 state, tokens, parameters = state[keep], tokens[keep], parameters and parameters.rows(keep)
-                slots, rows = slots[keep], None
+                slots = slots[keep]
             attention: Attention = no_attention
             if self.kv_layers:
                 rows = (
-                    rows.next() if rows is not None else self._chain_rows([requests[index] for index in going], depth)
+                    rows.next(keep)
+                    if rows is not None
+                    else self._chain_rows([requests[index] for index in going], depth)
                 )
                 attention = self.attend(rows)
             state = self._head.step(tokens, state, slots, attention, depth)

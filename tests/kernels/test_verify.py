@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.tree import MAX_NODES, DraftTree
-from kernels.verify import accept
+from kernels.rows import AttentionRows
+from kernels.verify import accept, accept_in_torch
 
 
 def walk(token, parent, length, choice):
@@ -43,7 +44,9 @@ def test_accept_equals_the_walk(cases, seed):
     length = torch.tensor([len(token) for token, _ in cases])
     tree = DraftTree.from_parents(torch.tensor(pad), torch.tensor(parents), length)
     choice = torch.randint(0, 3, (len(cases), width), generator=torch.Generator().manual_seed(seed))
-    last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice)
+    parts = tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice
+    last = accept(*parts)
+    assert torch.equal(accept_in_torch(*parts), last)
     for b, (token, parent) in enumerate(cases):
         node = walk(token, parent, len(token), choice[b].tolist())
         assert int(last[b]) == node
@@ -69,7 +72,7 @@ def test_likely_nodes_are_taken_besides(case, seed):
             depth[node] = depth[above] + 1
             best = node if depth[node] > depth[best] else best
     parts = tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice
-    assert int(accept(*parts, likely)) == best
+    assert int(accept(*parts, likely)) == int(accept_in_torch(*parts, likely)) == best
 
 
 def test_chains_equal_trees_made_from_parents():
@@ -79,3 +82,30 @@ def test_chains_equal_trees_made_from_parents():
     assert torch.equal(chain.ancestors[inside], built.ancestors[inside])
     assert torch.equal(chain.depth[inside], built.depth[inside])
     assert chain.is_chain
+
+
+@given(st.lists(trees(), min_size=1, max_size=4))
+def test_rows_and_depths_are_those_of_the_nodes(cases):
+    width = max(len(token) for token, _ in cases)
+    pad = [[*token, *[9] * (width - len(token))] for token, _ in cases]
+    parents = [[*parent, *[0] * (width - len(parent))] for _, parent in cases]
+    length = torch.tensor([len(token) for token, _ in cases])
+    tree = DraftTree.from_parents(torch.tensor(pad), torch.tensor(parents), length)
+    assert tree.rows(tree.token).tolist() == [token for own, _ in cases for token in own]
+    assert tree.depths() == [int(tree.depth[b, : len(own)].max()) for b, (own, _) in enumerate(cases)]
+    chain = DraftTree.chains([own[0] for own, _ in cases], [own[1:] for own, _ in cases])
+    assert torch.equal(chain.rows(chain.token), tree.rows(tree.token))
+    assert chain.depths() == [len(own) - 1 for own, _ in cases]
+
+
+def test_some_of_several_chains_go_on():
+    table = torch.arange(12).view(3, 4)
+    rows = AttentionRows.blocks(table, [5, 9, 2], [1, 1, 1], page_size=4)
+    for kept in ([0, 2], [1], [0, 1, 2], None):
+        after = rows.next(None if kept is None else torch.tensor(kept))
+        left = [0, 1, 2] if kept is None else kept
+        anew = AttentionRows.blocks(table[left], [[6, 10, 3][b] for b in left], [1] * len(left), page_size=4)
+        for name in ("table", "request", "committed", "offset", "places", "slots"):
+            assert torch.equal(getattr(after, name), getattr(anew, name)), name
+        assert after.counts == anew.counts
+        assert after.longest >= anew.longest
