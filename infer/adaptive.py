@@ -25,9 +25,12 @@ COSTLY = ("head", "draft_model")  # drafters that run a model; whatever else dra
 
 
 def make_controller(
-    engine: Engine, limits: Mapping[str, Budget], survival: Survival, head: HeadProposer | None
+    engine: Engine, limits: Mapping[str, Budget], survival: Survival, head: HeadProposer | None, learnt: Costs | None
 ) -> Controller:
-    """`limits`: what each of the engine's proposers drafts at most. Measuring takes some seconds, the first time."""
+    """`limits`: what each of the engine's proposers drafts at most. Measuring takes some seconds, the first time.
+
+    `learnt`: costs that steps have corrected before; they go on if they are of the same table.
+    """
     drafters = {name: limit for name, limit in limits.items() if name in (engine.proposer_name, *COSTLY)}
     target, config = engine.target, engine.config
     on_gpu = engine.device.type == "cuda"
@@ -42,8 +45,12 @@ def make_controller(
         "engine": asdict(config),
     }
 
+    judged = head if head is not None and engine.proposer_name == DRAFTER and head.judges_chains else None
+
     def make() -> CostTable:
         print("measuring what steps and drafts cost on this machine ...", file=sys.stderr, flush=True)
+        if judged is not None:  # which is a part of what drafts cost
+            judged.confidence = Confidence(Survival())
         return measure(
             engine,
             drafters,
@@ -53,8 +60,9 @@ def make_controller(
             max_rows=config.max_rows,
         )
 
-    costs = Costs(kept_table(cache_folder(), key, make))
-    if head is None or engine.proposer_name != DRAFTER or not head.judges_chains:
+    table = kept_table(cache_folder(), key, make)
+    costs = learnt if learnt is not None and learnt.table == table else Costs(table)
+    if judged is None:
         return Controller(costs, survival)
-    head.confidence = Confidence(survival)
-    return Controller(costs, survival, head.confidence)
+    judged.confidence = Confidence(survival)
+    return Controller(costs, survival, judged.confidence)

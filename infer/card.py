@@ -80,6 +80,10 @@ def describe_costs(table: CostTable | None) -> Sequence[Row]:
         drafting = milliseconds(curves[index].seconds[-1] for index in shown)
         rows.append((f"drafting, {name.replace('_', ' ')}", f"{drafting} ms, {curves[0].sizes[-1]:g} deep for all"))
     beyond, tokens = table.beyond, 1000
+    for name, each in table.reads.items():
+        rows.append(
+            (f"reading, {name.replace('_', ' ')}", f"{1000 * tokens * each:.2g} ms for {tokens} tokens of a prompt")
+        )
     added = (beyond.first, beyond.further, *beyond.levels.values())
     if any(added):
         words = ("a request", "a further row", *(f"a level of {name.replace('_', ' ')}" for name in beyond.levels))

@@ -20,10 +20,9 @@ from infer.proposers.base import NOTHING, Budget
 from infer.survival import LATE, Kind, Survival
 
 CLEARLY = 0.02  # by which drafting for those that are followed must beat plain decoding
-# What following a request costs: a drafter reads its prompt, each token in such a share of what a row adds to a verify,
-# and in a step without drafts features are kept, in such a share of a plain step of one request.
-READING, KEEPING = 0.4, 0.03
-TOGETHER = 0.25  # by which drafting for many is overrated: not all of a batch are followed, drafted for, or end in step
+# Following a request costs, in a step without drafts, such a share of a plain step of one request: features are kept.
+KEEPING = 0.03
+TOGETHER = 0.15  # by which drafting for many is overrated: not all of a batch are followed, drafted for, or end in step
 STAYS = 0.03  # by which a new plan must beat the one in force
 KEPT_STEPS = 8  # a plan stands that long while the batch stays about as it is
 QUIET_STEPS = 16  # and so long if nobody is drafted for
@@ -191,7 +190,7 @@ class Controller:
         return len(decoding) * LEFT > before if quiet else not set(decoding) <= set(self._decoding)
 
     def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
-        plain, worth = self.costs.plain(batch) / batch, -unread * READING * self.costs.row()
+        plain, worth = self.costs.plain(batch) / batch, -self.costs.read(drafter, unread)
         for kind, tokens in ahead.items():
             gain = self._speedup(drafter, allowed, batch, kind) / (1 + TOGETHER * (1 - 1 / batch))
             drafted = gain > 1 + CLEARLY
@@ -323,21 +322,22 @@ def best_plan(
     plain = batch / max(costs.plain(batch), 1e-9)
     plans = {0: Plan({}, 0, plain, plain)}
     pieces = sorted(divided(candidates, survival), key=lambda piece: -piece.gain / piece.rows)
-    level = np.array([piece.level for piece in pieces])
-    rows = np.array([float(piece.rows) for piece in pieces])
-    gain = np.array([piece.gain for piece in pieces])
-    for depth in sorted(set(level.tolist())):
-        taken = np.flatnonzero(level <= depth)
-        drafting = drafting_seconds([pieces[index] for index in taken], costs, depth)
-        seconds = costs.verify(batch, batch + rows[taken].cumsum()) + drafting
-        speeds = (batch + gain[taken].cumsum()) / seconds
-        best = int(speeds.argmax())
-        if speeds[best] > plain:
+    if not pieces:
+        return plans[0]
+    depths = sorted({piece.level for piece in pieces})
+    # [D, P] the pieces that may be taken down to each depth, and what the first, the first two, ... of them come to
+    taken = np.array([piece.level for piece in pieces]) <= np.array(depths)[:, None]
+    rows = batch + (taken * np.array([float(piece.rows) for piece in pieces])).cumsum(1)
+    tokens = batch + (taken * np.array([piece.gain for piece in pieces])).cumsum(1)
+    seconds = costs.verify(batch, rows) + drafting_seconds(pieces, taken, costs, depths)
+    speeds = np.where(taken, tokens / seconds, 0.0)
+    for depth, down_to, own, best in zip(depths, taken, speeds, speeds.argmax(1).tolist(), strict=True):
+        if own[best] > plain:
             budgets: dict[str, Budget] = {}
-            for index in taken[: best + 1].tolist():
+            for index in np.flatnonzero(down_to[: best + 1]).tolist():
                 piece = pieces[index]
                 budgets[piece.request_id] = max(piece.budget, budgets.get(piece.request_id, NOTHING))
-            plans[depth] = Plan(budgets, depth, float(speeds[best]), plain)
+            plans[depth] = Plan(budgets, depth, float(own[best]), plain)
     chosen = max(plans.values(), key=lambda own: own.speed)
     in_force = plans.get(depth_in_force)
     if in_force is not None and chosen.speed < in_force.speed * (1 + STAYS):
@@ -345,20 +345,26 @@ def best_plan(
     return chosen if chosen.speed > plain * (1 + CLEARLY) else plans[0]
 
 
-def drafting_seconds(pieces: Sequence[Piece], costs: Costs, depth: int) -> NDArray[np.float64]:
-    """`[P]`, for the first, the first two, ... of the pieces: drafting `depth` deep for all requests that they are of.
+def drafting_seconds(
+    pieces: Sequence[Piece], taken: NDArray[np.bool_], costs: Costs, depths: Sequence[int]
+) -> NDArray[np.float64]:
+    """`[D, P]`, for those `taken` `[D, P]` of the first, the first two, ... of the pieces: drafting to each of the
+    depths for all requests that they are of.
 
     Between a drafter's first request and its last the cost grows evenly with their number.
     """
-    begins = {piece.request_id: (place, piece.drafter) for place, piece in reversed([*enumerate(pieces)])}
-    seconds = np.zeros(len(pieces))
+    first = {piece.request_id: place for place, piece in reversed([*enumerate(pieces)])}
+    seconds = np.zeros(taken.shape)
     for drafter in {piece.drafter for piece in pieces}:
         begun = np.zeros(len(pieces), dtype=np.int64)
-        begun[[place for place, own in begins.values() if own == drafter]] = 1
-        count = begun.cumsum()
-        last = int(count[-1])
-        one, all_ = costs.draft(drafter, 1, depth), costs.draft(drafter, last, depth)
-        seconds += np.where(count > 0, one + (all_ - one) * (count - 1) / max(last - 1, 1), 0.0)
+        begun[[place for place in first.values() if pieces[place].drafter == drafter]] = 1
+        count = (taken * begun).cumsum(1)
+        last = np.maximum(count[:, -1:], 1)
+        one = np.array([[costs.draft(drafter, 1, depth)] for depth in depths])
+        all_ = np.array(
+            [[costs.draft(drafter, n, depth)] for n, depth in zip(last[:, 0].tolist(), depths, strict=True)]
+        )
+        seconds += np.where(count > 0, one + (all_ - one) * (count - 1) / np.maximum(last - 1, 1), 0.0)
     return seconds
 
 

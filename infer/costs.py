@@ -19,7 +19,10 @@ Sizes = TypeVar("Sizes", float, NDArray[np.float64])
 
 LEARNS = 0.05  # share of the newest step in a correction
 TRUSTED = (0.2, 5.0)  # a step this far off its prediction says nothing: someone else used the machine
-EXTRA = (0.1, 3.0)  # so far the correction of further rows may go
+# Every further row costs at least such a share of what it does in the largest verify: while memory is slow a few rows
+# more take no time, but it may be faster again, and a price of nothing cannot be corrected.
+LEAST_ROW = 0.3
+EXTRA = (0.1, 3.0)  # so far the corrections of further rows and of drafts may go
 FORGETS = 0.97  # of what plain steps have shown, with every step of more rows
 MOST_SEEN = 0.99  # or a few rows of hardly any cost would be blamed for all noise
 
@@ -43,6 +46,12 @@ class Curve:
         found: Any = np.maximum(ys[left] + slopes[left] * (size - xs[left]), 0.0)
         return found
 
+    @property
+    def slope(self) -> float:
+        """From end to end."""
+        width = self.sizes[-1] - self.sizes[0]
+        return (self.seconds[-1] - self.seconds[0]) / width if width else 0.0
+
     @cached_property
     def _pieces(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         xs, ys = np.array(self.sizes), np.array(self.seconds)
@@ -65,7 +74,7 @@ class CostTable:
     """By batch size, ascending: seconds of a verify over its rows, of all else in a plain step, and of drafting.
 
     `drafts[name]` are curves over the depth of what a drafter proposes. All of requests of `context` tokens; `beyond`
-    is what each further token adds.
+    is what each further token adds, `reads[name]` how long a drafter reads at each token of a prompt.
     """
 
     batches: tuple[int, ...]
@@ -74,6 +83,7 @@ class CostTable:
     drafts: dict[str, tuple[Curve, ...]]
     context: int = 0
     beyond: ContextCost = ContextCost()
+    reads: dict[str, float] = field(default_factory=dict[str, float])
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,7 +95,7 @@ class CostTable:
 
         drafts = {name: curves(own) for name, own in found["drafts"].items()}
         batches, around, beyond = tuple(found["batches"]), tuple(found["around"]), ContextCost(**found["beyond"])
-        return cls(batches, curves(found["verify"]), around, drafts, found["context"], beyond)
+        return cls(batches, curves(found["verify"]), around, drafts, found["context"], beyond, found["reads"])
 
     def at(self, batch: int, curves: Sequence[Curve], size: Sizes) -> Sizes:
         """Between the two measured batch sizes beside `batch`."""
@@ -102,6 +112,8 @@ class Costs:
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
+        widest = table.verify[-1]
+        self._least = LEAST_ROW * max(0.0, widest.slope)
         self._further = 0.0  # tokens of context, in the mean of a batch, above those that the table is of
         self._around = Curve(tuple(map(float, table.batches)), table.around)
         self._steps: dict[int, float] = {}  # plain ones of short requests by the table alone; every step asks for one
@@ -109,7 +121,7 @@ class Costs:
         # add to a plain step.
         self._all = self._extra = 1.0
         self._seen = 0.0  # how well plain steps are known, from 0 to 1
-        self._draft: dict[str, float] = {}  # and of a drafter's
+        self._draft: dict[str, tuple[float, float]] = {}  # and of a drafter's, for its first level and further ones
 
     def set_context(self, tokens: Sequence[int]) -> None:
         """From now on costs are those of requests as long as these."""
@@ -118,14 +130,10 @@ class Costs:
     def verify(self, batch: int, rows: Sizes) -> Sizes:
         """Seconds of a step of `batch` requests and so many rows, all but its drafting."""
         extra = self.table.at(batch, self.table.verify, rows) - self.table.at(batch, self.table.verify, float(batch))
+        least = self._least * (rows - batch)
+        extra: Any = max(extra, least) if isinstance(rows, float) else np.maximum(extra, least)
         extra = extra + self.table.beyond.further * self._further * (rows - batch)
         return self.plain(batch) + self._all * self._extra * extra
-
-    def row(self) -> float:
-        """Seconds that a further row adds to a verify of one short request."""
-        curve = self.table.verify[0]
-        first, last = curve.sizes[0], curve.sizes[-1]
-        return self._all * max(0.0, curve.seconds[-1] - curve.seconds[0]) / max(last - first, 1.0)
 
     def plain(self, batch: int) -> float:
         """The same of a step without drafts."""
@@ -136,12 +144,23 @@ class Costs:
 
     def draft(self, drafter: str, batch: int, depth: int) -> float:
         """Seconds of drafting `depth` deep for `batch` requests; 0 for a drafter that was not measured."""
+        if not depth:
+            return 0.0
+        one, (first, further) = self._drafting(drafter, batch, 1), self._draft.get(drafter, (1.0, 1.0))
+        return first * one + further * (self._drafting(drafter, batch, depth) - one)
+
+    def _drafting(self, drafter: str, batch: int, depth: int) -> float:
+        """As `draft`, before drafts have taught anything."""
         curves = self.table.drafts.get(drafter)
         if curves is None or depth == 0 or batch == 0:
             return 0.0
         seconds = float(self.table.at(batch, curves, float(depth)))
         seconds += self.table.beyond.levels.get(drafter, 0.0) * self._further * batch * depth
-        return self._all * self._draft.get(drafter, 1.0) * seconds
+        return self._all * seconds
+
+    def read(self, drafter: str, tokens: int) -> float:
+        """Seconds in which a drafter reads so many tokens of a prompt."""
+        return self._all * self.table.reads.get(drafter, 0.0) * tokens
 
     def learn(self, *, batch: int, rows: int, seconds: float) -> None:
         """A step without prefill took so long, its drafting set aside.
@@ -156,16 +175,23 @@ class Costs:
             return
         share = LEARNS * (seconds - expected) / ((1 - known) * expected**2 + extra**2)
         self._all *= 1 + (1 - known) * share * expected
-        self._extra = min(max(self._extra * (1 + share * extra), EXTRA[0]), EXTRA[1])
+        self._extra = bounded(self._extra * (1 + share * extra))
         self._seen = self._seen + LEARNS * (1 - self._seen) if rows == batch else FORGETS * self._seen
 
     def learn_draft(self, drafter: str, counts: Sequence[int], seconds: float) -> None:
         """A draft took so long, in which `counts[l]` requests went on to level l + 1."""
-        predicted = 0.0
-        for level, count in enumerate(counts, start=1):
-            predicted += self.draft(drafter, count, level) - self.draft(drafter, count, level - 1)
-        if trusted(seconds, predicted):
-            self._draft[drafter] = self._draft.get(drafter, 1.0) * (1 + LEARNS * (seconds / predicted - 1))
+        one, more = self._drafting(drafter, counts[0], 1) if counts else 0.0, 0.0
+        for level, count in enumerate(counts[1:], start=2):
+            more += self._drafting(drafter, count, level) - self._drafting(drafter, count, level - 1)
+        first, further = self._draft.get(drafter, (1.0, 1.0))
+        predicted = first * one + further * more
+        if trusted(seconds, predicted):  # here too normalised least mean squares
+            share = LEARNS * (seconds - predicted) / (one**2 + more**2)
+            self._draft[drafter] = bounded(first + share * one), bounded(further + share * more)
+
+
+def bounded(correction: float) -> float:
+    return min(max(correction, EXTRA[0]), EXTRA[1])
 
 
 def trusted(seconds: float, predicted: float) -> bool:

@@ -210,6 +210,15 @@ class Drafting:
                 for request in batch:
                     self._give_up(request, error)
 
+    def read_again(self, requests: Sequence[Request], features: Tensor) -> None:
+        """Drafters read all that is committed of each as if it were a prompt, with these `features` `[n, F]`."""
+        for request in requests:
+            self._of(request).release(request)
+            request.phase = Phase.PREFILL
+        self.commit(requests, [request.computed for request in requests], features)
+        for request in requests:
+            request.phase = Phase.DECODE
+
     def filled_by(self, request: Request) -> str:
         """Requests with one answer fill the same layers of their pages, and may share them."""
         return self.name_for(request) if self._of(request).kv_layers else ""

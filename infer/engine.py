@@ -24,7 +24,7 @@ from infer.admission import Limits, check_request
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.constraint import Constraint, Constraints
 from infer.controller import AsAllowed, Controller, Never, Planner
-from infer.costs import CostTable
+from infer.costs import Costs, CostTable
 from infer.drafting import Drafting
 from infer.engine_stats import EngineStats
 from infer.exactness import probe_exactness
@@ -100,6 +100,7 @@ class Engine:
         self._ids, self._arrivals = itertools.count(), itertools.count()
         self._stats, self._clock = EngineStats(), clock
         self._survival = Survival(priors)
+        self._costs: Costs | None = None
         self._synthetic_rates = tuple(self.proposer_config.acceptance or ())
         self._head: HeadProposer | None = None
         self._draft_model: DraftModelProposer | None = None
@@ -281,7 +282,8 @@ class Engine:
             self._head.confidence = None
         if adaptive and name != "none":
             limits = {own: limit for own, (_, limit) in self._proposers.items()}
-            self._planner = make_controller(self, limits, self._survival, self._head)
+            controller = make_controller(self, limits, self._survival, self._head, self._costs)
+            self._planner, self._costs = controller, controller.costs
 
     def add_proposer(self, proposer: Proposer, limit: Budget) -> None:
         """Makes a proposer of your own the default one, under its own name. Only while idle; it keeps no KV."""
@@ -372,6 +374,15 @@ class Engine:
     def try_draft(self, requests: Sequence[Request], budget: Budget) -> None:
         with cpu_threads(self.threads.count(len(requests) * (1 + budget.nodes))):
             self._drafting.propose(requests, [budget] * len(requests))
+
+    @torch.inference_mode()
+    def try_read(self, requests: Sequence[Request]) -> None:
+        rows = sum(request.computed for request in requests)
+        size = len(self._drafting.wants_features(requests)) * self.target.config.hidden_size
+        with cpu_threads(self.threads.count(rows)):
+            self._drafting.read_again(requests, torch.zeros(rows, size, dtype=self.dtype, device=self.device))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
         """Ends the other ranks of a divided target, after which nothing can be computed. Without them: nothing."""

@@ -28,14 +28,14 @@ from infer.request import Request
 
 log = logging.getLogger(__name__)
 
-VERSION = 6  # of what is measured and how
+VERSION = 7  # of what is measured and how
 PROMPT_TOKENS = 96
 LONG_TOKENS = 1024
 LEAST_DIFFERENCE = 128  # between a long and a short request, or noise is all that would be seen
-REPEATS = 5
+REPEATS, MOST_REPEATS, SECONDS = 5, 20, 4.0  # more than the least as long as all together take so long
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
-ROWS_PER_REQUEST = (1, 2, 4, 6, 9, 17, 33, 64)
-PLAIN_TOKENS = REPEATS + 4  # that requests emit while they are measured
+ROWS_PER_REQUEST = (1, 2, 3, 4, 6, 9, 17, 33, 64)
+PLAIN_TOKENS = MOST_REPEATS + 4  # that requests emit while they are measured
 
 
 class Measurable(Protocol):
@@ -58,6 +58,10 @@ class Measurable(Protocol):
     def try_verify(self, requests: Sequence[Request], drafts: int) -> None: ...
 
     def try_draft(self, requests: Sequence[Request], budget: Budget) -> None: ...
+
+    def try_read(self, requests: Sequence[Request]) -> None:
+        """Their drafter reads all that is committed of them. What it drafts from then on is worth nothing."""
+        ...
 
 
 def measure(
@@ -127,7 +131,7 @@ def measure_batches(
     """Of requests of one `length`, all sizes of a batch in turns: a machine that others use is slow for seconds."""
     engine, most = rehearsals.engine, max(size for size in BATCHES if size <= max_batch)
     batches, verify, around = BATCHES, list[Curve](), Curve((1.0,), (0.0,))
-    drafts: dict[str, list[Curve]] = {}
+    drafts, reads = dict[str, list[Curve]](), dict[str, float]()
     for name, limit in drafters.items():
         with rehearsals.of(name, [length] * most) as requests:
             if not requests:
@@ -149,9 +153,11 @@ def measure_batches(
             several = len(requests), rest_of_step(engine, requests)
         with rehearsals.of(name, [length]) as requests:
             around = between((1, rest_of_step(engine, requests)), several)
+            reads[name] = seconds_of_reading(engine, requests)
     count = len(batches)
     own = {name: tuple(curves[:count]) for name, curves in drafts.items()}
-    return CostTable(batches, tuple(verify), tuple(around(float(size)) for size in batches), own, length)
+    beside = tuple(around(float(size)) for size in batches)
+    return CostTable(batches, tuple(verify), beside, own, length, reads=reads)
 
 
 def widths(batch: int, widest: int, max_rows: int) -> list[int]:
@@ -174,6 +180,12 @@ def rest_of_step(engine: Measurable, requests: Sequence[Request]) -> float:
     """Seconds of a plain step of all these beside its verify."""
     step, verify = timed([Work(engine.step), verifying(engine, requests, 1)])
     return max(0.0, step - verify)
+
+
+def seconds_of_reading(engine: Measurable, requests: Sequence[Request]) -> float:
+    """Of each token."""
+    (seconds,) = timed([Work(lambda: engine.try_read(requests))])
+    return seconds / sum(request.computed for request in requests)
 
 
 def between(left: tuple[int, float], right: tuple[int, float]) -> Curve:
@@ -206,9 +218,12 @@ def measure_beyond(rehearsals: Rehearsals, drafters: Mapping[str, Budget], short
 
 
 def timed(works: Sequence[Work]) -> tuple[float, ...]:
-    """Seconds of each: the least of a few after one that warms up, in turns, so that a disturbance meets them all."""
+    """Seconds of each: the least of some after one that warms up, in turns, so that a disturbance meets them all."""
     seconds: list[list[float]] = [[] for _ in works]
-    for turn in range(1 + REPEATS):
+    start = time.perf_counter()
+    for turn in range(1 + MOST_REPEATS):
+        if turn > REPEATS and time.perf_counter() - start > SECONDS:
+            break
         for work, own in zip(works, seconds, strict=True):
             work.before()
             begin = time.perf_counter()

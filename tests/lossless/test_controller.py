@@ -267,6 +267,7 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     assert set(table.drafts) == {"head"}
     assert all(seconds > 0 for curve in (*table.verify, *table.drafts["head"]) for seconds in curve.seconds)
     assert table.verify[3].sizes[0] == 8.0
+    assert 0 < table.reads["head"] < table.verify[0].seconds[0]
     assert engine._head.confidence is controller.confidence is not None
     assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
     assert engine._survival._requests == {}
@@ -283,10 +284,29 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     assert 0 < by_history < 1
     engine.set_proposer("none")
     assert engine._head.confidence is None
+    engine._costs.learn(batch=1, rows=1, seconds=2 * engine._costs.plain(1))
+    learnt = engine._costs.plain(1)
     engine.set_proposer("head")
+    assert engine._planner.costs.plain(1) == learnt
     assert "measuring" not in capfd.readouterr().err
     assert engine._planner.costs.table == table
     assert engine._planner.survival is controller.survival
+
+
+def test_reading_again_fills_a_drafters_layers(make_engine, prompts):
+    """What is timed is a prompt's reading."""
+    engine = make_engine(proposer="head")
+    (request,) = engine.rehearse([prompts[5]], replace(GREEDY, max_tokens=8))
+    own = engine._pool.layers.caches[engine._head._first_layer :]
+    for cache in own:
+        cache.zero_()
+    engine.try_read([request])
+    size = engine.config.page_size
+    slots = [request.pages[place // size] * size + place % size for place in range(1, request.computed + 1)]
+    assert len(slots) >= len(prompts[5])
+    assert all(bool((cache[:, :, slots] != 0).any(-1).all()) for cache in own)
+    engine.dismiss([request])
+    assert_nothing_left(engine)
 
 
 def test_a_context_too_short_to_measure_in(make_small_engine):

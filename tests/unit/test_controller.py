@@ -60,6 +60,7 @@ def test_costs_lie_between_the_measured_batches_and_are_corrected_by_steps():
         costs.learn(batch=1, rows=1, seconds=18.0)
         costs.learn(batch=1, rows=8, seconds=28.5)
         costs.learn_draft("head", [2, 2, 2], 3.0)
+        costs.learn_draft("head", [2], 1.0)
     assert costs.verify(1, 1.0) == pytest.approx(18.0, rel=0.01)
     assert costs.verify(1, 8.0) == pytest.approx(28.5, rel=0.01)
     assert costs.draft("head", 1, 1) == pytest.approx(1.0, rel=0.01)
@@ -73,14 +74,13 @@ def with_context(costs: Costs, first: float, further: float, level: float) -> Co
 
 def test_longer_requests_cost_more():
     costs = with_context(make_costs(row=1.0, draft=2.0), first=0.01, further=0.002, level=0.003)
-    short, row = (costs.plain(4), costs.verify(4, 12.0), costs.draft("head", 4, 3)), costs.row()
+    short = costs.plain(4), costs.verify(4, 12.0), costs.draft("head", 4, 3)
     costs.set_context([10, 10])  # shorter than any that was measured
     assert (costs.plain(4), costs.verify(4, 12.0), costs.draft("head", 4, 3)) == short
     costs.set_context([200, 400, 500, 100])
     assert costs.plain(4) - short[0] == pytest.approx(4 * 200 * 0.01)
     assert costs.verify(4, 12.0) - short[1] == pytest.approx(4 * 200 * 0.01 + 8 * 200 * 0.002)
     assert costs.draft("head", 4, 3) - short[2] == pytest.approx(4 * 3 * 200 * 0.003)
-    assert costs.row() == row  # the price of reading: a drafter's layers are few
     assert costs.verify(4, np.array([4.0, 12.0])) == pytest.approx([costs.plain(4), costs.verify(4, 12.0)])
 
 
@@ -98,7 +98,7 @@ def test_context_decides_whether_drafting_pays(row, cost, pays):
 class KnownMachine:
     """An engine whose steps take what a formula says, by a clock of its own."""
 
-    FIXED, FIRST, FURTHER, LEVEL, PLAIN = 10.0, 2.0, 1.0, 0.5, 0.25
+    FIXED, FIRST, FURTHER, LEVEL, PLAIN, READ = 10.0, 2.0, 1.0, 0.5, 0.25, 0.03
     CONTEXT = ContextCost(0.01, 0.002, {"head": 0.004})
 
     def __init__(self, holds: int) -> None:
@@ -110,7 +110,7 @@ class KnownMachine:
         for prompt in prompts:
             room -= len(prompt) + params.max_tokens
             if room >= 0:
-                requests.append(SimpleNamespace(context=len(prompt)))
+                requests.append(SimpleNamespace(context=len(prompt), computed=len(prompt)))
         self.requests = requests
         return requests
 
@@ -130,6 +130,9 @@ class KnownMachine:
         further = sum(own.context - PROMPT_TOKENS for own in requests)
         self.now += budget.depth * (self.LEVEL * len(requests) + self.CONTEXT.levels["head"] * further)
 
+    def try_read(self, requests) -> None:
+        self.now += self.READ * sum(own.computed for own in requests)
+
 
 @pytest.mark.parametrize(("context", "holds", "beyond"), [(4096, 99999, True), (150, 99999, False), (4096, 800, False)])
 def test_a_known_machine_is_measured_as_it_is(monkeypatch, context, holds, beyond):
@@ -141,6 +144,8 @@ def test_a_known_machine_is_measured_as_it_is(monkeypatch, context, holds, beyon
     assert costs.plain(2) == pytest.approx(14.25)
     assert costs.verify(4, 12.0) == pytest.approx(26.25)
     assert costs.draft("head", 4, 3) == pytest.approx(6.0)
+    assert costs.read("head", 200) == pytest.approx(6.0)
+    assert costs.read("ngram", 200) == 0.0
     found = table.beyond
     measured = (found.first, found.further, found.levels.get("head", 0.0))
     assert measured == (pytest.approx((0.01, 0.002, 0.004)) if beyond else (0.0, 0.0, 0.0))
@@ -164,6 +169,27 @@ def test_a_draft_whose_chains_end_one_by_one_teaches_what_a_level_costs():
         costs.learn_draft("head", [4, 2, 1], 2 * (5.0 + 3.0 + 2.0))
     assert costs.draft("head", 4, 1) == pytest.approx(10.0, rel=0.01)
     assert costs.draft("head", 1, 4) == pytest.approx(16.0, rel=0.01)
+
+
+def test_rows_that_took_no_time_when_they_were_measured_can_become_dear():
+    verify = (Curve((1.0, 4.0), (10.0, 9.9)), Curve((4.0, 64.0), (10.0, 70.0)))
+    costs = Costs(CostTable((1, 4), verify, (0.0, 0.0), {}))
+    assert costs.verify(1, 4.0) == pytest.approx(10.9)
+    assert costs.verify(1, np.array([1.0, 4.0])) == pytest.approx([10.0, 10.9])
+    for _ in range(600):
+        costs.learn(batch=1, rows=1, seconds=10.0)
+        costs.learn(batch=1, rows=4, seconds=12.0)
+    assert costs.plain(1) == pytest.approx(10.0, rel=0.05)
+    assert costs.verify(1, 4.0) == pytest.approx(12.0, rel=0.05)
+
+
+def test_what_a_draft_costs_whatever_its_depth_is_told_from_what_levels_cost():
+    costs = make_costs(row=1.0, draft=2.0)
+    for _ in range(600):
+        for counts in ([1], [1, 1], [1, 1, 1, 1]):
+            costs.learn_draft("head", counts, 5.0 + 1.0 * (len(counts) - 1))
+    assert costs.draft("head", 1, 1) == pytest.approx(5.0, rel=0.01)
+    assert costs.draft("head", 1, 3) - costs.draft("head", 1, 2) == pytest.approx(1.0, rel=0.01)
 
 
 def test_a_machine_that_becomes_slower_while_everyone_drafts_makes_plain_steps_dearer_too():
@@ -292,6 +318,10 @@ def test_the_card_says_what_steps_and_drafts_cost():
     assert step == ("step", "12.0 / 15.0 / 27.0 ms at 1 / 4 / 16 requests")
     assert drafting == ("drafting, head", "8.0 / 8.0 / 8.0 ms, 4 deep for all")
     assert describe_costs(None) == []
+    assert describe_costs(replace(table, reads={"head": 3e-5}))[-1] == (
+        "reading, head",
+        "30 ms for 1000 tokens of a prompt",
+    )
     beyond = ContextCost(first=3e-6, further=5e-7, levels={"head": 1e-6})
     assert describe_costs(replace(table, beyond=beyond))[-1] == (
         "1000 tokens of context",
@@ -300,7 +330,8 @@ def test_the_card_says_what_steps_and_drafts_cost():
 
 
 def test_a_prompt_that_its_drafter_would_have_to_read_must_be_worth_it():
-    controller = Controller(make_costs(row=0.5, draft=0.5), Survival({"head": [0.9] * 4}))
+    costs = Costs(replace(make_costs(row=0.5, draft=0.5).table, reads={"head": 0.5}))
+    controller = Controller(costs, Survival({"head": [0.9] * 4}))
     outlooks = [
         controller.outlook("head", Budget(4, 4), 1, Kind.counts(0.0, 0, 64), unread) for unread in (0, 64, 4096)
     ]
