@@ -22,11 +22,9 @@ from infer.survival import LATE, Kind, Survival
 CLEARLY = 0.02  # by which drafting for those that are followed must beat plain decoding
 # Following a request costs, in a step without drafts, such a share of a plain step of one request: features are kept.
 KEEPING = 0.03
-TOGETHER = 0.15  # by which drafting for many is overrated: not all of a batch are followed, drafted for, or end in step
 STAYS = 0.03  # by which a new plan must beat the one in force
-KEPT_STEPS = 8  # a plan stands that long while the batch stays about as it is
-QUIET_STEPS = 16  # and so long if nobody is drafted for
-QUIET_LEARNS = 4  # of so many steps then one teaches what steps cost: waiting must cost next to nothing
+KEPT_STEPS = 16  # a plan stands that long while the batch stays about as it is
+QUIET_LEARNS = 4  # of so many steps without drafts one teaches what steps cost: waiting must cost next to nothing
 LEFT = 0.75  # of the requests it was made for, as many must be left
 PROBE_SHARE = 0.005  # of the time without drafts, spent on finding out whether they would pay again
 # A probe of a request that its drafter does not follow begins with the next page, and some tokens must be seen, so it
@@ -180,7 +178,7 @@ class Controller:
         any of them where others are drafted for, else many.
         """
         quiet = not self.current.budgets
-        if self._age >= (QUIET_STEPS if quiet else KEPT_STEPS):
+        if self._age >= KEPT_STEPS:
             return True
         if decoding == self._decoding:
             return False
@@ -192,7 +190,7 @@ class Controller:
     def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
         plain, worth = self.costs.plain(batch) / batch, -self.costs.read(drafter, unread)
         for kind, tokens in ahead.items():
-            gain = self._speedup(drafter, allowed, batch, kind) / (1 + TOGETHER * (1 - 1 / batch))
+            gain = self._speedup(drafter, allowed, batch, kind)
             drafted = gain > 1 + CLEARLY
             worth += tokens * (plain * (1 - 1 / gain) if drafted else -KEEPING * self.costs.plain(1))
         return worth > 0
@@ -232,7 +230,7 @@ class Controller:
             if self._probe is not None:  # what it brought pays for others, and a good surprise for a new plan
                 batch = len(self._decoding)
                 self._credit += accepted * self.costs.plain(batch) / batch
-                self._age = QUIET_STEPS if accepted > expected else self._age
+                self._age = KEPT_STEPS if accepted > expected else self._age
                 self._probe.steps = 0
 
     def stepped(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
@@ -250,13 +248,14 @@ class Controller:
                 verify = float(self.costs.verify(batch, float(rows)))
                 self.costs.learn(batch=batch, rows=rows, seconds=whole * verify / (verify + drafts))
             return
-        self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
+        slow = self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
         before, self._read = self._read, {own.request_id for own in deep}
         if len(drafters) == 1 and self._read <= before:  # else prompts may have been read too
             counts = [len(deep)] * self.current.depth
             if self.confidence is not None and deep[0].drafter == DRAFTER:
                 counts = self.confidence.counts
-            self.costs.learn_draft(deep[0].drafter, counts, drafting)
+            # What slows a step's verify slows its drafts, and is no news of them.
+            self.costs.learn_draft(deep[0].drafter, counts, drafting / slow)
 
     def forget(self, request_id: str) -> None:
         self.survival.forget(request_id)

@@ -162,8 +162,8 @@ class Costs:
         """Seconds in which a drafter reads so many tokens of a prompt."""
         return self._all * self.table.reads.get(drafter, 0.0) * tokens
 
-    def learn(self, *, batch: int, rows: int, seconds: float) -> None:
-        """A step without prefill took so long, its drafting set aside.
+    def learn(self, *, batch: int, rows: int, seconds: float) -> float:
+        """A step without prefill took so long, its drafting set aside. Answers how many times what was expected.
 
         What one with further rows took longer than expected is their doing as far as plain steps have been seen lately;
         else the whole machine's (normalised least mean squares).
@@ -172,11 +172,12 @@ class Costs:
         expected = plain if rows == batch else float(self.verify(batch, float(rows)))
         extra, known = expected - plain, 0.0 if rows == batch else min(self._seen, MOST_SEEN)
         if not trusted(seconds, expected):
-            return
+            return 1.0
         share = LEARNS * (seconds - expected) / ((1 - known) * expected**2 + extra**2)
         self._all *= 1 + (1 - known) * share * expected
         self._extra = bounded(self._extra * (1 + share * extra))
         self._seen = self._seen + LEARNS * (1 - self._seen) if rows == batch else FORGETS * self._seen
+        return seconds / expected
 
     def learn_draft(self, drafter: str, counts: Sequence[int], seconds: float) -> None:
         """A draft took so long, in which `counts[l]` requests went on to level l + 1."""

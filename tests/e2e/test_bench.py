@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from infer.config import ProposerConfig
-from scripts.bench import Cell, slower_than_plain, without_folders
+from infer.config import BenchConfig, ProposerConfig
+from scripts.bench import Cell, measure, slower_than_plain, without_folders
 from scripts.bench_systems import shaped
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,34 @@ def test_slower_than_plain_is_what_noise_does_not_explain() -> None:
     assert slower_than_plain({0.0: {4: cells}}, 0.0) == [
         "head:auto5 at temperature 0, 4 at once: 0.970 (plain decoding repeated: down to 0.990, slack 0.0)"
     ]
+
+
+class Timed:
+    """A system that takes so many seconds a run, by a clock of its own."""
+
+    now = 0.0
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds = itertools.cycle(seconds)
+
+    def prepare(self) -> None:
+        pass
+
+    def run(self, tasks, temperature, concurrency):
+        Timed.now += next(self.seconds)
+        return [[1, 2, 3]], None
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [((1.0,), 3), ((2.0,), 9), ((2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0), 6)])
+def test_what_seems_slower_than_plain_is_measured_again(monkeypatch, seconds, rounds) -> None:
+    monkeypatch.setattr("scripts.bench.time.perf_counter", lambda: Timed.now)
+    systems = {"off": Timed(1.0), "off:again": Timed(1.0), "head:auto5": Timed(*seconds)}
+    config = BenchConfig(concurrency=[1], rounds=3, never_slower=0.02)
+    found = measure(config, systems, [object()], ())
+    assert len(found[0.0][1]["head:auto5"].ratios) == rounds
+    assert bool(slower_than_plain(found, 0.02)) == (seconds == (2.0,))
+    config.never_slower = None
+    assert len(measure(config, systems, [object()], ())[0.0][1]["off"].ratios) == 3
 
 
 def test_a_result_names_no_folder_of_the_machine() -> None:
