@@ -25,12 +25,9 @@ COSTLY = ("head", "draft_model")  # drafters that run a model; whatever else dra
 
 
 def make_controller(
-    engine: Engine, limits: Mapping[str, Budget], survival: Survival, head: HeadProposer | None, learnt: Costs | None
+    engine: Engine, limits: Mapping[str, Budget], survival: Survival, head: HeadProposer | None
 ) -> Controller:
-    """`limits`: what each of the engine's proposers drafts at most. Measuring takes some seconds, the first time.
-
-    `learnt`: costs that steps have corrected before; they go on if they are of the same table.
-    """
+    """`limits`: what each of the engine's proposers drafts at most. Measuring takes some seconds, the first time."""
     drafters = {name: limit for name, limit in limits.items() if name in (engine.proposer_name, *COSTLY)}
     target, config = engine.target, engine.config
     on_gpu = engine.device.type == "cuda"
@@ -60,8 +57,7 @@ def make_controller(
             max_rows=config.max_rows,
         )
 
-    table = kept_table(cache_folder(), key, make)
-    costs = learnt if learnt is not None and learnt.table == table else Costs(table)
+    costs = Costs(kept_table(cache_folder(), key, make))
     if judged is None:
         return Controller(costs, survival)
     judged.confidence = Confidence(survival)

@@ -19,7 +19,7 @@ from infer.costs import Costs
 from infer.proposers.base import NOTHING, Budget
 from infer.survival import LATE, Kind, Survival
 
-CLEARLY = 0.02  # by which drafting for those that are followed must beat plain decoding
+CLEARLY = 0.05  # by which drafting for those that are followed must beat plain decoding
 # Following a request costs, in a step without drafts, such a share of a plain step of one request: features are kept.
 KEEPING = 0.03
 STAYS = 0.03  # by which a new plan must beat the one in force
@@ -164,6 +164,8 @@ class Controller:
             self._decoding, self._candidates, self._age = decoding, ask(), 0
             if self._candidates:
                 self.costs.set_context([own.context for own in self._candidates])
+            if not self.current.budgets:  # what drafts taught was of another load, and nothing would put it right
+                self.costs.fade()
             depth = self.current.depth
             planned = [own for own in self._candidates if own.ready or own.wakes]
             self.current = best_plan(len(decoding), planned, self.costs, self.survival, depth)

@@ -23,6 +23,7 @@ TRUSTED = (0.2, 5.0)  # a step this far off its prediction says nothing: someone
 # more take no time, but it may be faster again, and a price of nothing cannot be corrected.
 LEAST_ROW = 0.3
 EXTRA = (0.1, 3.0)  # so far the corrections of further rows and of drafts may go
+FADES = 0.97  # of what drafted steps have taught, where it fades
 FORGETS = 0.97  # of what plain steps have shown, with every step of more rows
 MOST_SEEN = 0.99  # or a few rows of hardly any cost would be blamed for all noise
 
@@ -179,6 +180,11 @@ class Costs:
         self._seen = self._seen + LEARNS * (1 - self._seen) if rows == batch else FORGETS * self._seen
         return seconds / expected
 
+    def fade(self) -> None:
+        """Forgets something of what drafted steps have taught."""
+        self._extra = faded(self._extra)
+        self._draft = {name: (faded(first), faded(further)) for name, (first, further) in self._draft.items()}
+
     def learn_draft(self, drafter: str, counts: Sequence[int], seconds: float) -> None:
         """A draft took so long, in which `counts[l]` requests went on to level l + 1."""
         one, more = self._drafting(drafter, counts[0], 1) if counts else 0.0, 0.0
@@ -189,6 +195,10 @@ class Costs:
         if trusted(seconds, predicted):  # here too normalised least mean squares
             share = LEARNS * (seconds - predicted) / (one**2 + more**2)
             self._draft[drafter] = bounded(first + share * one), bounded(further + share * more)
+
+
+def faded(correction: float) -> float:
+    return 1 + FADES * (correction - 1)
 
 
 def bounded(correction: float) -> float:

@@ -24,7 +24,7 @@ from infer.admission import Limits, check_request
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.constraint import Constraint, Constraints
 from infer.controller import AsAllowed, Controller, Never, Planner
-from infer.costs import Costs, CostTable
+from infer.costs import CostTable
 from infer.drafting import Drafting
 from infer.engine_stats import EngineStats
 from infer.exactness import probe_exactness
@@ -100,7 +100,6 @@ class Engine:
         self._ids, self._arrivals = itertools.count(), itertools.count()
         self._stats, self._clock = EngineStats(), clock
         self._survival = Survival(priors)
-        self._costs: Costs | None = None
         self._synthetic_rates = tuple(self.proposer_config.acceptance or ())
         self._head: HeadProposer | None = None
         self._draft_model: DraftModelProposer | None = None
@@ -282,8 +281,7 @@ class Engine:
             self._head.confidence = None
         if adaptive and name != "none":
             limits = {own: limit for own, (_, limit) in self._proposers.items()}
-            controller = make_controller(self, limits, self._survival, self._head, self._costs)
-            self._planner, self._costs = controller, controller.costs
+            self._planner = make_controller(self, limits, self._survival, self._head)
 
     def add_proposer(self, proposer: Proposer, limit: Budget) -> None:
         """Makes a proposer of your own the default one, under its own name. Only while idle; it keeps no KV."""

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infer.card import describe_costs
-from infer.controller import CLEARLY, PROBE_SHARE, STAYS, WAKING_STEPS, Candidate, Controller, best_plan
+from infer.controller import CLEARLY, KEPT_STEPS, PROBE_SHARE, STAYS, WAKING_STEPS, Candidate, Controller, best_plan
 from infer.costs import ContextCost, Costs, CostTable, Curve
 from infer.measuring import LONG_TOKENS, PROMPT_TOKENS, kept_table, measure
 from infer.proposers.base import NOTHING, Budget
@@ -181,6 +181,22 @@ def test_rows_that_took_no_time_when_they_were_measured_can_become_dear():
         costs.learn(batch=1, rows=4, seconds=12.0)
     assert costs.plain(1) == pytest.approx(10.0, rel=0.05)
     assert costs.verify(1, 4.0) == pytest.approx(12.0, rel=0.05)
+
+
+def test_what_drafts_have_taught_fades_while_nobody_drafts():
+    costs, table = make_costs(row=1.0, draft=2.0), make_costs(row=1.0, draft=2.0)
+    for _ in range(600):
+        costs.learn(batch=1, rows=1, seconds=table.plain(1))
+        costs.learn(batch=1, rows=8, seconds=table.plain(1) + 20.0)
+        costs.learn_draft("head", [1, 1], 12.0)
+    assert costs.draft("head", 1, 2) == pytest.approx(12.0, rel=0.01)
+    assert costs.verify(1, 8.0) > table.verify(1, 8.0) + 5.0
+    controller, nobody = Controller(costs, Survival()), [own._replace(ready=False, wakes=False) for own in chains(1, 4)]
+    for _ in range(250 * KEPT_STEPS):
+        controller.plan(("0",), lambda: nobody)
+        controller.stepped(1, 1, 0.0, table.plain(1))
+    assert costs.draft("head", 1, 2) == pytest.approx(table.draft("head", 1, 2), rel=0.01)
+    assert costs.verify(1, 8.0) == pytest.approx(table.verify(1, 8.0), rel=0.01)
 
 
 def test_what_a_draft_costs_whatever_its_depth_is_told_from_what_levels_cost():
