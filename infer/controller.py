@@ -22,6 +22,9 @@ from infer.survival import LATE, Kind, Survival
 CLEARLY = 0.05  # by which drafting for those that are followed must beat plain decoding
 # Following a request costs, in a step without drafts, such a share of a plain step of one request: features are kept.
 KEEPING = 0.03
+# By which drafting for a whole batch is overrated, for each other request in it: where texts of all ages are mixed, few
+# are drafted for, and features of all are kept.
+TOGETHER = 0.025
 STAYS = 0.03  # by which a new plan must beat the one in force
 KEPT_STEPS = 16  # a plan stands that long while the batch stays about as it is
 QUIET_LEARNS = 4  # of so many steps without drafts one teaches what steps cost: waiting must cost next to nothing
@@ -192,7 +195,7 @@ class Controller:
     def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
         plain, worth = self.costs.plain(batch) / batch, -self.costs.read(drafter, unread)
         for kind, tokens in ahead.items():
-            gain = self._speedup(drafter, allowed, batch, kind)
+            gain = self._speedup(drafter, allowed, batch, kind) / (1 + TOGETHER * (batch - 1))
             drafted = gain > 1 + CLEARLY
             worth += tokens * (plain * (1 - 1 / gain) if drafted else -KEEPING * self.costs.plain(1))
         return worth > 0
