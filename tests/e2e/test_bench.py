@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.config import BenchConfig, ProposerConfig
+from infer.config import BenchConfig, HeadConfig, ProposerConfig
 from scripts.bench import Cell, measure, slower_than_plain, without_folders
 from scripts.bench_systems import shaped
 
@@ -67,7 +67,8 @@ class Timed:
 def test_what_seems_slower_than_plain_is_measured_again(monkeypatch, seconds, rounds) -> None:
     monkeypatch.setattr("scripts.bench.time.perf_counter", lambda: Timed.now)
     systems = {"off": Timed(1.0), "off:again": Timed(1.0), "head:auto5": Timed(*seconds)}
-    config = BenchConfig(concurrency=[1], rounds=3, never_slower=0.02)
+    parts = {"head": HeadConfig(name="none"), "proposer": ProposerConfig(name="none")}
+    config = BenchConfig(**parts, concurrency=[1], rounds=3, never_slower=0.02)
     found = measure(config, systems, [object()], ())
     assert len(found[0.0][1]["head:auto5"].ratios) == rounds
     assert bool(slower_than_plain(found, 0.02)) == (seconds == (2.0,))
