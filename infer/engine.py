@@ -235,8 +235,7 @@ class Engine:
         stats = self._stats
         stats.running, stats.waiting = len(self._scheduler.running), len(self._scheduler.waiting)
         stats.kv_usage = 1 - self._pool.free_pages / self._pool.num_pages
-        stats.preemptions = self._scheduler.preemptions
-        stats.proposer_failures = self._drafting.failures
+        stats.preemptions, stats.proposer_failures = self._scheduler.preemptions, self._drafting.failures
         stats.forecast = self._planner.forecast
         return stats
 

@@ -43,19 +43,6 @@ def accept(
         pointers = [x if x is None else x.data_ptr() for x in (*fields, marks, last)]
         native.accept(*pointers, *token.shape)
         return last
-    return accept_in_torch(token, parent, depth, ancestors, length, choice, likely)
-
-
-def accept_in_torch(
-    token: Tensor,
-    parent: Tensor,
-    depth: Tensor,
-    ancestors: Tensor,
-    length: Tensor,
-    choice: Tensor,
-    likely: Tensor | None = None,
-) -> Tensor:
-    """The same, on any device."""
     nodes = torch.arange(token.shape[1], device=token.device)
     ok = token == choice.gather(1, parent.clamp(min=0).long())
     if likely is not None:

@@ -28,8 +28,10 @@ import platform
 import random
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,8 @@ def measure(config: BenchConfig, systems: dict[str, System], tasks: list[Task], 
             cells = {name: Cell() for name in systems}
             try:
                 warm_up(systems, tasks[:concurrency], temperature, bar)
-                run_rounds(config, systems, cells, tasks, concurrency, temperature, ends, bar)
+                once = partial(run_round, systems, cells, tasks, concurrency, temperature, ends, bar)
+                run_rounds(config, {temperature: {concurrency: cells}}, once, bar)
             except KeyboardInterrupt:
                 print("interrupted: the report is of what was measured until now", file=sys.stderr)
                 if all(cell.tokens_per_s for cell in cells.values()):
@@ -95,25 +98,15 @@ def warm_up(systems: dict[str, System], group: list[Task], temperature: float, b
         bar.update()
 
 
-def run_rounds(
-    config: BenchConfig,
-    systems: dict[str, System],
-    cells: dict[str, Cell],
-    tasks: list[Task],
-    concurrency: int,
-    temperature: float,
-    ends: tuple[int, ...],
-    bar: Any,
-) -> None:
-    """All of one concurrency and temperature; once more while it seems slower than plain decoding, which a few rounds
-    say of anything on a machine whose speed changes by itself.
+def run_rounds(config: BenchConfig, found: Results, once: Callable[[], None], bar: Any) -> None:
+    """All rounds of the one concurrency and temperature of `found`; once more while it seems slower than plain
+    decoding, which a few rounds say of anything on a machine whose speed changes by itself.
     """
     for attempt in range(1 + AGAIN):
         if attempt:
-            bar.total += config.rounds * len(systems)
+            bar.total += config.rounds * len(config.systems)
         for _ in range(config.rounds):
-            run_round(systems, cells, tasks, concurrency, temperature, ends, bar)
-        found = {temperature: {concurrency: cells}}
+            once()
         if config.never_slower is None or not slower_than_plain(found, config.never_slower):
             return
 

@@ -345,6 +345,16 @@ def test_the_card_says_what_steps_and_drafts_cost():
     )
 
 
+def test_in_a_large_batch_drafts_must_promise_more():
+    verify = tuple(Curve((batch, 8.0 * batch), (10.0, 10.0)) for batch in (1.0, 16.0))  # rows are free
+    drafts = tuple(Curve((1.0, 4.0), (4.0, 16.0)) for _ in range(2))
+    costs = Costs(CostTable((1, 16), verify, (0.0, 0.0), {"head": drafts}))
+    controller = Controller(costs, Survival({"head": [0.7] * 4}))
+    promised = [controller._speedup("head", Budget(4, 4), batch, LATE) for batch in (1, 16)]
+    assert promised[0] == pytest.approx(promised[1])
+    assert [controller.outlook("head", Budget(4, 4), batch, {LATE: 64}) for batch in (1, 16)] == [True, False]
+
+
 def test_a_prompt_that_its_drafter_would_have_to_read_must_be_worth_it():
     costs = Costs(replace(make_costs(row=0.5, draft=0.5).table, reads={"head": 0.5}))
     controller = Controller(costs, Survival({"head": [0.9] * 4}))
@@ -507,6 +517,18 @@ def test_a_draft_that_may_have_read_prompts_does_not_say_what_drafts_cost():
     controller.stepped(2, 2, 0.0, controller.costs.plain(2))  # what it emits waits to be read
     assert not corrected()
     assert corrected()
+
+
+def test_a_machine_that_is_slow_for_a_step_teaches_nothing_of_its_drafts():
+    controller = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9, 0.9]))
+    controller.plan(("0", "1"), lambda: chains(2, 4))
+    depth, table = controller.current.depth, make_costs(row=0.1, draft=0.1)
+    drafting, verify = table.draft("head", 2, depth), float(table.verify(2, 10.0))
+    for slow in (1.0, 2.0, 0.5, 2.0, 2.0, 2.0):
+        controller.stepped(2, 10, slow * drafting, slow * (verify + drafting))
+    whole = controller.costs.plain(2) / table.plain(2)
+    assert whole > 1.05
+    assert controller.costs.draft("head", 2, depth) == pytest.approx(whole * drafting, rel=0.1)
 
 
 def test_a_round_whose_drafts_cannot_be_told_teaches_what_all_of_it_costs():
