@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,8 +25,20 @@ if TYPE_CHECKING:
 COSTLY = ("head", "draft_model")  # drafters that run a model; whatever else drafts is measured if it is the default
 
 
+@dataclass
+class Learnt:
+    """What drafts and steps have taught: kept while one head drafts, whatever else is changed about drafting."""
+
+    survival: Survival
+    costs: dict[str, Costs] = field(default_factory=dict[str, Costs])  # by what they were measured for
+    confidence: Confidence = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.confidence = Confidence(self.survival)
+
+
 def make_controller(
-    engine: Engine, limits: Mapping[str, Budget], survival: Survival, head: HeadProposer | None
+    engine: Engine, limits: Mapping[str, Budget], learnt: Learnt, head: HeadProposer | None
 ) -> Controller:
     """`limits`: what each of the engine's proposers drafts at most. Measuring takes some seconds, the first time."""
     drafters = {name: limit for name, limit in limits.items() if name in (engine.proposer_name, *COSTLY)}
@@ -57,8 +70,11 @@ def make_controller(
             max_rows=config.max_rows,
         )
 
-    costs = Costs(kept_table(cache_folder(), key, make))
+    known = json.dumps(key, sort_keys=True)
+    if known not in learnt.costs:
+        learnt.costs[known] = Costs(kept_table(cache_folder(), key, make))
+    costs = learnt.costs[known]
     if judged is None:
-        return Controller(costs, survival)
-    judged.confidence = Confidence(survival)
-    return Controller(costs, survival, judged.confidence)
+        return Controller(costs, learnt.survival)
+    judged.confidence = learnt.confidence
+    return Controller(costs, learnt.survival, learnt.confidence)

@@ -76,9 +76,10 @@ class Drafted:
 
 
 class Confidence:
-    """`prices` None: every chain is drafted as far as it may be, and learnt from."""
+    """`prices` None: every chain is drafted as far as it may be, and learnt from. `judging` false: none is looked at."""
 
     def __init__(self, survival: Survival) -> None:
+        self.judging = True
         self.prices: Prices | None = None
         self.counts: list[int] = []  # by level, chains that took part in the last draft
         self._survival = survival

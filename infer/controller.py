@@ -19,16 +19,20 @@ from infer.costs import Costs
 from infer.proposers.base import NOTHING, Budget
 from infer.survival import LATE, Kind, Survival
 
-CLEARLY = 0.05  # by which drafting for those that are followed must beat plain decoding
+CLEARLY = 0.04  # by which drafting for those that are followed must beat plain decoding
 # Following a request costs, in a step without drafts, such a share of a plain step of one request: features are kept.
-KEEPING = 0.03
+KEEPING = 0.04
 # By which drafting for a whole batch is overrated, for each other request in it: where texts of all ages are mixed, few
 # are drafted for, and features of all are kept.
-TOGETHER = 0.025
+TOGETHER = 0.01
 STAYS = 0.03  # by which a new plan must beat the one in force
 KEPT_STEPS = 16  # a plan stands that long while the batch stays about as it is
+DRAFTED_STEPS = 48  # after so many in a row there is one without drafts: what that costs is what all is held against
 QUIET_LEARNS = 4  # of so many steps without drafts one teaches what steps cost: waiting must cost next to nothing
 LEFT = 0.75  # of the requests it was made for, as many must be left
+# Judging several chains costs the host so many seconds a token, since their levels become ragged, and brings about such
+# a share of a step. One chain alone saves whole levels by it.
+JUDGING_S, JUDGING_BRINGS = 100e-6, 0.05
 PROBE_SHARE = 0.005  # of the time without drafts, spent on finding out whether they would pay again
 # A probe of a request that its drafter does not follow begins with the next page, and some tokens must be seen, so it
 # takes some steps.
@@ -157,11 +161,15 @@ class Controller:
         self._credit = 0.0  # seconds that may be spent on probes
         self._due: tuple[Candidate, float] | None = None  # the next one, and its price
         self._turn = 0
+        self._drafted_steps, self._reminder = 0, False  # since a step without drafts, and whether this is to be one
         self._read: set[str] = set()  # requests drafted for in the last step, so that little of them waits to be read
         self._speedups: dict[tuple[str, Budget, int, Kind], float] = {}  # that were asked for since the last plan
 
     def plan(self, decoding: tuple[str, ...], ask: Callable[[], Sequence[Candidate]]) -> None:
         self._age += 1
+        self._reminder = self._drafted_steps >= DRAFTED_STEPS
+        if self._reminder:
+            self._drafted_steps = 0
         if self._outdated(decoding):
             self._speedups.clear()
             self._decoding, self._candidates, self._age = decoding, ask(), 0
@@ -176,7 +184,7 @@ class Controller:
                 self._leave_to(self.confidence)
         self._probe = self._next_probe(decoding)
         if self.confidence is not None and not self.current.budgets:
-            self.confidence.prices = None
+            self.confidence.prices, self.confidence.judging = None, True
 
     def _outdated(self, decoding: tuple[str, ...]) -> bool:
         """By its age, because too few are left of those that it was made for, or by requests that it does not know:
@@ -195,7 +203,8 @@ class Controller:
     def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
         plain, worth = self.costs.plain(batch) / batch, -self.costs.read(drafter, unread)
         for kind, tokens in ahead.items():
-            gain = self._speedup(drafter, allowed, batch, kind) / (1 + TOGETHER * (batch - 1))
+            # What plain steps cost was learnt from followed requests.
+            gain = self._speedup(drafter, allowed, batch, kind) / (1 + KEEPING + TOGETHER * (batch - 1))
             drafted = gain > 1 + CLEARLY
             worth += tokens * (plain * (1 - 1 / gain) if drafted else -KEEPING * self.costs.plain(1))
         return worth > 0
@@ -219,9 +228,12 @@ class Controller:
         return float(speeds.max()) * self.costs.plain(batch) / batch
 
     def passes_over(self, request_id: str) -> bool:
-        return request_id not in self.current.budgets and (self._probe is None or self._probe.request_id != request_id)
+        drafts = request_id in self.current.budgets or (self._probe and self._probe.request_id == request_id)
+        return self._reminder or not drafts
 
     def budget(self, request_id: str, allowed: Budget) -> Budget:
+        if self.passes_over(request_id):
+            return NOTHING
         own = self.current.budgets.get(request_id, NOTHING)
         if self._probe is not None and self._probe.request_id == request_id:
             own = self._probe.budget
@@ -241,10 +253,12 @@ class Controller:
     def stepped(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
         if rows == batch:
             self._credit += PROBE_SHARE * whole
-            if self._age % QUIET_LEARNS == 0:
+            if self._reminder or self._age % QUIET_LEARNS == QUIET_LEARNS - 1:
                 self.costs.learn(batch=batch, rows=rows, seconds=whole - (drafting or 0.0))
             self._read.clear()
+            self._drafted_steps = 0
             return
+        self._drafted_steps += 1
         deep = [own for own in self._candidates if own.ready and own.request_id in self.current.budgets]
         drafters = {own.drafter for own in deep}
         if drafting is None:
@@ -256,9 +270,11 @@ class Controller:
         slow = self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
         before, self._read = self._read, {own.request_id for own in deep}
         if len(drafters) == 1 and self._read <= before:  # else prompts may have been read too
-            counts = [len(deep)] * self.current.depth
-            if self.confidence is not None and deep[0].drafter == DRAFTER:
+            if self.confidence is not None and self.confidence.judging and deep[0].drafter == DRAFTER:
                 counts = self.confidence.counts
+            else:
+                depths = [self.current.budgets[own.request_id].depth for own in deep]
+                counts = [sum(depth > level for depth in depths) for level in range(max(depths))]
             # What slows a step's verify slows its drafts, and is no news of them.
             self.costs.learn_draft(deep[0].drafter, counts, drafting / slow)
 
@@ -275,9 +291,18 @@ class Controller:
         return Forecast(plan.depth if plan.budgets else 0, speedup, self.survival.bias, errors)
 
     def _leave_to(self, confidence: Confidence) -> None:
-        """Opens the planned chains as far as they may go, at the prices of a row and of a level of drafts."""
+        """Opens the planned chains as far as they may go, at the prices of a row and of a level of drafts; if judging
+        them is not dearer than what it brings.
+        """
         batch, planned = len(self._decoding), self.current
         judged = {own.request_id: own.allowed for own in self._candidates if own.drafter == DRAFTER}
+        chains = [budget.depth for name, budget in planned.budgets.items() if name in judged]
+        seconds = self.costs.verify(batch, float(batch + sum(chains))) + self.costs.draft(
+            DRAFTER, len(chains), max(chains, default=0)
+        )
+        confidence.judging = len(chains) == 1 or sum(chains) * JUDGING_S < JUDGING_BRINGS * seconds
+        if not confidence.judging:
+            return
         budgets = {name: judged.get(name, budget) for name, budget in planned.budgets.items()}
         rows = batch + sum(budget.nodes for budget in planned.budgets.values())
         row = (self.costs.verify(batch, 2.0 * rows) - self.costs.verify(batch, float(rows))) / rows

@@ -24,7 +24,7 @@ TRUSTED = (0.2, 5.0)  # a step this far off its prediction says nothing: someone
 LEAST_ROW = 0.3
 EXTRA = (0.1, 3.0)  # so far the corrections of further rows and of drafts may go
 FADES = 0.97  # of what drafted steps have taught, where it fades
-FORGETS = 0.97  # of what plain steps have shown, with every step of more rows
+FORGETS = 0.998  # of how well plain steps are known, with every step of more rows
 MOST_SEEN = 0.99  # or a few rows of hardly any cost would be blamed for all noise
 
 
@@ -174,10 +174,12 @@ class Costs:
         extra, known = expected - plain, 0.0 if rows == batch else min(self._seen, MOST_SEEN)
         if not trusted(seconds, expected):
             return 1.0
-        share = LEARNS * (seconds - expected) / ((1 - known) * expected**2 + extra**2)
+        # The table may be of a slower hour, and so may what was known before many drafts.
+        learns = max(LEARNS, 1 - self._seen) if rows == batch else LEARNS
+        share = learns * (seconds - expected) / ((1 - known) * expected**2 + extra**2)
         self._all *= 1 + (1 - known) * share * expected
         self._extra = bounded(self._extra * (1 + share * extra))
-        self._seen = self._seen + LEARNS * (1 - self._seen) if rows == batch else FORGETS * self._seen
+        self._seen = (1 + self._seen) / 2 if rows == batch else FORGETS * self._seen
         return seconds / expected
 
     def fade(self) -> None:

@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from infer.adaptive import make_controller
+from infer.adaptive import Learnt, make_controller
 from infer.admission import Limits, check_request
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.constraint import Constraint, Constraints
@@ -99,7 +99,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._ids, self._arrivals = itertools.count(), itertools.count()
         self._stats, self._clock = EngineStats(), clock
-        self._survival = Survival(priors)
+        self._learnt = Learnt(Survival(priors))
         self._synthetic_rates = tuple(self.proposer_config.acceptance or ())
         self._head: HeadProposer | None = None
         self._draft_model: DraftModelProposer | None = None
@@ -280,7 +280,7 @@ class Engine:
             self._head.confidence = None
         if adaptive and name != "none":
             limits = {own: limit for own, (_, limit) in self._proposers.items()}
-            self._planner = make_controller(self, limits, self._survival, self._head)
+            self._planner = make_controller(self, limits, self._learnt, self._head)
 
     def add_proposer(self, proposer: Proposer, limit: Budget) -> None:
         """Makes a proposer of your own the default one, under its own name. Only while idle; it keeps no KV."""
@@ -417,7 +417,7 @@ class Engine:
     def _use_head(self, head: Head) -> None:
         """Packs a copy of `head`; the pool is made anew only if the head keeps other layers than the last one."""
         before, self._head = self._head, self._packed(head)
-        self._survival = Survival()  # what another head's drafts were worth says nothing of this one's
+        self._learnt = Learnt(Survival())  # what another head's drafts were worth says nothing of this one's
         if before is not None and before.kv_layers == self._head.kv_layers:
             self._head.attach(self._pool)
             self._pool.pages.forget()  # another head fills pages otherwise

@@ -143,7 +143,10 @@ class Stepping:
             ends = itertools.accumulate(counts)
             pairs = zip(requests, counts, ends, strict=True)
             read = [row for own, count, end in pairs if self._drafting.reads(own) for row in kept[end - count : end]]
-            features = gather_rows(aux, torch.tensor(read, dtype=torch.int64, device=self._pool.device))
+            if len(read) == len(aux[0]):  # they ascend, so these are all rows, as in a plain step
+                features = torch.cat(list(aux), dim=-1)
+            else:
+                features = gather_rows(aux, torch.tensor(read, dtype=torch.int64, device=self._pool.device))
         self.commit(requests, counts, features)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:

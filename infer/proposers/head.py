@@ -228,19 +228,20 @@ class HeadProposer:
         # [B] slot i drafts what the target chooses at row i + 1, and is where the drafted token is read
         slots = torch.tensor([len(request.tokens) - 1 for request in requests], device=state.device)
         rows: AttentionRows | None = None
-        if self.confidence is not None:
-            self.confidence.start(requests, [budget.depth for budget in budgets])
+        confidence = self.confidence if self.confidence is not None and self.confidence.judging else None
+        if confidence is not None:
+            confidence.start(requests, [budget.depth for budget in budgets])
         while True:
             batch = [requests[index] for index in going]
             logits = self._head.logits(state, depth)
             logits = narrowed(batch, logits, [drafts[index] for index in going], self.draft_ids)
             for place, row in self._laws(batch, logits, parameters).items():
                 laws.setdefault(going[place], []).append(row)
-            if self.confidence is None:
+            if confidence is None:
                 tokens, verdicts = self._choose(logits, slots, parameters), None
             else:
                 best, values = self._best(logits, slots, parameters, 1)
-                tokens, verdicts = best[:, 0], self.confidence.judge(batch, values[:, 0].tolist())
+                tokens, verdicts = best[:, 0], confidence.judge(batch, values[:, 0].tolist())
             depth += 1
             still = []
             for place, (index, token) in enumerate(zip(going, tokens.tolist(), strict=True)):

@@ -270,7 +270,7 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     assert 0 < table.reads["head"] < table.verify[0].seconds[0]
     assert engine._head.confidence is controller.confidence is not None
     assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
-    assert engine._survival._requests == {}
+    assert engine._learnt.survival._requests == {}
 
     flat = tuple(Curve(own.sizes, own.seconds[:1] * len(own.sizes)) for own in table.verify)
     free = {"head": tuple(Curve(own.sizes, (0.0,) * len(own.sizes)) for own in table.drafts["head"])}
