@@ -76,7 +76,7 @@ class Drafted:
 
 
 class Confidence:
-    """`prices` None: every chain is drafted as far as it may be, and learnt from. `judging` false: none is looked at."""
+    """`prices` None: every chain is drafted as far as it may be, and learnt from. `judging` false: none is judged."""
 
     def __init__(self, survival: Survival) -> None:
         self.judging = True

@@ -20,14 +20,16 @@ from infer.proposers.base import NOTHING, Budget
 from infer.survival import LATE, Kind, Survival
 
 CLEARLY = 0.04  # by which drafting for those that are followed must beat plain decoding
-# Following a request costs, in a step without drafts, such a share of a plain step of one request: features are kept.
-KEEPING = 0.04
+# Following costs, in a step without drafts, such a share of a plain step of one request, hardly more for several of
+# them: features are kept.
+KEEPING = 0.05
 # By which drafting for a whole batch is overrated, for each other request in it: where texts of all ages are mixed, few
 # are drafted for, and features of all are kept.
 TOGETHER = 0.01
 STAYS = 0.03  # by which a new plan must beat the one in force
 KEPT_STEPS = 16  # a plan stands that long while the batch stays about as it is
 DRAFTED_STEPS = 48  # after so many in a row there is one without drafts: what that costs is what all is held against
+EARLY_STEPS = 8  # the same at first
 QUIET_LEARNS = 4  # of so many steps without drafts one teaches what steps cost: waiting must cost next to nothing
 LEFT = 0.75  # of the requests it was made for, as many must be left
 # Judging several chains costs the host so many seconds a token, since their levels become ragged, and brings about such
@@ -161,7 +163,10 @@ class Controller:
         self._credit = 0.0  # seconds that may be spent on probes
         self._due: tuple[Candidate, float] | None = None  # the next one, and its price
         self._turn = 0
-        self._drafted_steps, self._reminder = 0, False  # since a step without drafts, and whether this is to be one
+        self._drafted_steps, self._reminder = (
+            DRAFTED_STEPS - EARLY_STEPS,
+            False,
+        )  # since a step without drafts, and whether this is to be one
         self._read: set[str] = set()  # requests drafted for in the last step, so that little of them waits to be read
         self._speedups: dict[tuple[str, Budget, int, Kind], float] = {}  # that were asked for since the last plan
 
@@ -202,11 +207,11 @@ class Controller:
 
     def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
         plain, worth = self.costs.plain(batch) / batch, -self.costs.read(drafter, unread)
+        keeping = KEEPING * self.costs.plain(1) / self.costs.plain(batch)
         for kind, tokens in ahead.items():
             # What plain steps cost was learnt from followed requests.
-            gain = self._speedup(drafter, allowed, batch, kind) / (1 + KEEPING + TOGETHER * (batch - 1))
-            drafted = gain > 1 + CLEARLY
-            worth += tokens * (plain * (1 - 1 / gain) if drafted else -KEEPING * self.costs.plain(1))
+            gain = self._speedup(drafter, allowed, batch, kind) / (1 + keeping + TOGETHER * (batch - 1))
+            worth += tokens * plain * (1 - 1 / gain if gain > 1 + CLEARLY else -keeping)
         return worth > 0
 
     def _speedup(self, drafter: str, allowed: Budget, batch: int, kind: Kind) -> float:
@@ -302,6 +307,7 @@ class Controller:
         )
         confidence.judging = len(chains) == 1 or sum(chains) * JUDGING_S < JUDGING_BRINGS * seconds
         if not confidence.judging:
+            confidence.prices = None
             return
         budgets = {name: judged.get(name, budget) for name, budget in planned.budgets.items()}
         rows = batch + sum(budget.nodes for budget in planned.budgets.values())

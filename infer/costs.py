@@ -25,7 +25,8 @@ LEAST_ROW = 0.3
 EXTRA = (0.1, 3.0)  # so far the corrections of further rows and of drafts may go
 FADES = 0.97  # of what drafted steps have taught, where it fades
 FORGETS = 0.998  # of how well plain steps are known, with every step of more rows
-MOST_SEEN = 0.99  # or a few rows of hardly any cost would be blamed for all noise
+WELL_SEEN = 0.25  # from here on what a step of more rows takes longer is these rows' doing,
+MOST_SEEN = 0.99  # nearly, or a few rows of hardly any cost would be blamed for all noise
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class Costs:
         """
         plain = self.plain(batch)
         expected = plain if rows == batch else float(self.verify(batch, float(rows)))
-        extra, known = expected - plain, 0.0 if rows == batch else min(self._seen, MOST_SEEN)
+        extra, known = expected - plain, MOST_SEEN if rows > batch and self._seen > WELL_SEEN else 0.0
         if not trusted(seconds, expected):
             return 1.0
         # The table may be of a slower hour, and so may what was known before many drafts.

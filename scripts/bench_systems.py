@@ -9,7 +9,8 @@
                                            prompt lookup and with proposer.draft_model (one prompt at a time)
     server  vllm  llama.cpp  ...           servers, ours among them (scripts/peer_servers.py)
 
-The engine is one for all of ours: what differs is set before the clock starts.
+The engine is one for all of ours: what differs is set before the clock starts. What an adaptive one has learnt of its
+costs and drafts it keeps from round to round, as a server does.
 """
 
 from __future__ import annotations

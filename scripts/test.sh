@@ -9,4 +9,4 @@ source scripts/setup_env.sh dev
 "$PYTHON" -m pyright --pythonpath "$PYTHON"
 # A worker per core and a thread per worker: two threads that share a core with anything else wait for each other.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-"$PYTHON" -m pytest -q -n auto --dist worksteal "$@"
+"$PYTHON" -m pytest -q -n auto --dist worksteal --durations 25 --durations-min 5 "$@"

@@ -262,7 +262,7 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     assert engine.stats.prompt_tokens == before
     assert_nothing_left(engine)
     controller = engine._planner
-    table = controller.costs.table
+    costs, table = controller.costs, controller.costs.table
     assert table.batches == (1, 2, 4, 8)
     assert set(table.drafts) == {"head"}
     assert all(seconds > 0 for curve in (*table.verify, *table.drafts["head"]) for seconds in curve.seconds)
@@ -286,8 +286,9 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     assert engine._head.confidence is None
     engine.set_proposer("head")
     assert "measuring" not in capfd.readouterr().err
-    assert engine._planner.costs.table == table
+    assert engine._planner.costs is costs  # with what steps have taught
     assert engine._planner.survival is controller.survival
+    assert engine._head.confidence is controller.confidence
 
 
 def test_reading_again_fills_a_drafters_layers(make_engine, prompts):

@@ -14,7 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infer.card import describe_costs
-from infer.controller import CLEARLY, KEPT_STEPS, PROBE_SHARE, STAYS, WAKING_STEPS, Candidate, Controller, best_plan
+from infer.confidence import Confidence
+from infer.controller import (
+    CLEARLY,
+    DRAFTED_STEPS,
+    KEPT_STEPS,
+    PROBE_SHARE,
+    STAYS,
+    WAKING_STEPS,
+    Candidate,
+    Controller,
+    best_plan,
+)
 from infer.costs import ContextCost, Costs, CostTable, Curve
 from infer.measuring import LONG_TOKENS, PROMPT_TOKENS, kept_table, measure
 from infer.proposers.base import NOTHING, Budget
@@ -197,6 +208,61 @@ def test_what_drafts_have_taught_fades_while_nobody_drafts():
         controller.stepped(1, 1, 0.0, table.plain(1))
     assert costs.draft("head", 1, 2) == pytest.approx(table.draft("head", 1, 2), rel=0.01)
     assert costs.verify(1, 8.0) == pytest.approx(table.verify(1, 8.0), rel=0.01)
+
+
+def test_the_first_plain_steps_tell_how_fast_the_machine_is_now():
+    costs, table = make_costs(row=1.0, draft=2.0), make_costs(row=1.0, draft=2.0)
+    for seconds in (0.5, 0.6, 0.4, 0.5):
+        costs.learn(batch=1, rows=1, seconds=seconds * table.plain(1))
+    assert costs.plain(1) == pytest.approx(0.5 * table.plain(1), rel=0.05)
+
+
+def test_who_always_drafts_still_hears_what_a_plain_step_costs():
+    """Plain steps take half of what was measured, drafted ones all of it, and drafting pays with either."""
+    controller, table = Controller(make_costs(row=1.0, draft=0.1), with_rates([0.95] * 4)), make_costs(1.0, 0.1)
+    plain_steps, steps = 0, 20 * DRAFTED_STEPS
+    for _ in range(steps):
+        controller.plan(tuple("0123"), lambda: chains(4, 4))
+        rows = 4 + sum(controller.budget(name, Budget(4, 4)).nodes for name in "0123")
+        plain_steps += rows == 4
+        verify = float(table.verify(4, float(rows)))
+        controller.stepped(4, rows, 0.4 if rows > 4 else 0.0, verify + 0.4 if rows > 4 else 0.5 * verify)
+    assert controller.current.budgets
+    assert 0 < plain_steps <= steps / DRAFTED_STEPS
+    assert controller.costs.plain(4) == pytest.approx(0.5 * table.plain(4), rel=0.15)
+    rows = 4 + sum(budget.nodes for budget in controller.current.budgets.values())
+    assert controller.costs.verify(4, float(rows)) == pytest.approx(float(table.verify(4, float(rows))), rel=0.1)
+
+
+def test_steps_with_prompts_do_not_prolong_a_step_without_drafts():
+    """They teach nothing, and are no reason to draft nothing until one comes that does."""
+    controller = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9]))
+    drafted = []
+    for step in range(3 * DRAFTED_STEPS):
+        controller.plan(("0",), lambda: chains(1, 4))
+        depth = controller.budget("0", Budget(4, 4)).depth
+        drafted.append(depth > 0)
+        if step < DRAFTED_STEPS:
+            controller.stepped(1, 1 + depth, 0.1 * depth, 12.0)
+    assert drafted.count(False) == 1
+
+
+@pytest.mark.parametrize(("count", "milliseconds", "judged"), [(4, 1.0, False), (1, 1.0, True), (4, 100.0, True)])
+def test_chains_of_several_requests_are_judged_where_a_step_takes_long_enough(count, milliseconds, judged):
+    table = make_costs(row=0.3, draft=0.1).table
+
+    def scaled(curves: tuple[Curve, ...]) -> tuple[Curve, ...]:
+        return tuple(Curve(own.sizes, tuple(milliseconds * 1e-3 * value for value in own.seconds)) for own in curves)
+
+    drafts = {"head": scaled(table.drafts["head"])}
+    costs = Costs(replace(table, verify=scaled(table.verify), around=(0.0,) * 3, drafts=drafts))
+    survival = with_rates([0.7] * count)
+    controller = Controller(costs, survival, Confidence(survival))
+    names = tuple(map(str, range(count)))
+    controller.plan(names, lambda: chains(count, 4))
+    assert controller.current.budgets
+    assert controller.confidence.judging == judged
+    assert (controller.confidence.prices is not None) == judged
 
 
 def test_what_a_draft_costs_whatever_its_depth_is_told_from_what_levels_cost():
