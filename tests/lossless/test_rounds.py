@@ -235,7 +235,7 @@ def test_probes_find_out_between_rounds_ahead(make_small_engine, make_plain, rou
     requests = [engine.request(engine.add(prompt, params)) for prompt in PROMPTS[:3]]
     while engine.has_work:
         engine.step()
-    assert rounds["late"] > 20
+    assert rounds["late"] > 10
     assert any(own.stats.drafted for own in requests)
     plain = make_plain(small=True)
     assert [own.output_ids for own in requests] == [plain(prompt, params).token_ids for prompt in PROMPTS[:3]]
