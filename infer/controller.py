@@ -163,10 +163,8 @@ class Controller:
         self._credit = 0.0  # seconds that may be spent on probes
         self._due: tuple[Candidate, float] | None = None  # the next one, and its price
         self._turn = 0
-        self._drafted_steps, self._reminder = (
-            DRAFTED_STEPS - EARLY_STEPS,
-            False,
-        )  # since a step without drafts, and whether this is to be one
+        self._drafted_steps = DRAFTED_STEPS - EARLY_STEPS  # since the last one without drafts
+        self._reminder = False  # whether this step is to be one
         self._read: set[str] = set()  # requests drafted for in the last step, so that little of them waits to be read
         self._speedups: dict[tuple[str, Budget, int, Kind], float] = {}  # that were asked for since the last plan
 

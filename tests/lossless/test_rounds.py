@@ -223,19 +223,19 @@ def test_where_drafting_does_not_pay_plain_rounds_go_ahead(
 
 def test_probes_find_out_between_rounds_ahead(make_small_engine, make_plain, rounds, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("infer.controller.PROBE_SHARE", 0.3)
+    monkeypatch.setattr("infer.controller.PROBE_SHARE", 0.15)
     engine = make_small_engine(max_batch=6, **AHEAD)
     engine.set_proposer("head", config=replace(engine.proposer_config, adaptive=True))
     curve = Curve((1.0, 2.0), (0.005, 0.01))  # rows as dear as steps
     costs = Costs(CostTable((1, 4), (curve, curve), (0.0, 0.0), {"head": (curve, curve)}))
     engine._planner = controller = Controller(costs, Survival({"head": [0.0]}))
     stepped = controller.stepped
-    controller.stepped = lambda batch, rows, drafting, whole: stepped(batch, rows, drafting, 0.005)
+    controller.stepped = lambda batch, rows, drafting, whole: stepped(batch, rows, drafting, 0.005 * rows)
     params = replace(GREEDY, max_tokens=150)
     requests = [engine.request(engine.add(prompt, params)) for prompt in PROMPTS[:3]]
     while engine.has_work:
         engine.step()
-    assert rounds["late"] > 10
+    assert rounds["late"] > 20
     assert any(own.stats.drafted for own in requests)
     plain = make_plain(small=True)
     assert [own.output_ids for own in requests] == [plain(prompt, params).token_ids for prompt in PROMPTS[:3]]
