@@ -50,17 +50,18 @@ class AttentionRows:
         rows = tuple(count for count in counts if count)
         return cls(table, request, start, offset, words, page_size, longest, rows, first)
 
-    def next(self, kept: Tensor | None = None) -> AttentionRows:
-        """Of chains, one row of each request, or of those `kept` `[K]`: the row after it, which sees this one too."""
+    def next(self) -> AttentionRows:
+        """Of chains, one row of each request: the row after it, which sees this one too."""
         assert self.words is None
         assert len(self.counts) == len(self.request)
-        after = replace(self, committed=self.committed + 1, longest=self.longest + 1)
-        if kept is None:
-            return after
-        left = len(kept)
-        table, committed = after.table[kept], after.committed[kept]
+        return replace(self, committed=self.committed + 1, longest=self.longest + 1)
+
+    def kept(self, index: Tensor) -> AttentionRows:
+        """Of these, one row of each request, the requests `index` `[K]` alone."""
+        assert len(self.counts) == len(self.request)
+        left = len(index)
         own = {"request": self.request[:left], "offset": self.offset[:left], "counts": self.counts[:left]}
-        return replace(after, table=table, committed=committed, **own)
+        return replace(self, table=self.table[index], committed=self.committed[index], **own)
 
     @cached_property
     def places(self) -> Tensor:

@@ -142,11 +142,14 @@ class RotaryEmbedding:
 
     def rows(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin `[..., 1, D]` for integer positions `[...]`, in the model's dtype as HF's Llama rounds them."""
-        key = (positions.device, dtype)
-        if key not in self._tables:
-            self._tables[key] = self._build(*key)
-        cos, sin = self._tables[key]
+        cos, sin = self.tables(positions.device, dtype)
         return F.embedding(positions, cos).unsqueeze(-2), F.embedding(positions, sin).unsqueeze(-2)
+
+    def tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin `[P, D]`, by position."""
+        if (device, dtype) not in self._tables:
+            self._tables[device, dtype] = self._build(device, dtype)
+        return self._tables[device, dtype]
 
     def _build(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         rope, head_dim, length = self._sizes

@@ -17,15 +17,16 @@ from torch import Tensor
 
 from infer.confidence import Confidence
 from infer.config import ProposerConfig
-from infer.constraint import narrowed
 from infer.kv_cache import KVPool
 from infer.kv_layers import LayerShape
 from infer.proposers.base import Budget
+from infer.proposers.levels import Levels, StepByStep
 from infer.proposers.shapes import Children, Run, StaticShape, TreeShape, grow, propose_best, tree_shape
 from infer.request import Phase, Request
 from infer.sampling import choice_parameters
 from infer.tree import DraftTree
 from kernels.choose import ChoiceParameters, choose, choose_best, law
+from kernels.draft import NativeChains, NativeDraft, join_draft
 from kernels.rows import AttentionRows
 from models.attention import Attention, no_attention
 from models.heads.base import Head
@@ -72,6 +73,8 @@ class HeadProposer:
             self.mask_slot = head.mask_slot()
         self.set_drafts(config)
         self._pool: KVPool | None = None
+        self._caches: Sequence[Tensor] = ()
+        self._native: NativeDraft | None = None  # runs whole levels
         self._pending: dict[str, Pending] = {}  # features of committed positions that the head has not read
         # Of these requests it has, in this step; the features stay until the commit, should the draft be retried.
         self._read: set[str] = set()
@@ -108,6 +111,10 @@ class HeadProposer:
 
     def attach(self, pool: KVPool) -> None:
         self._pool = pool
+        self._caches = pool.layers.caches[self._first_layer : self._first_layer + len(self.kv_layers)]
+        parts = None if self._head.parallel else self._head.draft_parts()
+        if parts is not None and all(cache.dtype is parts.decoder.dtype for cache in self._caches):
+            self._native = join_draft(parts)
 
     def places(self, budget: Budget) -> int:
         return budget.nodes if self.shape is None else max(budget.nodes, self.shape.rows)
@@ -220,60 +227,44 @@ class HeadProposer:
         return self._draft_chains(requests, budgets)
 
     def _draft_chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
-        parameters = choice_parameters(requests, self.draft_ids.device, drafting=True)
-        state = self._read_pending(requests)  # [B, S], of the slot before the root
-        laws: dict[int, list[Tensor]] = {}
+        levels = self._levels(requests, max(budget.depth for budget in budgets))
         drafts: list[list[int]] = [[] for _ in requests]
         going, depth = list(range(len(requests))), 0
-        # [B] slot i drafts what the target chooses at row i + 1, and is where the drafted token is read
-        slots = torch.tensor([len(request.tokens) - 1 for request in requests], device=state.device)
-        rows: AttentionRows | None = None
         confidence = self.confidence if self.confidence is not None and self.confidence.judging else None
         if confidence is not None:
             confidence.start(requests, [budget.depth for budget in budgets])
         while True:
-            batch = [requests[index] for index in going]
-            logits = self._head.logits(state, depth)
-            logits = narrowed(batch, logits, [drafts[index] for index in going], self.draft_ids)
-            for place, row in self._laws(batch, logits, parameters).items():
-                laws.setdefault(going[place], []).append(row)
-            if confidence is None:
-                tokens, verdicts = self._choose(logits, slots, parameters), None
-            else:
-                best, values = self._best(logits, slots, parameters, 1)
-                tokens, verdicts = best[:, 0], confidence.judge(batch, values[:, 0].tolist())
+            tokens, values = levels.draft(likely=confidence is not None)
+            verdicts = None
+            if confidence is not None:
+                assert values is not None
+                verdicts = confidence.judge([requests[index] for index in going], values)
             depth += 1
             still = []
-            for place, (index, token) in enumerate(zip(going, tokens.tolist(), strict=True)):
+            for place, (index, token) in enumerate(zip(going, tokens, strict=True)):
                 if verdicts is None or verdicts[place].keep:
                     drafts[index].append(token)
                 if budgets[index].depth > depth and (verdicts is None or verdicts[place].go_on):
                     still.append(place)
             if not still:
                 break
-            keep = None
             if len(still) < len(going):
-                keep = torch.tensor(still, device=state.device)
                 going = [going[place] for place in still]
-                state, tokens, parameters = state[keep], tokens[keep], parameters and parameters.rows(keep)
-                slots = slots[keep]
-            attention: Attention = no_attention
-            if self.kv_layers:
-                rows = (
-                    rows.next(keep)
-                    if rows is not None
-                    else self._chain_rows([requests[index] for index in going], depth)
-                )
-                attention = self.attend(rows)
-            state = self._head.step(tokens, state, slots, attention, depth)
-            slots = slots + 1
+                levels.keep(still)
         tree = DraftTree.chains([request.tokens[-1] for request in requests], drafts)
-        tree.laws = {index: torch.stack(own) for index, own in laws.items()}
+        if isinstance(levels, StepByStep):
+            tree.laws = {index: torch.stack(own) for index, own in levels.laws.items()}
         return tree
 
-    def _chain_rows(self, requests: Sequence[Request], depth: int) -> AttentionRows:
-        """One row of each, of the token drafted at `depth` - 1."""
-        return self._rows(requests, [len(request.tokens) - 2 + depth for request in requests], [1] * len(requests))
+    def _levels(self, requests: list[Request], deepest: int) -> Levels:
+        parameters = choice_parameters(requests, self.draft_ids.device, drafting=True)
+        looks = any(request.constraint is not None or request.params.acceptance == "block" for request in requests)
+        if self._native is None or looks or (parameters is not None and parameters.restricts):
+            return StepByStep(self, requests, self._read_pending(requests), parameters)
+        tokens, state, slots, rows = self._unread_rows(requests)
+        assert rows is not None
+        self.was_read(requests)
+        return NativeChains(self._native, tokens, state, slots, rows, self._caches, parameters, deepest)
 
     def _trees(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         """Grows every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own."""
@@ -324,7 +315,7 @@ class HeadProposer:
             owner = torch.arange(batch, device=device).repeat_interleave(width)
             positions = (start + level - 1).expand(-1, width).flatten()  # slot i drafts the choice at row i + 1
             logits = self._head.logits(state.flatten(0, 1), level - 1)
-            tokens, values = self._best(logits, positions, parameters and parameters.rows(owner), fan_out)
+            tokens, values = self.best(logits, positions, parameters and parameters.rows(owner), fan_out)
             return tokens.unflatten(0, (batch, width)), values.unflatten(0, (batch, width))
 
         def run(level: int, parent: Tensor, token: Tensor) -> None:
@@ -343,11 +334,11 @@ class HeadProposer:
 
     # ---- what both forms of drafting are made of ----------------------------------------------------------------
 
-    def _choose(self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None) -> Tensor:
+    def choice(self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None) -> Tensor:
         """The head's own choice `[R]` (target ids), under the noise that the target will meet at the same row."""
         return self.draft_ids[choose(logits, parameters, positions, self.draft_ids)]
 
-    def _best(
+    def best(
         self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None, count: int
     ) -> tuple[Tensor, Tensor]:
         """Of each row the `count` best target ids under the same noise, `[R, count]`, and their log-probabilities."""
@@ -355,7 +346,7 @@ class HeadProposer:
         columns, values = choose_best(logits, parameters, positions, self.draft_ids, count)
         return self.draft_ids[columns], values
 
-    def _laws(
+    def laws(
         self, requests: Sequence[Request], logits: Tensor, parameters: ChoiceParameters | None
     ) -> dict[int, Tensor]:
         """For block verification: by row, the law `[V]` over target ids that its token is drawn from."""
@@ -372,7 +363,7 @@ class HeadProposer:
         whole[:, self.draft_ids] = own
         return dict(zip(wanted, whole, strict=True))
 
-    def _rows(self, requests: Sequence[Request], slots: Sequence[int], counts: Sequence[int]) -> AttentionRows:
+    def rows(self, requests: Sequence[Request], slots: Sequence[int], counts: Sequence[int]) -> AttentionRows:
         """Addresses `counts[b]` slots of each request from `slots[b]` on."""
         assert self._pool is not None
         places = [slot + 1 for slot in slots]
@@ -397,6 +388,21 @@ class HeadProposer:
         `masks[b]`: as many rows of a parallel head's mask slot follow; then the states of all rows `[R, S]`. A second
         time, in a step that is retried, it writes the same again.
         """
+        tokens, state, slots, rows = self._unread_rows(requests, masks)
+        attention = no_attention if rows is None else self.attend(rows)
+        state = self._head.step(tokens, state, slots, attention, 0)
+        self.was_read(requests)
+        if masks is not None or rows is None:
+            return state
+        return state[torch.tensor(rows.counts, device=state.device).cumsum(0) - 1]
+
+    def _unread_rows(
+        self, requests: Sequence[Request], masks: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, AttentionRows | None]:
+        """What `_read_pending` reads: tokens `[R]`, fused states `[R, S]`, slots `[R]`, and the rows' addresses.
+
+        A head without KV has none, and one row of each request.
+        """
         features = self.features(requests)
         counts = [len(rows) for rows in features]
         starts = [request.computed - count for request, count in zip(requests, counts, strict=True)]
@@ -414,10 +420,7 @@ class HeadProposer:
             state = torch.cat([part for own, count in pieces for part in (own, mask_state.expand(count, -1))])
             counts = [len(tokens) for tokens in shifted]
         tokens = torch.tensor([token for own in shifted for token in own], device=device)
-        if self.kv_layers:
-            rows = self._rows(requests, starts, counts)
-            state = self._head.step(tokens, state, self._slots(requests, rows), self.attend(rows), 0)
-        else:
-            state = self._head.step(tokens, state, torch.tensor(starts, device=device), no_attention, 0)
-        self.was_read(requests)
-        return state if masks is not None else state[torch.tensor(counts, device=device).cumsum(0) - 1]
+        if not self.kv_layers:
+            return tokens, state, torch.tensor(starts, device=device), None
+        rows = self.rows(requests, starts, counts)
+        return tokens, state, self._slots(requests, rows), rows

@@ -31,10 +31,10 @@ class ParallelHeadProposer(HeadProposer):
         parameters = parameters and parameters.rows(owner)
         roots = torch.tensor([len(request.tokens) - 1 for request in requests], device=device)
         positions = (roots[:, None] + torch.arange(deepest, device=device)).flatten()
-        tokens = self._choose(logits, positions, parameters).view(len(requests), deepest).tolist()
+        tokens = self.choice(logits, positions, parameters).view(len(requests), deepest).tolist()
         drafts = [own[: budget.depth] for own, budget in zip(tokens, budgets, strict=True)]
         tree = DraftTree.chains([request.tokens[-1] for request in requests], drafts)
-        laws = self._laws([requests[index] for index in owner.tolist()], logits, parameters)
+        laws = self.laws([requests[index] for index in owner.tolist()], logits, parameters)
         for index, budget in enumerate(budgets):
             if index * deepest in laws:
                 rows = range(index * deepest, index * deepest + budget.depth)
@@ -53,7 +53,7 @@ class ParallelHeadProposer(HeadProposer):
         """How `grow` asks this head, whose logits `[B, D, Vd]` of all depths are known; roots `[B]`: positions."""
 
         def children(level: int, fan_out: int) -> tuple[Tensor, Tensor]:
-            tokens, values = self._best(logits[:, level - 1], roots + level - 1, parameters, fan_out)
+            tokens, values = self.best(logits[:, level - 1], roots + level - 1, parameters, fan_out)
             return tokens[:, None], values[:, None]
 
         def run(level: int, parent: Tensor, token: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -78,9 +78,9 @@ class NativeDecoder:
         assert found is not None
         self._call, runtime = found.decoder, openmp()
         self._attention_scratch = found.attention_scratch
-        self._parts, self._norm = list(layers), final_norm
-        self._linears = [[_arguments(own) for own in layer.linears] for layer in layers]
-        self.layers = len(layers)
+        self._parts, self.final_norm = list(layers), final_norm
+        self._linears = [[arguments_of(own) for own in layer.linears] for layer in layers]
+        self.layers, self.dtype = len(layers), layers[0].post_norm.dtype
         self._layers = (Layer * self.layers)()
         for own, layer, packed in zip(self._layers, layers, self._linears, strict=True):
             own.post_norm, own.residual_normed = layer.post_norm.data_ptr(), layer.residual_normed
@@ -112,7 +112,7 @@ class NativeDecoder:
             count=len(layers),
             hidden_size=len(first.post_norm),
             inner_size=sizes[-1],
-            kind=KINDS[first.post_norm.dtype],
+            kind=KINDS[self.dtype],
             eps=eps,
             scale=head_dim**-0.5,
             parallel=runtime and runtime[0],
@@ -136,34 +136,52 @@ class NativeDecoder:
         """
         assert x.is_contiguous()
         assert tokens is None or tokens.is_contiguous()
-        rows, a = x.shape[0], self._arguments
         cos, sin = (table.contiguous() for table in rotary)
-        hidden = x if self._norm is None else torch.empty_like(x)
+        hidden = x if self.final_norm is None else torch.empty_like(x)
         streams = {layer: torch.empty_like(x) for layer in entering}
-        threads = torch.get_num_threads() if self._several and rows * self._work > PARALLEL_WORK else 1
-        sizes = [
-            *(rows * width * x.itemsize for width in self._widths),
-            threads * self._attention_scratch(attention.longest) * 4,
-            threads * self._scratch * 4 if rows > FEW_ROWS else 0,
-        ]
-        starts = list(accumulate((size + -size % ALIGNED for size in sizes), initial=0))
-        room = torch.empty(starts[-1] + ALIGNED, dtype=torch.uint8)
-        base = room.data_ptr() + -room.data_ptr() % ALIGNED
-        a.normed, a.qkv, a.attended, a.inner, a.gated, a.scores, a.scratch = (base + start for start in starts[:-1])
-        a.caches = ctypes.addressof(kept := (ctypes.c_void_p * len(caches))(*(cache.data_ptr() for cache in caches)))
-        wanted = (ctypes.c_void_p * len(caches))()
-        for layer, stream in streams.items():
-            wanted[layer] = stream.data_ptr()
-        a.entering, a.attention = ctypes.addressof(wanted), ctypes.addressof(attention)
+        a, kept = self.begin(x.shape[0], attention, caches, streams)
         a.tokens = None if tokens is None else tokens.data_ptr()
         a.cos, a.sin, a.x, a.hidden = cos.data_ptr(), sin.data_ptr(), x.data_ptr(), hidden.data_ptr()
-        a.rows, a.slots, a.threads = rows, caches[0].shape[2], threads
         self._call(ctypes.addressof(a))
         del kept
         return hidden, tuple(streams[layer] for layer in entering)
 
+    def begin(
+        self, rows: int, attention: paged.Arguments, caches: Sequence[Tensor], streams: Mapping[int, Tensor]
+    ) -> tuple[Arguments, tuple[object, ...]]:
+        """What a call needs besides x, hidden, tokens, cos and sin; and what must be kept until it is done.
 
-def _arguments(linear: PackedLinear) -> linears.Arguments:
+        The same serves further calls of as many `rows` or fewer, if rows and threads are set for them.
+        """
+        a, threads = Arguments.from_buffer_copy(self._arguments), self.threads(rows)
+        sizes = [
+            *(rows * width * self.dtype.itemsize for width in self._widths),
+            threads * self._attention_scratch(attention.longest) * 4,
+            threads * self._scratch * 4 if rows > FEW_ROWS else 0,
+        ]
+        room, starts = one_after_another(sizes)
+        a.normed, a.qkv, a.attended, a.inner, a.gated, a.scores, a.scratch = starts
+        held = (ctypes.c_void_p * self.layers)(*(cache.data_ptr() for cache in caches))
+        wanted = (ctypes.c_void_p * self.layers)()
+        for layer, stream in streams.items():
+            wanted[layer] = stream.data_ptr()
+        a.caches, a.entering, a.attention = map(ctypes.addressof, (held, wanted, attention))
+        a.rows, a.slots, a.threads = rows, caches[0].shape[2], threads
+        return a, (room, held, wanted, attention)
+
+    def threads(self, rows: int) -> int:
+        return torch.get_num_threads() if self._several and rows * self._work > PARALLEL_WORK else 1
+
+
+def one_after_another(sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """Memory for so many bytes each, and where each begins: at a line of the cache."""
+    starts = list(accumulate((size + -size % ALIGNED for size in sizes), initial=0))
+    room = torch.empty(starts[-1] + ALIGNED, dtype=torch.uint8)
+    base = room.data_ptr() + -room.data_ptr() % ALIGNED
+    return room, [base + start for start in starts[:-1]]
+
+
+def arguments_of(linear: PackedLinear) -> linears.Arguments:
     found = linear.native and linear.native.arguments
     assert found is not None, "supported() has asked"
     return found

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-HEADERS = ("vec.h", "attention.h", "linear.h", "rows.h")
-SOURCES = (*HEADERS, "attention.c", "decoder.c", "linear.c", "noise.c", "rows.c", "verify.c")
+HEADERS = ("vec.h", "attention.h", "decoder.h", "linear.h", "noise.h", "rows.h")
+SOURCES = (*HEADERS, "attention.c", "decoder.c", "draft.c", "linear.c", "noise.c", "rows.c", "verify.c")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
 HERE = Path(__file__).parent
 LANES = 16  # floats that vec.h works on at once; sizes that are no multiple of it go the torch way
@@ -109,6 +109,7 @@ SIGNATURES = {
     "rotate": [_P, _P, _P, _P, _I, _I, _I, _I, _I],
     "linear": [_P],
     "decoder": [_P],
+    "draft": [_P],
     "accept": [_P, _P, _P, _P, _P, _P, _P, _P, _I, _I],
 }
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # vec.h

@@ -18,6 +18,8 @@ typedef struct {
     self_fn self;
 } linear_args;
 
+void linear(linear_args *a);
+
 /* What thread `self` of `threads` does of it: its panels, for all rows. */
 void linear_share(const linear_args *a, int64_t self);
 

@@ -1,7 +1,7 @@
 /* Gumbel noise as kernels/noise.py defines it, bit for bit: every addition and multiplication is rounded by itself. */
 #pragma GCC optimize("fp-contract=off")
 #pragma STDC FP_CONTRACT OFF
-#include "vec.h"
+#include "noise.h"
 
 INLINE uint32_t mix(uint32_t x) {
     x ^= x >> 16;

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from kernels.draft import DraftParts
 from kernels.quantise import WeightFormat
 from models.attention import Attention
 from models.layers import Linear, pack
@@ -115,6 +116,10 @@ class Head(nn.Module, ABC):
     def pack(self, *, exact: bool, weight_format: WeightFormat) -> None:
         """As models.layers.pack. What is borrowed is the target's, and stays as it is."""
         pack(self, exact=exact, weight_format=weight_format)
+
+    def draft_parts(self) -> DraftParts | None:
+        """For kernels that run whole levels of a draft, once it is packed; None where none runs its layers."""
+        return None
 
     @property
     def reads_lm_head(self) -> bool:

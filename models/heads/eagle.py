@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.decoder import LayerParts
+from kernels.draft import DraftParts
 from kernels.quantise import WeightFormat
 from models.attention import Attention
 from models.heads.base import AttentionShape, Borrowed, Head
@@ -76,15 +77,37 @@ class EagleHead(Head):
         return feature
 
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
-        weight = self.embed_tokens.weight if self.config.own_embedding else self.borrowed.embedding
-        x = torch.cat([F.embedding(ids, weight).to(state.dtype), state], dim=-1)
+        x = torch.cat([F.embedding(ids, self.embedding).to(state.dtype), state], dim=-1)
         x, rotary = self.fc(x).to(state.dtype), self.rotary.rows(positions, state.dtype)
         decode = self._joined.over(attention, self.layers, None, packed=self.fc.packed is not None)
         return decode(x, rotary)[0] if decode else self.layers[0](x, rotary, attention)
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
-        lm_head = self.borrowed.lm_head if self.narrow_lm_head is None else self.narrow_lm_head
-        return lm_head(state)
+        return self.lm_head(state)
+
+    def draft_parts(self) -> DraftParts | None:
+        decoder = self._joined.decoder(self.layers, None, packed=self.fc.packed is not None)
+        if decoder is None or type(self.lm_head) is not Linear or self.lm_head.packed is None:
+            return None
+        assert self.fc.packed is not None
+        return DraftParts(
+            decoder,
+            *self.attention[1:3],
+            embedding=self.embedding,
+            rotary=self.rotary.tables(self.embedding.device, decoder.dtype),
+            joined=self.fc.packed,
+            norm=None,
+            lm_head=self.lm_head.packed,
+            draft_ids=self.target_ids,
+        )
+
+    @property
+    def embedding(self) -> Tensor:
+        return self.embed_tokens.weight if self.config.own_embedding else self.borrowed.embedding
+
+    @property
+    def lm_head(self) -> nn.Module:
+        return self.borrowed.lm_head if self.narrow_lm_head is None else self.narrow_lm_head
 
     @property
     def borrowed(self) -> Borrowed:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.decoder import LayerParts
+from kernels.draft import DraftParts
 from kernels.elementwise import norm_beside
 from models.attention import Attention
 from models.heads.base import AttentionShape, Head
@@ -119,6 +120,23 @@ class Eagle3Head(Head):
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
         return self.lm_head(state if self.config.norm_output else self.norm(state))
+
+    def draft_parts(self) -> DraftParts | None:
+        own, after = self.config.layer, self.config.norm_output
+        decoder = self._joined.decoder(self.layers, self.norm if after else None, packed=self.fc.packed is not None)
+        if decoder is None or self.lm_head.packed is None:
+            return None
+        return DraftParts(
+            decoder,
+            own.num_heads,
+            own.num_kv_heads,
+            embedding=self.embed_tokens.weight,
+            rotary=self.rotary.tables(self.embed_tokens.weight.device, decoder.dtype),
+            joined=None,
+            norm=None if after else self.norm.weight,
+            lm_head=self.lm_head.packed,
+            draft_ids=self.target_ids,
+        )
 
     @torch.no_grad()
     def set_vocabulary(self, d2t: Tensor, t2d: Tensor) -> None:

@@ -1,0 +1,39 @@
+#ifndef HEADWAY_DECODER_H
+#define HEADWAY_DECODER_H
+
+#include "attention.h"
+#include "linear.h"
+
+typedef struct {
+    const void *input_norm, *post_norm;                  /* [hidden]; null input_norm: it reads its input as it is */
+    const void *token_norm;                              /* [hidden]; null: there is no token beside it */
+    const void *q_norm, *k_norm;                         /* [dim], or null */
+    const linear_args *qkv, *output, *gate_up, *down;    /* what the weights say of themselves */
+    int64_t window;                                      /* 0: none */
+    int64_t residual_normed;                             /* whether the normed input goes on, not the input */
+} decoder_layer;
+
+typedef struct {
+    const decoder_layer *layers;
+    void *const *caches;             /* [layers], as attention.h has them */
+    void *const *entering;           /* [layers] where to put the stream before a layer, [rows, hidden]; null: nowhere */
+    const attention_args *attention; /* what addresses the rows; the rest is filled in here */
+    const void *tokens;              /* [rows, hidden] embeddings, where a layer has a token_norm */
+    const void *final_norm;          /* [hidden]; null: there is none */
+    const void *cos, *sin;           /* [rows, dim] */
+    void *x;                         /* [rows, hidden]: embeddings, then the stream after the last layer */
+    void *hidden;                    /* [rows, hidden] after the final norm */
+    void *normed; /* [rows, hidden], or [rows, 2 * hidden] where a layer has a token_norm */
+    void *qkv, *attended, *inner, *gated; /* [rows, (heads + 2 kv_heads) dim | heads dim | 2 I | I] */
+    float *scores;                   /* attention's scratch */
+    uint32_t *scratch;               /* as linear.h has it, for the widest of the layers */
+    int64_t count, rows, hidden_size, inner_size, kind, slots, threads;
+    float eps, scale; /* of norms; of attention's scores */
+    parallel_fn parallel;
+    self_fn self;
+    void (*barrier)(void);
+} decoder_args;
+
+void decoder(decoder_args *a);
+
+#endif

@@ -1,0 +1,85 @@
+/* One level of a batch of chains with a recurrent head, in one call: embeddings of the tokens drafted last, the head's
+ * layers, its LM head, and the choice; then every chain is ready for its next level.
+ *
+ * The first level has the rows that wait to be read, several of a chain, of which the last goes on; further ones have a
+ * row of each. It calls the kernels that run one by one otherwise, so it drafts the same tokens as they do.
+ */
+#include "decoder.h"
+#include "noise.h"
+#include "rows.h"
+
+typedef struct {
+    decoder_args *decoder;     /* the layers; x: [rows, hidden] the rows' states, then those that chains go on from */
+    const linear_args *joined; /* makes a layer's input of embedding and state; null: a layer has both beside each other */
+    const linear_args *lm_head;
+    const void *embedding;     /* [V, hidden] */
+    const void *cos, *sin;     /* [P, dim], by position */
+    const void *norm;          /* [hidden], before the LM head; null: there is none */
+    const int64_t *draft_ids;  /* [lm_head->outputs] target ids */
+    int64_t *ids, *positions, *committed, *offset, *request; /* [rows]; committed to request as in attention.h */
+    const int64_t *last;       /* [chains], ascending: each one's last row */
+    const int64_t *low, *high; /* [chains] of the seeds, as in noise.h */
+    const float *temperature;  /* [chains] */
+    void *tokens;              /* [rows, hidden]; with `joined` [rows, 2 * hidden] */
+    void *turned;              /* [2, rows, dim] */
+    void *normed, *logits;     /* [chains, hidden | outputs] */
+    int64_t *chosen;           /* [chains] */
+    float *masses;             /* [chains] as in noise.h, or null */
+    uint32_t *scratch;         /* as linear.h has it, for `joined` and the LM head */
+    int64_t rows, chains, dim, joined_threads, threads;
+} draft_args;
+
+static void apply(const draft_args *a, const linear_args *weights, const void *x, void *out, int64_t rows, int64_t threads) {
+    linear_args own = *weights;
+    own.x = x, own.residual = 0, own.out = out, own.rows = rows, own.threads = threads, own.scratch = a->scratch;
+    linear(&own);
+}
+
+static void enter(const draft_args *a) {
+    decoder_args *d = a->decoder;
+    int64_t width = d->kind == FLOAT32 ? sizeof(float) : sizeof(bf16), row = d->hidden_size * width, turn = a->dim * width;
+    int64_t stride = a->joined ? 2 * row : row;
+    char *cos = a->turned, *sin = cos + a->rows * turn;
+    for (int64_t r = 0; r < a->rows; r++) {
+        char *token = (char *)a->tokens + r * stride;
+        memcpy(cos + r * turn, (const char *)a->cos + a->positions[r] * turn, turn);
+        memcpy(sin + r * turn, (const char *)a->sin + a->positions[r] * turn, turn);
+        memcpy(token, (const char *)a->embedding + a->ids[r] * row, row);
+        if (a->joined) memcpy(token + row, (const char *)d->x + r * row, row);
+    }
+    d->cos = cos, d->sin = sin, d->rows = a->rows;
+    if (a->joined)
+        apply(a, a->joined, a->tokens, d->x, a->rows, a->joined_threads);
+    else
+        d->tokens = a->tokens;
+}
+
+/* The last row of each chain becomes its first, and the place after it the next. */
+static void go_on(const draft_args *a) {
+    const decoder_args *d = a->decoder;
+    int64_t row = d->hidden_size * (d->kind == FLOAT32 ? sizeof(float) : sizeof(bf16));
+    for (int64_t c = 0; c < a->chains; c++) {
+        int64_t from = a->last[c];
+        memmove((char *)d->x + c * row, (const char *)d->hidden + from * row, row);
+        a->positions[c] = a->positions[from] + 1;
+        a->committed[c] = a->committed[from] + a->offset[from] + 1;
+        a->offset[c] = 0;
+        a->request[c] = a->request[from];
+    }
+}
+
+void draft(const draft_args *a) {
+    decoder_args *d = a->decoder;
+    int64_t size = d->hidden_size, outputs = a->lm_head->outputs;
+    enter(a);
+    decoder(d);
+    go_on(a);
+    if (a->norm) rms_norm(d->x, a->norm, a->normed, a->chains, size, size, d->eps, d->kind);
+    apply(a, a->lm_head, a->norm ? a->normed : d->x, a->logits, a->chains, a->threads);
+    choose(
+        a->logits, a->temperature, a->low, a->high, a->positions, a->draft_ids, a->chosen, a->masses, a->chains, outputs,
+        outputs, d->kind
+    );
+    for (int64_t c = 0; c < a->chains; c++)
+        a->ids[c] = a->draft_ids[a->chosen[c]];
+}

@@ -1,0 +1,174 @@
+"""Levels of chains with a recurrent head in C (draft.c), one call each."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kernels.choose import ChoiceParameters
+from kernels.cpu import attention as paged
+from kernels.cpu.decoder import arguments_of, one_after_another
+from kernels.cpu.library import LANES, library, openmp
+from kernels.cpu.linear import FEW_ROWS, PARALLEL_WORK
+from kernels.rows import AttentionRows
+
+if TYPE_CHECKING:
+    from kernels.draft import DraftParts
+    from kernels.linear import PackedLinear
+
+NUMBERS = ("ids", "positions", "committed", "offset", "request")  # of a row
+
+
+class Arguments(ctypes.Structure):
+    """draft_args of draft.c, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("decoder", "joined", "lm_head", "embedding", "cos", "sin", "norm")),
+        *((name, ctypes.c_void_p) for name in ("draft_ids", *NUMBERS, "last", "low", "high", "temperature")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "turned", "normed", "logits", "chosen", "masses", "scratch")),
+        *((name, ctypes.c_int64) for name in ("rows", "chains", "dim", "joined_threads", "threads")),
+    )
+
+
+def supported(parts: DraftParts) -> bool:
+    """Whether draft.c takes these: all of one dtype and on the host, linears read by linear.c as they come."""
+    dtype, found = parts.decoder.dtype, [own for own in (parts.joined, parts.lm_head) if own is not None]
+    if any(own.native is None or own.native.arguments is None or own.native.dtype is not dtype for own in found):
+        return False
+    tensors = [own for own in (parts.embedding, *parts.rotary, parts.norm) if own is not None]
+    if any(own.dtype is not dtype or not own.is_contiguous() or own.device.type != "cpu" for own in tensors):
+        return False
+    return parts.lm_head.out_features % LANES == 0
+
+
+class NativeDraft:
+    """Of parts that are `supported`; their tensors must stay where they are."""
+
+    def __init__(self, parts: DraftParts) -> None:
+        found = library()
+        assert found is not None
+        self.call, self.parts = found.draft, parts
+        self._ids, self._lm_head = parts.draft_ids.contiguous(), arguments_of(parts.lm_head)
+        self._joined = None if parts.joined is None else arguments_of(parts.joined)
+        cos, sin = parts.rotary
+        self.arguments = Arguments(
+            joined=None if self._joined is None else ctypes.addressof(self._joined),
+            lm_head=ctypes.addressof(self._lm_head),
+            embedding=parts.embedding.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            norm=None if parts.norm is None else parts.norm.data_ptr(),
+            draft_ids=self._ids.data_ptr(),
+            dim=cos.shape[1],
+        )
+
+
+class NativeChains:
+    """One draft of C chains. All that C reads and writes of it lies here."""
+
+    def __init__(
+        self,
+        native: NativeDraft,
+        ids: Tensor,
+        state: Tensor,
+        positions: Tensor,
+        rows: AttentionRows,
+        caches: Sequence[Tensor],
+        parameters: ChoiceParameters | None,
+        levels: int,
+    ) -> None:
+        """ids, positions `[R]`, state `[R, H]` and `rows`: what waits to be read, of each chain one row at least.
+
+        caches: of the head's layers. parameters `[C]` restrict nothing. `levels`: as many as will be drafted, or more.
+        """
+        assert parameters is None or not parameters.restricts
+        self._native, parts, size = native, native.parts, state.element_size()
+        (count, hidden), chains = state.shape, len(rows.counts)
+        assert int(positions.max()) + levels <= len(parts.rotary[0])
+        self._chains, self._rows, self._state = chains, count, state.clone()
+        self._numbers = torch.stack([ids, positions, rows.committed, rows.offset, rows.request])  # [5, R]
+        self._last = torch.tensor(rows.counts).cumsum(0) - 1
+        self._seeds, self._temperature = torch.zeros(2, chains, dtype=torch.int64), torch.zeros(chains)
+        if parameters is not None:
+            self._seeds = torch.stack([parameters.seed_low, parameters.seed_high])
+            self._temperature = parameters.temperature.clone()
+        self._masses, self._table = torch.empty(chains), rows.table.contiguous()
+        numbers = dict(zip(NUMBERS, (row.data_ptr() for row in self._numbers), strict=True))
+        self._attention = paged.Arguments(
+            table=self._table.data_ptr(),
+            request=numbers["request"],
+            committed=numbers["committed"],
+            offset=numbers["offset"],
+            heads=parts.num_heads,
+            kv_heads=parts.num_kv_heads,
+            dim=native.arguments.dim,
+            pages=self._table.shape[1],
+            page_size=rows.page_size,
+            longest=-(-(rows.longest + levels) // LANES) * LANES,
+            first=rows.first,
+        )
+        self._decoder, self._kept = parts.decoder.begin(count, self._attention, caches, {})
+        sizes = (
+            count * hidden * size * (1 if parts.joined is None else 2),
+            2 * count * native.arguments.dim * size,
+            chains * hidden * size,
+            chains * parts.lm_head.out_features * size,
+            chains * self._last.element_size(),
+            max(_scratch(parts.joined, count), _scratch(parts.lm_head, chains)),
+            0 if parts.decoder.final_norm is None else count * hidden * size,
+        )
+        self._room, starts = one_after_another(sizes)
+        self._decoder.x = self._state.data_ptr()
+        self._decoder.hidden = self._decoder.x if parts.decoder.final_norm is None else starts[-1]
+        a = self._arguments = Arguments.from_buffer_copy(native.arguments)
+        a.tokens, a.turned, a.normed, a.logits, a.chosen, a.scratch = starts[:-1]
+        for name, pointer in numbers.items():
+            setattr(a, name, pointer)
+        a.low, a.high = (row.data_ptr() for row in self._seeds)
+        a.decoder, a.last, a.temperature = (
+            ctypes.addressof(self._decoder),
+            *map(Tensor.data_ptr, (self._last, self._temperature)),
+        )
+
+    def draft(self, *, likely: bool) -> tuple[list[int], list[float] | None]:
+        """One more token of each chain (target ids); with `likely` how likely the head finds it, log-probabilities."""
+        a, parts = self._arguments, self._native.parts
+        a.rows, a.chains, a.masses = self._rows, self._chains, self._masses.data_ptr() if likely else None
+        a.joined_threads, a.threads = _threads(parts.joined, self._rows), _threads(parts.lm_head, self._chains)
+        self._decoder.threads, self._attention.rows = parts.decoder.threads(self._rows), self._rows
+        self._native.call(ctypes.addressof(a))
+        if self._rows != self._chains:
+            self._rows, self._last = self._chains, torch.arange(self._chains)
+            a.last = self._last.data_ptr()
+        tokens = self._numbers[0, : self._chains].tolist()
+        if not likely:
+            return tokens, None
+        return tokens, [-math.log(mass) for mass in self._masses[: self._chains].tolist()]
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Only these chains go on, in this order: ascending."""
+        index, count = torch.tensor(places), len(places)
+        for own in (self._numbers, self._seeds):
+            own[:, :count] = own[:, index]
+        for own in (self._state, self._temperature):
+            own[:count] = own[index]
+        self._rows = self._chains = count
+
+
+def _threads(linear: PackedLinear | None, rows: int) -> int:
+    if linear is None or openmp() is None or rows * linear.in_features * linear.out_features <= PARALLEL_WORK:
+        return 1
+    return torch.get_num_threads()
+
+
+def _scratch(linear: PackedLinear | None, rows: int) -> int:
+    """Bytes."""
+    if linear is None or rows <= FEW_ROWS:
+        return 0
+    assert linear.native is not None
+    return 4 * _threads(linear, rows) * linear.native.scratch

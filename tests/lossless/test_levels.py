@@ -1,0 +1,186 @@
+"""Levels of chains in one call of C draft what the head's own operations draft, and leave the same keys and values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infer.confidence import Verdict
+from infer.config import EngineConfig, ProposerConfig
+from infer.engine import Engine
+from infer.grammar import Grammar
+from infer.proposers.levels import StepByStep
+from infer.request import SamplingParams, Upkeep
+from kernels.cpu.library import library
+from kernels.draft import NativeChains
+from models.targets import load_target
+from models.tokenizer import Tokenizer
+from tests.heads import make_head
+
+KINDS = {
+    "eagle3": ("eagle3", {"draft_vocab_size": 208}),
+    "eagle3, whole vocabulary": ("eagle3, norm_before_residual", {}),
+    "eagle3.1": ("eagle3.1", {}),
+    "eagle3, two layers": ("eagle3, two layers", {"draft_vocab_size": 208}),
+    "eagle": ("eagle", {}),
+    "eagle, fc with bias": ("eagle, fc with bias", {}),
+    "eagle, the target's embedding": ("eagle, the target's embedding", {}),
+}
+pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
+
+
+class Both:
+    """Drafts in both ways, one after the other, into the same slots. An engine goes on without a drafter that raises,
+    so what differs is noted.
+    """
+
+    def __init__(self, native, plain, caches, notes):
+        self.native, self.plain, self._caches, self._notes = native, plain, caches, notes
+
+    def draft(self, *, likely):
+        tokens, values = self.native.draft(likely=likely)
+        kept = [cache.clone() for cache in self._caches]
+        theirs, expected = self.plain.draft(likely=likely)
+        same = tokens == theirs and all(torch.equal(a, b) for a, b in zip(kept, self._caches, strict=True))
+        if likely:
+            same = same and values == pytest.approx(expected, abs=1e-3) and max(values) <= 1e-6
+        self._notes.append((len(tokens), same))
+        return tokens, values
+
+    def keep(self, places):
+        self.native.keep(places)
+        self.plain.keep(places)
+
+
+@pytest.fixture(scope="module")
+def folder(make_target_folder):
+    return make_target_folder(seed=6, num_attention_heads=2, num_key_value_heads=1)  # heads of 32, which C takes
+
+
+def serve(folder, kind, dtype, weights):
+    target, (variant, options) = load_target(str(folder)), KINDS[kind]
+    head = make_head(target, variant, **options)
+    drafting = ProposerConfig(name="head", max_draft_tokens=4)
+    target = load_target(str(folder), dtype=dtype)
+    config = EngineConfig(prefill_chunk=16, max_rows=64, max_batch=8, head_weights=weights)
+    return Engine(
+        target,
+        head=head.to(dtype),
+        proposer="head",
+        config=config,
+        proposer_config=drafting,
+        tokenizer=Tokenizer.load(folder),
+    )
+
+
+def compare(engine):
+    """Every chain from here on is drafted both ways; of each level, how many took part and whether all was the same."""
+    proposer, notes = engine._head, []
+    assert proposer._native is not None
+    levels = proposer._levels
+
+    def both(requests, deepest):
+        native = levels(requests, deepest)
+        assert isinstance(native, NativeChains)
+        kept, proposer._native = proposer._native, None
+        plain = levels(requests, deepest)
+        proposer._native = kept
+        assert isinstance(plain, StepByStep)
+        return Both(native, plain, proposer._caches, notes)
+
+    proposer._levels = both
+    return notes
+
+
+def prompts_of(count):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(1, 384, (5 + 13 * b,), generator=generator).tolist() for b in range(count)]
+
+
+@pytest.mark.parametrize("weights", ["same", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_one_call_it_drafts_the_same_tokens(folder, kind, dtype, weights):
+    engine = serve(folder, kind, dtype, weights)
+    prompts = prompts_of(4)
+    params = [
+        SamplingParams(max_tokens=9 + 3 * b, temperature=0.7 * (b % 2), seed=2**40 + b, ignore_eos=True)
+        for b in range(4)
+    ]
+    engine.set_proposer("none")
+    plain = [own.token_ids for own in engine.generate(prompts, params)]
+    engine.set_proposer("head")
+    notes = compare(engine)
+    assert [own.token_ids for own in engine.generate(prompts, params)] == plain
+    assert all(same for _, same in notes)
+    assert {count for count, _ in notes} == {1, 2, 3, 4}  # chains that end as texts do leave the others
+    assert engine._drafting.failures == 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_judged_chains_too_which_end_at_any_level(folder, count):
+    torch.set_num_threads(count)
+    engine = serve(folder, "eagle3", torch.float32, "same")
+    notes, verdicts = compare(engine), torch.Generator().manual_seed(1)
+
+    class Judge:
+        judging = True
+
+        def start(self, requests, depths):
+            pass
+
+        def judge(self, requests, values):
+            going = torch.rand(len(requests), generator=verdicts) < 0.7
+            return [Verdict(True, go_on) for go_on in going.tolist()]
+
+        def __getattr__(self, name):
+            return lambda *given: None
+
+    engine._head.confidence = Judge()
+    params = SamplingParams(max_tokens=24, temperature=0.5, seed=5, ignore_eos=True)
+    engine.generate(prompts_of(6), params)
+    assert all(same for _, same in notes)
+    assert {count for count, _ in notes} == {1, 2, 3, 4, 5, 6}
+    assert engine._drafting.failures == 0
+
+
+def test_a_head_that_was_woken_within_a_text(folder):
+    engine, bases = serve(folder, "eagle3", torch.float32, "same"), set()
+    notes, proposer = compare(engine), engine._head
+    engine._drafting.meet = lambda request, planner, load: setattr(request, "upkeep", Upkeep.NONE)
+    levels = proposer._levels
+
+    def noted(requests, deepest):
+        bases.update(proposer.bases(requests))
+        return levels(requests, deepest)
+
+    proposer._levels = noted
+    engine.generate(prompts_of(4), SamplingParams(max_tokens=90, ignore_eos=True))
+    assert all(same for _, same in notes)
+    assert len(bases - {0}) > 1
+    assert 4 in {count for count, _ in notes}
+    assert engine._drafting.failures == 0
+
+
+def test_what_looks_at_logits_goes_step_by_step(folder):
+    engine = serve(folder, "eagle3", torch.float32, "same")
+    kinds, levels = [], engine._head._levels
+
+    def noted(requests, deepest):
+        own = levels(requests, deepest)
+        kinds.append(type(own))
+        return own
+
+    engine._head._levels = noted
+    for own, kind in (
+        ({}, NativeChains),
+        ({"temperature": 1.0}, NativeChains),
+        ({"temperature": 1.0, "top_k": 5}, StepByStep),
+        ({"temperature": 1.0, "min_p": 0.1}, StepByStep),
+        ({"temperature": 1.0, "acceptance": "block"}, StepByStep),
+        ({"grammar": Grammar("regex", "(ab)+")}, StepByStep),
+    ):
+        kinds.clear()
+        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=6, ignore_eos="grammar" not in own, **own))
+        assert kinds
+        assert set(kinds) == {kind}, own
