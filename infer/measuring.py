@@ -28,7 +28,7 @@ from infer.request import Request
 
 log = logging.getLogger(__name__)
 
-VERSION = 7  # of what is measured and how
+VERSION = 8  # of what is measured and how
 PROMPT_TOKENS = 96
 LONG_TOKENS = 1024
 LEAST_DIFFERENCE = 128  # between a long and a short request, or noise is all that would be seen
