@@ -192,7 +192,8 @@ class KVPool:
         self, requests: Sequence[Request], starts: Sequence[int], bases: Sequence[int] | None
     ) -> tuple[Tensor, list[int]]:
         """The requests' page ids `[B, P]` and places `starts`, both from `bases` on."""
-        table = self.table[[request.slot for request in requests]]
+        slots = torch.tensor([request.slot for request in requests], device=self.device)
+        table = self.table.index_select(0, slots)
         if bases is None or not any(bases):
             return table, list(starts)
         skipped = torch.tensor(bases, device=self.device)[:, None] // self.page_size

@@ -86,7 +86,7 @@ def choose(
         from kernels.triton import choose as gpu
 
         return gpu.best(logits, parameters, positions, token_ids, 1)[1][:, 0]
-    if parameters is not None and not parameters.restricts and logits.device.type == "cpu":
+    if logits.device.type == "cpu" and (parameters is None or not parameters.restricts):
         found = _choose_native(logits, parameters, positions, token_ids, likely=False)
         if found is not None:
             return found[0]

@@ -42,11 +42,14 @@ class AttentionRows:
     ) -> AttentionRows:
         """`counts[b]` rows of request b at offsets 0, 1, ...; `words` `[R]`, None for rows that each see all before."""
         device = table.device
-        blocks = list(zip(committed, counts, strict=True))
-        request = torch.tensor([b for b, (_, count) in enumerate(blocks) for _ in range(count)], device=device)
-        start = torch.tensor([start for start, count in blocks for _ in range(count)], device=device)
-        offset = torch.tensor([j for count in counts for j in range(count)], device=device)
-        longest = max(start + count for start, count in blocks)
+        blocks = list(enumerate(zip(committed, counts, strict=True)))
+        fields = [
+            [b for b, (_, count) in blocks for _ in range(count)],
+            [start for _, (start, count) in blocks for _ in range(count)],
+            [j for count in counts for j in range(count)],
+        ]
+        request, start, offset = torch.tensor(fields, device=device)  # one tensor, since each takes its time
+        longest = max(start + count for _, (start, count) in blocks)
         rows = tuple(count for count in counts if count)
         return cls(table, request, start, offset, words, page_size, longest, rows, first)
 

@@ -263,6 +263,7 @@ class HeadProposer:
             return StepByStep(self, requests, self._read_pending(requests), parameters)
         tokens, state, slots, rows = self._unread_rows(requests)
         assert rows is not None
+        assert max(len(request.tokens) for request in requests) + deepest <= len(self._native.parts.rotary[0])
         self.was_read(requests)
         return NativeChains(self._native, tokens, state, slots, rows, self._caches, parameters, deepest)
 

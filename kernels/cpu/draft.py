@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,21 +85,22 @@ class NativeChains:
     ) -> None:
         """ids, positions `[R]`, state `[R, H]` and `rows`: what waits to be read, of each chain one row at least.
 
-        caches: of the head's layers. parameters `[C]` restrict nothing. `levels`: as many as will be drafted, or more.
+        caches: of the head's layers. parameters `[C]` restrict nothing. `levels`: as many as will be drafted, or more;
+        that many positions more are in the rotary table.
         """
         assert parameters is None or not parameters.restricts
         self._native, parts, size = native, native.parts, state.element_size()
         (count, hidden), chains = state.shape, len(rows.counts)
-        assert int(positions.max()) + levels <= len(parts.rotary[0])
         self._chains, self._rows, self._state = chains, count, state.clone()
         self._numbers = torch.stack([ids, positions, rows.committed, rows.offset, rows.request])  # [5, R]
-        self._last = torch.tensor(rows.counts).cumsum(0) - 1
+        self._last = torch.tensor([end - 1 for end in accumulate(rows.counts)])
         self._seeds, self._temperature = torch.zeros(2, chains, dtype=torch.int64), torch.zeros(chains)
         if parameters is not None:
             self._seeds = torch.stack([parameters.seed_low, parameters.seed_high])
             self._temperature = parameters.temperature.clone()
         self._masses, self._table = torch.empty(chains), rows.table.contiguous()
-        numbers = dict(zip(NUMBERS, (row.data_ptr() for row in self._numbers), strict=True))
+        first, step = self._numbers.data_ptr(), count * self._numbers.element_size()
+        numbers = {name: first + step * row for row, name in enumerate(NUMBERS)}
         self._attention = paged.Arguments(
             table=self._table.data_ptr(),
             request=numbers["request"],
