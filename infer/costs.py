@@ -23,7 +23,9 @@ TRUSTED = (0.2, 5.0)  # a step this far off its prediction says nothing: someone
 # more take no time, but it may be faster again, and a price of nothing cannot be corrected.
 LEAST_ROW = 0.3
 EXTRA = (0.1, 3.0)  # so far the corrections of further rows and of drafts may go
-FADES = 0.97  # of what drafted steps have taught, where it fades
+# What drafted steps have taught fades by this, where it does. Rows of twice their usual price were seen for a second now
+# and then (LOG.md), and nobody must go undrafted for much longer than that.
+FADES = 0.9
 FORGETS = 0.998  # of how well plain steps are known, with every step of more rows
 WELL_SEEN = 0.25  # from here on what a step of more rows takes longer is these rows' doing,
 MOST_SEEN = 0.99  # nearly, or a few rows of hardly any cost would be blamed for all noise
@@ -99,9 +101,13 @@ class CostTable:
         batches, around, beyond = tuple(found["batches"]), tuple(found["around"]), ContextCost(**found["beyond"])
         return cls(batches, curves(found["verify"]), around, drafts, found["context"], beyond, found["reads"])
 
+    def size(self, batch: int) -> int:
+        """The least that was measured from `batch` on, or the largest."""
+        return self.batches[min(bisect_left(self.batches, batch), len(self.batches) - 1)]
+
     def at(self, batch: int, curves: Sequence[Curve], size: Sizes) -> Sizes:
         """Between the two measured batch sizes beside `batch`."""
-        right = min(bisect_left(self.batches, batch), len(self.batches) - 1)
+        right = self.batches.index(self.size(batch))
         if self.batches[right] == batch or right == 0:
             return curves[right](size)
         low, high = self.batches[right - 1], self.batches[right]
@@ -120,8 +126,9 @@ class Costs:
         self._around = Curve(tuple(map(float, table.batches)), table.around)
         self._steps: dict[int, float] = {}  # plain ones of short requests by the table alone; every step asks for one
         # Corrections: of all seconds, since whoever shares the machine slows all of them, and then of what further rows
-        # add to a plain step.
-        self._all = self._extra = 1.0
+        # add to a plain step, by batch size of the table: what they do in small ones says little of larger ones.
+        self._all = 1.0
+        self._extra = dict.fromkeys(table.batches, 1.0)
         self._seen = 0.0  # how well plain steps are known, from 0 to 1
         self._draft: dict[str, tuple[float, float]] = {}  # and of a drafter's, for its first level and further ones
 
@@ -135,7 +142,7 @@ class Costs:
         least = self._least * (rows - batch)
         extra: Any = max(extra, least) if isinstance(rows, float) else np.maximum(extra, least)
         extra = extra + self.table.beyond.further * self._further * (rows - batch)
-        return self.plain(batch) + self._all * self._extra * extra
+        return self.plain(batch) + self._all * self._extra[self.table.size(batch)] * extra
 
     def plain(self, batch: int) -> float:
         """The same of a step without drafts."""
@@ -179,13 +186,14 @@ class Costs:
         learns = max(LEARNS, 1 - self._seen) if rows == batch else LEARNS
         share = learns * (seconds - expected) / ((1 - known) * expected**2 + extra**2)
         self._all *= 1 + (1 - known) * share * expected
-        self._extra = bounded(self._extra * (1 + share * extra))
+        size = self.table.size(batch)
+        self._extra[size] = bounded(self._extra[size] * (1 + share * extra))
         self._seen = (1 + self._seen) / 2 if rows == batch else FORGETS * self._seen
         return seconds / expected
 
     def fade(self) -> None:
         """Forgets something of what drafted steps have taught."""
-        self._extra = faded(self._extra)
+        self._extra = {size: faded(extra) for size, extra in self._extra.items()}
         self._draft = {name: (faded(first), faded(further)) for name, (first, further) in self._draft.items()}
 
     def learn_draft(self, drafter: str, counts: Sequence[int], seconds: float) -> None:

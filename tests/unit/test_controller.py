@@ -194,6 +194,16 @@ def test_rows_that_took_no_time_when_they_were_measured_can_become_dear():
     assert costs.verify(1, 4.0) == pytest.approx(12.0, rel=0.05)
 
 
+def test_what_rows_cost_in_small_batches_says_nothing_of_larger_ones():
+    costs, table = make_costs(row=1.0, draft=2.0), make_costs(row=1.0, draft=2.0)
+    for _ in range(200):
+        costs.learn(batch=3, rows=3, seconds=table.plain(3))
+        costs.learn(batch=3, rows=9, seconds=table.plain(3) + 12.0)
+    for batch, times in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 1), (16, 1), (30, 1)):
+        taught = costs.verify(batch, 3.0 * batch) - costs.plain(batch)
+        assert taught == pytest.approx(times * (table.verify(batch, 3.0 * batch) - table.plain(batch)), rel=0.03), batch
+
+
 def test_what_drafts_have_taught_fades_while_nobody_drafts():
     costs, table = make_costs(row=1.0, draft=2.0), make_costs(row=1.0, draft=2.0)
     for _ in range(600):
@@ -203,7 +213,7 @@ def test_what_drafts_have_taught_fades_while_nobody_drafts():
     assert costs.draft("head", 1, 2) == pytest.approx(12.0, rel=0.01)
     assert costs.verify(1, 8.0) > table.verify(1, 8.0) + 5.0
     controller, nobody = Controller(costs, Survival()), [own._replace(ready=False, wakes=False) for own in chains(1, 4)]
-    for _ in range(250 * KEPT_STEPS):
+    for _ in range(70 * KEPT_STEPS):
         controller.plan(("0",), lambda: nobody)
         controller.stepped(1, 1, 0.0, table.plain(1))
     assert costs.draft("head", 1, 2) == pytest.approx(table.draft("head", 1, 2), rel=0.01)
