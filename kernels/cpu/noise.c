@@ -2,6 +2,9 @@
 #pragma GCC optimize("fp-contract=off")
 #pragma STDC FP_CONTRACT OFF
 #include "noise.h"
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 INLINE uint32_t mix(uint32_t x) {
     x ^= x >> 16;
@@ -44,14 +47,33 @@ INLINE vec log_of(vec f, vec exponent) {
     return value + exponent * -2.12194440e-4f + f + exponent * 0.693359375f;
 }
 
+INLINE vec uniform(uvec word) { return (__builtin_convertvector(word, vec) + 0.5f) * 0x1p-32f; }
+
 INLINE vec gumbel(uvec word) {
-    vec u = (__builtin_convertvector(word, vec) + 0.5f) * 0x1p-32f, most = splat(1.0f - 0x1p-24f), f, exponent;
+    vec u = uniform(word), most = splat(1.0f - 0x1p-24f), f, exponent;
     u = choose_lanes(u < most, u, most);
     split(1.0f - u, &f, &exponent);
     ivec near = u < 0.25f;
     vec exponential = -log_of(choose_lanes(near, -u, f), choose_lanes(near, splat(0.0f), exponent));
     split(exponential, &f, &exponent);
     return -log_of(f, exponent);
+}
+
+/* At least what gumbel() answers: -log(-log(1 - u)) <= -log u, of which u's exponent tells enough. The slack is far above
+ * what gumbel() errs by. */
+INLINE vec most_gumbel(uvec word) {
+    ivec exponent = ((ivec)uniform(word) >> 23) - 127;
+    return __builtin_convertvector(-exponent, vec) * 0.6931472f + 1e-3f;
+}
+
+INLINE int any_above(vec a, vec b) {
+#ifdef __AVX512F__
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+#else
+    int found = 0;
+    for (int i = 0; i < LANES; i++) found |= a[i] > b[i];
+    return found;
+#endif
 }
 
 /* keys [rows], ids [size] -> out [rows, size] */
@@ -82,17 +104,20 @@ INLINE void choose_rows(
     for (int64_t row = 0; row < rows; row++) {
         uint32_t key = row_key(low[row], high[row], positions[row]);
         int sampled = temperature[row] > 0.0f;
-        vec divisor = splat(sampled ? temperature[row] : 1.0f), best = splat(-__builtin_inff()), mass = splat(0.0f);
+        vec divisor = splat(sampled ? temperature[row] : 1.0f), best = splat(-__builtin_inff()), mass = splat(0.0f), bar = best;
         ivec at = {0}, lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         for (int64_t v = 0; v < size; v += LANES) {
-            vec value = load(logits, row * stride + v, kind) / divisor;
+            vec value = load(logits, row * stride + v, kind);
             if (sampled) {
                 uint32_t lanes[LANES];
                 for (int64_t i = 0; i < LANES; i++)
                     lanes[i] = ids ? (uint32_t)ids[v + i] : (uint32_t)(v + i);
                 uvec id;
                 memcpy(&id, lanes, sizeof id);
-                value += gumbel(mix_lanes((mix_lanes(id) + key * 0x9E3779B1u) ^ key));
+                uvec word = mix_lanes((mix_lanes(id) + key * 0x9E3779B1u) ^ key);
+                value /= divisor;
+                if (!masses && !any_above(value + most_gumbel(word), bar)) continue; /* as nearly all */
+                value += gumbel(word);
             }
             ivec better = value > best;
             if (masses) { /* e^(value - best), summed up */
@@ -101,6 +126,7 @@ INLINE void choose_rows(
             }
             best = choose_lanes(better, value, best);
             at = ((lane + (int32_t)v) & better) | (at & ~better);
+            if (sampled && !masses) bar = splat(max_lanes(best));
         }
         float most = max_lanes(best);
         int64_t chosen = size;

@@ -112,6 +112,20 @@ def test_the_form_in_c_chooses_what_the_rule_written_out_does(dtype, ids):
         torch.testing.assert_close(values[:, 0], keys.log_softmax(-1).amax(-1), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
+@pytest.mark.parametrize("spread", [0.0, 0.03, 1.0, 30.0, 3e4])
+def test_what_the_form_in_c_passes_over_could_not_have_been_chosen(spread):
+    """Noise alone decides among equal logits, of a million keys its largest, where its last bits are coarse."""
+    rows, size = 24, 2**16
+    logits = spread * torch.randn(rows, size, generator=torch.Generator().manual_seed(2))
+    asked = parameters(rows, 0.9, seeds=torch.arange(rows) * 2**33 + 5)
+    asked.restricts = False
+    positions, some = torch.arange(rows) * 77, torch.randperm(size)[: size // 2]
+    assert torch.equal(choose(logits, asked, positions), choice_keys(logits, asked, positions).argmax(-1))
+    half = logits[:, : size // 2]
+    assert torch.equal(choose(half, asked, positions, some), choice_keys(half, asked, positions, some).argmax(-1))
+
+
 def test_a_row_is_chosen_alike_in_any_batch():
     logits, p = torch.randn(9, 300), parameters(9, 0.9, 40, 0.95)
     together = choose(logits, p, torch.arange(9))
