@@ -23,8 +23,8 @@ TRUSTED = (0.2, 5.0)  # a step this far off its prediction says nothing: someone
 # more take no time, but it may be faster again, and a price of nothing cannot be corrected.
 LEAST_ROW = 0.3
 EXTRA = (0.1, 3.0)  # so far the corrections of further rows and of drafts may go
-# What drafted steps have taught fades by this, where it does. Rows of twice their usual price were seen for a second now
-# and then (LOG.md), and nobody must go undrafted for much longer than that.
+# What drafted steps have taught fades by this, where it does. Rows of twice their usual price were seen for a second
+# now and then (LOG.md), and nobody must go undrafted for much longer than that.
 FADES = 0.9
 FORGETS = 0.998  # of how well plain steps are known, with every step of more rows
 WELL_SEEN = 0.25  # from here on what a step of more rows takes longer is these rows' doing,
