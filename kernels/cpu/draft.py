@@ -91,7 +91,8 @@ class NativeChains:
         assert parameters is None or not parameters.restricts
         self._native, parts, size = native, native.parts, state.element_size()
         (count, hidden), chains = state.shape, len(rows.counts)
-        self._chains, self._rows, self._state = chains, count, state.clone()
+        self._chains, self._rows = chains, count
+        self._state = state.clone(memory_format=torch.contiguous_format)
         self._numbers = torch.stack([ids, positions, rows.committed, rows.offset, rows.request])  # [5, R]
         self._last = torch.tensor([end - 1 for end in accumulate(rows.counts)])
         self._seeds, self._temperature = torch.zeros(2, chains, dtype=torch.int64), torch.zeros(chains)
@@ -132,10 +133,8 @@ class NativeChains:
         for name, pointer in numbers.items():
             setattr(a, name, pointer)
         a.low, a.high = (row.data_ptr() for row in self._seeds)
-        a.decoder, a.last, a.temperature = (
-            ctypes.addressof(self._decoder),
-            *map(Tensor.data_ptr, (self._last, self._temperature)),
-        )
+        a.decoder, a.last = ctypes.addressof(self._decoder), self._last.data_ptr()
+        a.temperature = self._temperature.data_ptr()
 
     def draft(self, *, likely: bool) -> tuple[list[int], list[float] | None]:
         """One more token of each chain (target ids); with `likely` how likely the head finds it, log-probabilities."""
