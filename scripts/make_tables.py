@@ -342,7 +342,6 @@ TABLES: dict[str, Callable[[Cell], str]] = {
     "wide-long": by_program,
     "wide-chat": by_program,
     "1b-programs": by_program,
-    "1b-programs": by_program,
     "served": by_load,
     "packing": by_way,
     "curves": by_run,
