@@ -43,12 +43,15 @@ class AttentionRows:
         """`counts[b]` rows of request b at offsets 0, 1, ...; `words` `[R]`, None for rows that each see all before."""
         device = table.device
         blocks = list(enumerate(zip(committed, counts, strict=True)))
+        total = sum(counts)
+        room = [0] * (total % 2)  # so that each begins at a multiple of 16 bytes, as Triton's kernels are compiled for
         fields = [
-            [b for b, (_, count) in blocks for _ in range(count)],
-            [start for _, (start, count) in blocks for _ in range(count)],
-            [j for count in counts for j in range(count)],
+            [b for b, (_, count) in blocks for _ in range(count)] + room,
+            [start for _, (start, count) in blocks for _ in range(count)] + room,
+            [j for count in counts for j in range(count)] + room,
         ]
-        request, start, offset = torch.tensor(fields, device=device)  # one tensor, since each takes its time
+        # one tensor, since each takes its time
+        request, start, offset = torch.tensor(fields, device=device)[:, :total]
         longest = max(start + count for _, (start, count) in blocks)
         rows = tuple(count for count in counts if count)
         return cls(table, request, start, offset, words, page_size, longest, rows, first)

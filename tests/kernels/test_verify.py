@@ -109,7 +109,7 @@ def test_some_of_several_chains_go_on():
     table = torch.arange(12).view(3, 4)
     rows = AttentionRows.blocks(table, [5, 9, 2], [1, 1, 1], page_size=4)
     for kept in ([0, 2], [1], [0, 1, 2], None):
-        after = rows.next(None if kept is None else torch.tensor(kept))
+        after = (rows if kept is None else rows.kept(torch.tensor(kept))).next()
         left = [0, 1, 2] if kept is None else kept
         anew = AttentionRows.blocks(table[left], [[6, 10, 3][b] for b in left], [1] * len(left), page_size=4)
         for name in ("table", "request", "committed", "offset", "places", "slots"):

@@ -243,7 +243,8 @@ def test_item_06_training_serves_the_slots_that_the_engine_drafts_from(
 
     wrong = torch.tensor([383])
     monkeypatch.setattr(proposer, "propose", propose)
-    monkeypatch.setattr(proposer, "_choose", lambda logits, positions, parameters: wrong.expand(len(logits)))
+    monkeypatch.setattr(proposer, "_native", None)  # which chooses by itself
+    monkeypatch.setattr(proposer, "choice", lambda logits, positions, parameters: wrong.expand(len(logits)))
     (completion,) = engine.generate([ids[~assistant].tolist()], GREEDY)
     engine.set_proposer("none")
     assert completion.token_ids == ids[assistant].tolist()
