@@ -103,11 +103,14 @@ class CostTable:
 
     def size(self, batch: int) -> int:
         """The least that was measured from `batch` on, or the largest."""
-        return self.batches[min(bisect_left(self.batches, batch), len(self.batches) - 1)]
+        return self.batches[self._place(batch)]
+
+    def _place(self, batch: int) -> int:
+        return min(bisect_left(self.batches, batch), len(self.batches) - 1)
 
     def at(self, batch: int, curves: Sequence[Curve], size: Sizes) -> Sizes:
         """Between the two measured batch sizes beside `batch`."""
-        right = self.batches.index(self.size(batch))
+        right = self._place(batch)
         if self.batches[right] == batch or right == 0:
             return curves[right](size)
         low, high = self.batches[right - 1], self.batches[right]

@@ -113,8 +113,9 @@ class HeadProposer:
         self._pool = pool
         self._caches = pool.layers.caches[self._first_layer : self._first_layer + len(self.kv_layers)]
         parts = None if self._head.parallel else self._head.draft_parts()
-        fits = parts is not None and all(cache.dtype is parts.decoder.dtype for cache in self._caches)
-        self._native = join_draft(parts) if parts is not None and fits else None
+        if parts is not None and any(cache.dtype is not parts.decoder.dtype for cache in self._caches):
+            parts = None
+        self._native = None if parts is None else join_draft(parts)
 
     def places(self, budget: Budget) -> int:
         return budget.nodes if self.shape is None else max(budget.nodes, self.shape.rows)

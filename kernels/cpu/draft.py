@@ -14,13 +14,11 @@ from torch import Tensor
 from kernels.choose import ChoiceParameters
 from kernels.cpu import attention as paged
 from kernels.cpu.decoder import arguments_of, one_after_another
-from kernels.cpu.library import LANES, library, openmp
-from kernels.cpu.linear import FEW_ROWS, PARALLEL_WORK
+from kernels.cpu.library import LANES, library
 from kernels.rows import AttentionRows
 
 if TYPE_CHECKING:
     from kernels.draft import DraftParts
-    from kernels.linear import PackedLinear
 
 NUMBERS = ("ids", "positions", "committed", "offset", "request")  # of a row
 
@@ -56,6 +54,8 @@ class NativeDraft:
         self.call, self.parts = found.draft, parts
         self._ids, self._lm_head = parts.draft_ids.contiguous(), arguments_of(parts.lm_head)
         self._joined = None if parts.joined is None else arguments_of(parts.joined)
+        assert parts.lm_head.native is not None, "supported() has asked"
+        self.lm_head, self.joined = parts.lm_head.native, parts.joined and parts.joined.native
         cos, sin = parts.rotary
         self.arguments = Arguments(
             joined=None if self._joined is None else ctypes.addressof(self._joined),
@@ -122,7 +122,7 @@ class NativeChains:
             chains * hidden * size,
             chains * parts.lm_head.out_features * size,
             chains * self._last.element_size(),
-            max(_scratch(parts.joined, count), _scratch(parts.lm_head, chains)),
+            4 * max(native.lm_head.room(chains), native.joined.room(count) if native.joined else 0),
             0 if parts.decoder.final_norm is None else count * hidden * size,
         )
         self._room, starts = one_after_another(sizes)
@@ -138,11 +138,12 @@ class NativeChains:
 
     def draft(self, *, likely: bool) -> tuple[list[int], list[float] | None]:
         """One more token of each chain (target ids); with `likely` how likely the head finds it, log-probabilities."""
-        a, parts = self._arguments, self._native.parts
+        a, decoder = self._arguments, self._native.parts.decoder
         a.rows, a.chains, a.masses = self._rows, self._chains, self._masses.data_ptr() if likely else None
-        a.joined_threads, a.threads = _threads(parts.joined, self._rows), _threads(parts.lm_head, self._chains)
-        self._decoder.threads, self._attention.rows = parts.decoder.threads(self._rows), self._rows
-        self._native.call(ctypes.addressof(a))
+        native, a.threads = self._native, self._native.lm_head.threads(self._chains)
+        a.joined_threads = native.joined.threads(self._rows) if native.joined else 1
+        self._decoder.threads, self._attention.rows = decoder.threads(self._rows), self._rows
+        native.call(ctypes.addressof(a))
         if self._rows != self._chains:
             self._rows, self._last = self._chains, torch.arange(self._chains)
             a.last = self._last.data_ptr()
@@ -159,17 +160,3 @@ class NativeChains:
         for own in (self._state, self._temperature):
             own[:count] = own[index]
         self._rows = self._chains = count
-
-
-def _threads(linear: PackedLinear | None, rows: int) -> int:
-    if linear is None or openmp() is None or rows * linear.in_features * linear.out_features <= PARALLEL_WORK:
-        return 1
-    return torch.get_num_threads()
-
-
-def _scratch(linear: PackedLinear | None, rows: int) -> int:
-    """Bytes."""
-    if linear is None or rows <= FEW_ROWS:
-        return 0
-    assert linear.native is not None
-    return 4 * _threads(linear, rows) * linear.native.scratch

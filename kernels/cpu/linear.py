@@ -53,7 +53,7 @@ class NativeLinear:
         found = library()
         assert found is not None
         self._call, self._runtime = found.linear, openmp()
-        self.dtype, (self._outputs, inputs) = dtype, stored.shape
+        self.dtype, (self._outputs, self._inputs) = dtype, stored.shape
         widened = weight_format != "same" and not found.linear_takes_bf16()
         self._x_dtype = torch.float32 if widened else dtype
         self._scale, groups = None, 1
@@ -69,9 +69,9 @@ class NativeLinear:
             "words": self._words.data_ptr(),
             "scale": self._scale.data_ptr() if self._scale is not None else None,
             "bias": self._bias.data_ptr() if self._bias is not None else None,
-            "inputs": inputs,
+            "inputs": self._inputs,
             "outputs": self._outputs,
-            "group": inputs // groups,
+            "group": self._inputs // groups,
             "format": FORMATS[weight_format],
             "x_kind": KINDS[self._x_dtype],
             "out_kind": KINDS[dtype],
@@ -92,17 +92,22 @@ class NativeLinear:
         words = self._words.transpose(1, 2).flatten(0, 1)[: self._outputs]
         return words.contiguous().view(self.dtype)
 
+    def threads(self, rows: int) -> int:
+        many = self._runtime is not None and rows * self._inputs * self._outputs > PARALLEL_WORK
+        return torch.get_num_threads() if many else 1
+
+    def room(self, rows: int) -> int:
+        """Words of scratch that a call with so many rows needs."""
+        return self.threads(rows) * self.scratch if rows > FEW_ROWS else 0
+
     def __call__(self, rows: Tensor) -> Tensor:
         """`[R, K]` -> `[R, N]`."""
         rows = rows.to(self._x_dtype).contiguous()
-        count, inputs = rows.shape
+        count = rows.shape[0]
         out = torch.empty(count, self._outputs, dtype=self.dtype)
-        many = self._runtime is not None and count * inputs * self._outputs > PARALLEL_WORK
-        threads = torch.get_num_threads() if many else 1
-        own = self._own
-        own.x, own.out, own.rows, own.threads = rows.data_ptr(), out.data_ptr(), count, threads
-        scratch = torch.empty(threads * self.scratch, dtype=torch.int32) if count > FEW_ROWS else None
-        own.scratch = None if scratch is None else scratch.data_ptr()
+        own, scratch = self._own, torch.empty(self.room(count), dtype=torch.int32)
+        own.x, own.out, own.rows, own.threads = rows.data_ptr(), out.data_ptr(), count, self.threads(count)
+        own.scratch = scratch.data_ptr()
         self._call(ctypes.addressof(own))
         return out
 

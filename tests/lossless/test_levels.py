@@ -57,12 +57,12 @@ def folder(make_target_folder):
     return make_target_folder(seed=6, num_attention_heads=2, num_key_value_heads=1)  # heads of 32, which C takes
 
 
-def serve(folder, kind, dtype, weights):
+def serve(folder, kind, dtype, weights, **settings):
     target, (variant, options) = load_target(str(folder)), KINDS[kind]
     head = make_head(target, variant, **options)
     drafting = ProposerConfig(name="head", max_draft_tokens=4)
     target = load_target(str(folder), dtype=dtype)
-    config = EngineConfig(prefill_chunk=16, max_rows=64, max_batch=8, head_weights=weights)
+    config = EngineConfig(prefill_chunk=16, max_rows=64, max_batch=8, head_weights=weights, **settings)
     return Engine(
         target,
         head=head.to(dtype),
@@ -119,8 +119,7 @@ def test_in_one_call_it_drafts_the_same_tokens(folder, kind, dtype, weights):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_judged_chains_too_which_end_at_any_level(folder, count):
-    torch.set_num_threads(count)
-    engine = serve(folder, "eagle3", torch.float32, "same")
+    engine = serve(folder, "eagle3", torch.float32, "same", threads=count)
     notes, verdicts = compare(engine), torch.Generator().manual_seed(1)
 
     class Judge:
