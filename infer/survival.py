@@ -18,9 +18,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 UNKNOWN = 0.5  # conditional acceptance of a drafter of which nothing is known
-OWN_FADES, DRAFTERS_FADE = 0.94, 0.995  # of evidence, with every draft
+OWN_FADES, DRAFTERS_FADE = 0.97, 0.995  # of evidence, with every draft
 LATELY = 0.98  # the same of the calibration that is shown
-OWN_WEIGHT = 4.0  # a drafter's share counts like that many drafts of the request's own
+# A drafter's share counts like that many drafts of the request's own. With a quarter of it a few misses in a row, which
+# chance alone brings in any sampled text, put an end to its drafts (LOG.md).
+OWN_WEIGHT = 16.0
+UNKNOWN_WEIGHT = 4.0  # how many drafts UNKNOWN counts like
 # What training measured counts like so many drafts. The first after a prompt, a whole batch's at once, are worse than
 # those within the model's own text, and would else put an end to drafting.
 PRIOR_WEIGHT = 32.0
@@ -105,7 +108,7 @@ class Survival:
     def _chances(self, request_id: str, drafter: str, depth: int, kind: Kind) -> tuple[float, ...]:
         known = self._drafters.get((drafter, kind)) or Shares(DRAFTERS_FADE)
         measured = () if kind.sampled else self._priors.get(drafter, ())
-        prior = known.conditional(depth, measured, PRIOR_WEIGHT if measured else OWN_WEIGHT)
+        prior = known.conditional(depth, measured, PRIOR_WEIGHT if measured else UNKNOWN_WEIGHT)
         own = self._requests.get((request_id, drafter, kind))
         conditional = prior if own is None else own.conditional(depth, prior, OWN_WEIGHT)
         chances, chance = [], 1.0

@@ -368,6 +368,23 @@ def test_chances_follow_a_request_and_start_from_what_its_drafter_showed():
     assert survival.chances("b", "head", 1)[0] < 0.8
 
 
+@pytest.mark.parametrize(("misses", "drafts"), [(8, True), (60, False)])
+def test_a_few_misses_in_a_row_end_no_drafts_but_many_do(misses, drafts):
+    survival, chance = Survival(), random.Random(0)
+
+    def others(count: int) -> None:  # right at a rate of 0.45, as drafts of sampled texts are
+        for index in range(count):
+            right = next((place for place in range(4) if chance.random() > 0.45), 4)
+            survival.record(f"other {index}", "head", 4, right, 0.0)
+
+    others(1000)
+    for _ in range(misses):
+        survival.record("0", "head", 4, 0, 0.0)
+        others(20)  # so that the drafter's own share stays
+    costs = make_costs(row=0.2, draft=0.2, fixed=2.1, around=0.7)
+    assert bool(best_plan(1, chains(1, 4), costs, survival, 0).budgets) == drafts
+
+
 def test_what_a_texts_beginning_shows_says_nothing_of_its_end():
     survival = Survival({"head": [0.8]})
     for _ in range(300):
