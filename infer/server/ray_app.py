@@ -21,13 +21,39 @@ os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "30")
 import ray
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.config import ServeConfig
 
 ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 APPLICATION = "headway"
+
+
+class ProxyGone:
+    """Where Ray's proxy no longer waits for an answer, its client has hung up.
+
+    Ray itself says so where the proxy has forgotten the request, but raises where its call to the proxy was cancelled.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = False
+
+        async def receive_or_hang_up() -> Message:
+            nonlocal gone
+            if not gone:  # else Ray's would wait without end
+                try:
+                    return await receive()
+                except RayError:
+                    gone = True
+            return {"type": "http.disconnect"}
+
+        await self.app(scope, receive_or_hang_up, send)
 
 
 @serve.deployment(request_router_config=RequestRouterConfig(request_router_class=ROUTER))  # pyright: ignore[reportArgumentType]
@@ -52,7 +78,9 @@ class Replica:
     def __serve_build_asgi_app__(self) -> FastAPI:
         from infer.server.app import create_app
 
-        return create_app(self._service, api_keys=self._api_keys)
+        app = create_app(self._service, api_keys=self._api_keys)
+        app.add_middleware(ProxyGone)
+        return app
 
     def check_health(self) -> None:
         """Ray replaces a replica where this raises."""

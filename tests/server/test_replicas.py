@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from infer.request import SamplingParams
 from tests.server.harness import wait_until
@@ -94,3 +98,40 @@ def test_mistakes_are_found_before_ray_starts(tiny_target_folder: Path) -> None:
     assert (missing.returncode, "no/such/folder" in missing.stderr) == (2, True)
     divided = run(*command(tiny_target_folder, "server.replicas=2", "engine.tensor_parallel=2"))
     assert (divided.returncode, "server.replicas=2: not together with" in divided.stderr) == (2, True)
+
+
+def test_a_call_that_ray_cancelled_is_a_client_that_hung_up() -> None:
+    from ray.exceptions import TaskCancelledError
+
+    from infer.server.ray_app import ProxyGone
+
+    calls, disconnected = 0, False
+
+    async def receive() -> Message:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            return {"type": "http.request", "body": b"", "more_body": False}
+        if calls > 2:  # Ray's own raises once
+            await asyncio.Event().wait()
+        raise TaskCancelledError
+
+    async def send(message: Message) -> None:
+        pass
+
+    async def answers(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal disconnected
+
+        async def endless() -> AsyncIterator[str]:
+            while True:
+                yield "piece"
+                await asyncio.sleep(0.01)
+
+        request = Request(scope, receive)
+        await request.body()
+        await StreamingResponse(endless())(scope, receive, send)
+        disconnected = await request.is_disconnected()
+
+    scope = {"type": "http", "method": "POST", "headers": [], "asgi": {"spec_version": "2.1"}}
+    asyncio.run(asyncio.wait_for(ProxyGone(answers)(scope, receive, send), 20))
+    assert (calls, disconnected) == (2, True)
