@@ -127,7 +127,10 @@ class Costs:
         self._least = LEAST_ROW * max(0.0, widest.slope)
         self._further = 0.0  # tokens of context, in the mean of a batch, above those that the table is of
         self._around = Curve(tuple(map(float, table.batches)), table.around)
-        self._steps: dict[int, float] = {}  # plain ones of short requests by the table alone; every step asks for one
+        # By the table alone, for short requests, since every step asks again: plain steps, further rows, drafts.
+        self._steps: dict[int, float] = {}
+        self._rows: dict[tuple[int, float], float] = {}
+        self._drafts: dict[tuple[str, int, int], float] = {}
         # Corrections: of all seconds, since whoever shares the machine slows all of them, and then of what further rows
         # add to a plain step, by batch size of the table: what they do in small ones says little of larger ones.
         self._all = 1.0
@@ -141,11 +144,21 @@ class Costs:
 
     def verify(self, batch: int, rows: Sizes) -> Sizes:
         """Seconds of a step of `batch` requests and so many rows, all but its drafting."""
-        extra = self.table.at(batch, self.table.verify, rows) - self.table.at(batch, self.table.verify, float(batch))
-        least = self._least * (rows - batch)
-        extra: Any = max(extra, least) if isinstance(rows, float) else np.maximum(extra, least)
+        if isinstance(rows, float):
+            extra = self._rows.get((batch, rows))
+            if extra is None:
+                extra = self._rows[batch, rows] = self._further_rows(batch, rows)
+        else:
+            extra = self._further_rows(batch, rows)
         extra = extra + self.table.beyond.further * self._further * (rows - batch)
         return self.plain(batch) + self._all * self._extra[self.table.size(batch)] * extra
+
+    def _further_rows(self, batch: int, rows: Sizes) -> Sizes:
+        """Seconds of the rows beyond one a request, by the table alone."""
+        curves, least = self.table.verify, self._least * (rows - batch)
+        extra = self.table.at(batch, curves, rows) - self.table.at(batch, curves, float(batch))
+        found: Any = max(extra, least) if isinstance(rows, float) else np.maximum(extra, least)
+        return found
 
     def plain(self, batch: int) -> float:
         """The same of a step without drafts."""
@@ -163,10 +176,14 @@ class Costs:
 
     def _drafting(self, drafter: str, batch: int, depth: int) -> float:
         """As `draft`, before drafts have taught anything."""
-        curves = self.table.drafts.get(drafter)
-        if curves is None or depth == 0 or batch == 0:
-            return 0.0
-        seconds = float(self.table.at(batch, curves, float(depth)))
+        asked = drafter, batch, depth
+        seconds = self._drafts.get(asked)
+        if seconds is None:
+            curves = self.table.drafts.get(drafter)
+            seconds = 0.0
+            if curves is not None and depth and batch:
+                seconds = float(self.table.at(batch, curves, float(depth)))
+            self._drafts[asked] = seconds
         seconds += self.table.beyond.levels.get(drafter, 0.0) * self._further * batch * depth
         return self._all * seconds
 

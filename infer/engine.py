@@ -301,7 +301,7 @@ class Engine:
                 ahead = self._rounds.step(self._planner)
             if ahead is not None:
                 if self._rounds.timed is not None:
-                    self._planner.stepped(*self._rounds.timed)
+                    self._stepped(*self._rounds.timed)
                 return outputs + ahead
         begin = time.perf_counter()
         step = self._scheduler.schedule()
@@ -317,8 +317,12 @@ class Engine:
                 outputs += self._stepping.prefill(step.prefills, step.chunks)
         if step.decodes and not step.prefills:
             whole, drafting = time.perf_counter() - begin, self._drafting.seconds - drafting
-            self._planner.stepped(len(step.decodes), self._stepping.rows, drafting, whole)
+            self._stepped(len(step.decodes), self._stepping.rows, drafting, whole)
         return outputs
+
+    def _stepped(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
+        self._stats.steps.record(batch, rows, drafting, whole)
+        self._planner.stepped(batch, rows, drafting, whole)
 
     def generate(
         self,

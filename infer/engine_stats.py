@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from infer.controller import Forecast
 from infer.request import SpeculationStats
+from infer.step_times import StepTimes
 
 
 @dataclass
@@ -19,6 +20,7 @@ class EngineStats:
     generation_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     proposer_failures: int = 0  # requests that draft no more for one, since the proposers were last set
+    steps: StepTimes = field(default_factory=StepTimes)
     forecast: Forecast | None = None  # where drafts go only as far as pays
 
     def restore(self, kept: EngineStats) -> None:

@@ -10,8 +10,9 @@ scripts/bench_systems.py says what a system's name means. Every round runs every
 in an order of its own, `concurrency` of them in flight: one ends, the next begins; `min_tokens` has their answers
 differ in length, as answers do. A ratio is taken against `off` of the same round. Of another program's answers those
 are counted that are the same as `off`'s; in bf16 few are, since each program rounds in its own order. The last line of
-standard output is one JSON document. With `never_slower` the exit code is 1 if drafting as far as pays was slower than
-plain decoding anywhere: where it seems so, as many rounds follow again, twice at most, and all of them count.
+standard output is one JSON document, which also says how many of our engine's steps drafted and what each kind took.
+With `never_slower` the exit code is 1 if drafting as far as pays was slower than plain decoding anywhere: where it
+seems so, as many rounds follow again, twice at most, and all of them count.
 """
 
 import os
@@ -39,6 +40,7 @@ from infer.cli import entry_point
 from infer.config import BenchConfig
 from infer.head_config import HEAD_NAMES
 from infer.launched import launched_rank
+from infer.step_times import StepTimes
 from scripts.bench_prompts import Task, read_tasks
 from scripts.bench_systems import System, folder_of, is_adaptive, is_ours, make_systems
 
@@ -51,6 +53,7 @@ class Cell:
     ratios: list[float] = field(default_factory=list)  # against `off` of the same round
     acceptance_length: float | None = None
     identical: bool | None = None  # token ids equal to those of `off`; None for another program's
+    steps: StepTimes | None = None  # of our engine, all rounds together
     agreement: tuple[int, int] | None = None  # of another program's greedy answers how many are `off`'s, of how many
 
 
@@ -131,8 +134,11 @@ def run_round(
         bar.set_description(f"{name}, {concurrency} at once, temperature {temperature}")
         systems[name].prepare()
         begin = time.perf_counter()
-        answers[name], cells[name].acceptance_length = systems[name].run(tasks, temperature, concurrency)
-        speeds[name] = sum(map(len, answers[name])) / (time.perf_counter() - begin)
+        answer = systems[name].run(tasks, temperature, concurrency)
+        speeds[name] = sum(map(len, answer.token_ids)) / (time.perf_counter() - begin)
+        answers[name], cells[name].acceptance_length = answer.token_ids, answer.acceptance_length
+        if answer.steps is not None:
+            cells[name].steps = answer.steps + (cells[name].steps or StepTimes())
         bar.update()
     reference = answers["off"]
     for name, cell in cells.items():
@@ -247,6 +253,7 @@ def document(config: BenchConfig, results: Results, target: Any) -> dict:
             "ratio": asdict(Spread.of(c.ratios)) if c.ratios else None,
             "acceptance_length": c.acceptance_length,
             "identical": c.identical,
+            "steps": c.steps and c.steps.summary(),
             "agreement": c.agreement,
         }
 

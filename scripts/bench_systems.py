@@ -24,9 +24,14 @@ from typing import Any, NamedTuple
 
 from infer.config import MEASURED_TREE, OWN_SYSTEMS, SERVERS, TRANSFORMERS, BenchConfig, ProposerConfig
 from infer.head_config import HEAD_NAMES, HeadConfig
+from infer.step_times import StepTimes
 from scripts.bench_prompts import Task
 
-Answer = tuple[list[list[int]], float | None]  # token ids and acceptance length
+
+class Answer(NamedTuple):
+    token_ids: list[list[int]]
+    acceptance_length: float | None = None
+    steps: StepTimes | None = None  # of our engine
 
 
 class System(NamedTuple):
@@ -80,13 +85,15 @@ def engine_system(name: str, config: BenchConfig, engine: Any, heads: Mapping[st
     def run(tasks: list[Task], temperature: float, at_once: int) -> Answer:
         params = SamplingParams(temperature=temperature, seed=config.seed, ignore_eos=True)
         each = [replace(params, max_tokens=task.tokens) for task in tasks]
+        before = replace(engine.stats.steps)
         completions = engine.generate([task.prompt for task in tasks], each, at_once=at_once)
         if engine.stats.proposer_failures:
             raise ValueError(f"systems: {name}: its proposer failed, so this would measure plain decoding; see the log")
         stats = SpeculationStats()
         for completion in completions:
             stats.merge(completion.stats)
-        return [c.token_ids for c in completions], stats.acceptance_length if proposer != "off" else None
+        length = stats.acceptance_length if proposer != "off" else None
+        return Answer([c.token_ids for c in completions], length, engine.stats.steps - before)
 
     return System(prepare, run)
 
@@ -140,12 +147,12 @@ def transformers_systems(config: BenchConfig, path: str) -> dict[str, System]:
 
     def plain(tasks: list[Task], temperature: float, at_once: int) -> Answer:
         groups = (tasks[start : start + at_once] for start in range(0, len(tasks), at_once))
-        return [ids for group in groups for ids in generate(group, temperature)], None
+        return Answer([ids for group in groups for ids in generate(group, temperature)])
 
     def lookup(tasks: list[Task], temperature: float, at_once: int) -> Answer:
         drafts = config.proposer.max_draft_tokens
         answers = [generate([task], temperature, prompt_lookup_num_tokens=drafts)[0] for task in tasks]
-        return answers, None
+        return Answer(answers)
 
     drafter: Any = None
     if "hf_assisted" in wanted:
@@ -153,7 +160,7 @@ def transformers_systems(config: BenchConfig, path: str) -> dict[str, System]:
         drafter = AutoModelForCausalLM.from_pretrained(config.proposer.draft_model, dtype=dtype).eval()
 
     def assisted(tasks: list[Task], temperature: float, at_once: int) -> Answer:
-        return [generate([task], temperature, assistant_model=drafter)[0] for task in tasks], None
+        return Answer([generate([task], temperature, assistant_model=drafter)[0] for task in tasks])
 
     runs = {"hf": plain, "hf_lookup": lookup, "hf_assisted": assisted}
     return {name: System(lambda: None, runs[name]) for name in wanted}
@@ -172,7 +179,7 @@ def server_systems(config: BenchConfig, stack: ExitStack) -> dict[str, System]:
 
         def run(tasks: list[Task], temperature: float, at_once: int) -> Answer:
             with server.awake():
-                return server.complete(tasks, temperature, config.seed, at_once)
+                return Answer(*server.complete(tasks, temperature, config.seed, at_once))
 
         return System(lambda: None, run)
 

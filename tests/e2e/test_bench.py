@@ -13,7 +13,7 @@ import pytest
 
 from infer.config import BenchConfig, HeadConfig, ProposerConfig
 from scripts.bench import Cell, measure, slower_than_plain, without_folders
-from scripts.bench_systems import shaped
+from scripts.bench_systems import Answer, shaped
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,7 +60,7 @@ class Timed:
 
     def run(self, tasks, temperature, concurrency):
         Timed.now += next(self.seconds)
-        return [[1, 2, 3]], None
+        return Answer([[1, 2, 3]])
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [((1.0,), 3), ((2.0,), 9), ((2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0), 6)])
@@ -122,6 +122,11 @@ def test_a_bench_compares_and_ends_with_a_document(
             assert all(cell["tokens_per_s"]["median"] > 0 for cell in cells.values())
             assert cells["off"]["acceptance_length"] is None
             assert 1 <= cells["head:tree6"]["acceptance_length"] <= 6
+            plain, tree = cells["off"]["steps"], cells["head:tree6"]["steps"]
+            assert (plain["drafted"], plain["drafted_ms"], tree["plain"] < plain["plain"]) == (0, None, True)
+            assert 0 < tree["drafting_ms"] < tree["drafted_ms"]
+            assert 2 < tree["drafted_rows"] <= 14
+            assert cells["hf"]["steps"] is None
 
 
 def test_a_system_that_this_engine_lacks_is_named(tiny_target_folder: Path) -> None:
