@@ -30,7 +30,7 @@ STAYS = 0.03  # by which a new plan must beat the one in force
 KEPT_STEPS = 16  # a plan stands that long while the batch stays about as it is
 DRAFTED_STEPS = 48  # after so many in a row there is one without drafts: what that costs is what all is held against
 EARLY_STEPS = 8  # the same at first
-QUIET_LEARNS = 4  # of so many steps without drafts one teaches what steps cost: waiting must cost next to nothing
+LEARN_S = 0.01  # seconds between steps that teach what steps cost: learning takes a hundredth of the shortest ones
 LEFT = 0.75  # of the requests it was made for, as many must be left
 # Judging several chains costs the host so many seconds a token, since their levels become ragged, and brings about such
 # a share of a step. One chain alone saves whole levels by it.
@@ -165,7 +165,9 @@ class Controller:
         self._turn = 0
         self._drafted_steps = DRAFTED_STEPS - EARLY_STEPS  # since the last one without drafts
         self._reminder = False  # whether this step is to be one
-        self._read: set[str] = set()  # requests drafted for in the last step, so that little of them waits to be read
+        self._unlearnt = 0.0  # seconds since a step taught what steps cost
+        # Who was drafted for in the last step, so that little of them waits to be read: see `drafted_for`.
+        self._before: tuple[Sequence[Candidate], Mapping[str, Budget]] = (), {}
         self._speedups: dict[tuple[str, Budget, int, Kind], float] = {}  # that were asked for since the last plan
 
     def plan(self, decoding: tuple[str, ...], ask: Callable[[], Sequence[Candidate]]) -> None:
@@ -254,15 +256,22 @@ class Controller:
                 self._probe.steps = 0
 
     def stepped(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
+        self._unlearnt += whole
+        due = self._unlearnt >= LEARN_S
+        if due:
+            self._unlearnt = 0.0
         if rows == batch:
             self._credit += PROBE_SHARE * whole
-            if self._reminder or self._age % QUIET_LEARNS == QUIET_LEARNS - 1:
+            if self._reminder or due:
                 self.costs.learn(batch=batch, rows=rows, seconds=whole - (drafting or 0.0))
-            self._read.clear()
+            self._before = (), {}
             self._drafted_steps = 0
             return
         self._drafted_steps += 1
-        deep = [own for own in self._candidates if own.ready and own.request_id in self.current.budgets]
+        before, self._before = self._before, (self._candidates, self.current.budgets)
+        if not due:
+            return
+        deep = drafted_for(*self._before)
         drafters = {own.drafter for own in deep}
         if drafting is None:
             if len(drafters) == 1:  # it is taken for as large a part as was expected
@@ -271,8 +280,8 @@ class Controller:
                 self.costs.learn(batch=batch, rows=rows, seconds=whole * verify / (verify + drafts))
             return
         slow = self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
-        before, self._read = self._read, {own.request_id for own in deep}
-        if len(drafters) == 1 and self._read <= before:  # else prompts may have been read too
+        known = {own.request_id for own in drafted_for(*before)}
+        if len(drafters) == 1 and {own.request_id for own in deep} <= known:  # else prompts may have been read too
             if self.confidence is not None and self.confidence.judging and deep[0].drafter == DRAFTER:
                 counts = self.confidence.counts
             else:
@@ -342,6 +351,10 @@ class Controller:
         nodes, depth = chosen.allowed
         price = self.costs.verify(batch, float(batch + nodes)) - plain + self.costs.draft(chosen.drafter, 1, depth)
         return chosen, price if chosen.ready else price + WAKING_STEPS * KEEPING * self.costs.plain(1)
+
+
+def drafted_for(candidates: Sequence[Candidate], budgets: Mapping[str, Budget]) -> list[Candidate]:
+    return [own for own in candidates if own.ready and own.request_id in budgets]
 
 
 def best_plan(

@@ -22,6 +22,9 @@ TRUSTED = (0.2, 5.0)  # a step this far off its prediction says nothing: someone
 # Every further row costs at least such a share of what it does in the largest verify: while memory is slow a few rows
 # more take no time, but it may be faster again, and a price of nothing cannot be corrected.
 LEAST_ROW = 0.3
+# What a step with drafts takes beside its rows, in such shares of a plain step: a tree is laid out, and the drafter's
+# weights have driven the target's from the caches. Known from steps alone.
+BESIDE, MOST_BESIDE = 0.1, 5.0
 EXTRA = (0.1, 3.0)  # so far the corrections of further rows and of drafts may go
 # What drafted steps have taught fades by this, where it does. Rows of twice their usual price were seen for a second
 # now and then (LOG.md), and nobody must go undrafted for much longer than that.
@@ -132,9 +135,11 @@ class Costs:
         self._rows: dict[tuple[int, float], float] = {}
         self._drafts: dict[tuple[str, int, int], float] = {}
         # Corrections: of all seconds, since whoever shares the machine slows all of them, and then of what further rows
-        # add to a plain step, by batch size of the table: what they do in small ones says little of larger ones.
+        # add to a plain step and of what else comes with them. These by batch size of the table: what they do in small
+        # ones says little of larger ones.
         self._all = 1.0
         self._extra = dict.fromkeys(table.batches, 1.0)
+        self._beside = dict.fromkeys(table.batches, 0.0)  # in shares of BESIDE
         self._seen = 0.0  # how well plain steps are known, from 0 to 1
         self._draft: dict[str, tuple[float, float]] = {}  # and of a drafter's, for its first level and further ones
 
@@ -151,7 +156,9 @@ class Costs:
         else:
             extra = self._further_rows(batch, rows)
         extra = extra + self.table.beyond.further * self._further * (rows - batch)
-        return self.plain(batch) + self._all * self._extra[self.table.size(batch)] * extra
+        size = self.table.size(batch)
+        beside = BESIDE * self._beside[size] * self.plain(batch) * (rows > batch)
+        return self.plain(batch) + beside + self._all * self._extra[size] * extra
 
     def _further_rows(self, batch: int, rows: Sizes) -> Sizes:
         """Seconds of the rows beyond one a request, by the table alone."""
@@ -194,8 +201,8 @@ class Costs:
     def learn(self, *, batch: int, rows: int, seconds: float) -> float:
         """A step without prefill took so long, its drafting set aside. Answers how many times what was expected.
 
-        What one with further rows took longer than expected is their doing as far as plain steps have been seen lately;
-        else the whole machine's (normalised least mean squares).
+        What one with further rows took longer than expected is their doing, or of what comes with them, as far as plain
+        steps have been seen lately; else the whole machine's (normalised least mean squares).
         """
         plain = self.plain(batch)
         expected = plain if rows == batch else float(self.verify(batch, float(rows)))
@@ -204,9 +211,11 @@ class Costs:
             return 1.0
         # The table may be of a slower hour, and so may what was known before many drafts.
         learns = max(LEARNS, 1 - self._seen) if rows == batch else LEARNS
-        share = learns * (seconds - expected) / ((1 - known) * expected**2 + extra**2)
+        size, unit = self.table.size(batch), BESIDE * plain * (rows > batch)
+        extra -= unit * self._beside[size]
+        share = learns * (seconds - expected) / ((1 - known) * expected**2 + unit**2 + extra**2)
         self._all *= 1 + (1 - known) * share * expected
-        size = self.table.size(batch)
+        self._beside[size] = min(max(self._beside[size] + share * unit, 0.0), MOST_BESIDE)
         self._extra[size] = bounded(self._extra[size] * (1 + share * extra))
         self._seen = (1 + self._seen) / 2 if rows == batch else FORGETS * self._seen
         return seconds / expected
@@ -214,6 +223,7 @@ class Costs:
     def fade(self) -> None:
         """Forgets something of what drafted steps have taught."""
         self._extra = {size: faded(extra) for size, extra in self._extra.items()}
+        self._beside = {size: FADES * beside for size, beside in self._beside.items()}
         self._draft = {name: (faded(first), faded(further)) for name, (first, further) in self._draft.items()}
 
     def learn_draft(self, drafter: str, counts: Sequence[int], seconds: float) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.cpu import attention as paged
 from kernels.cpu import linear as linears
 from kernels.cpu.library import KINDS, LANES, library, openmp
-from kernels.cpu.linear import FEW_ROWS, PARALLEL_WORK
+from kernels.cpu.linear import PARALLEL_WORK
 
 if TYPE_CHECKING:
     from kernels.decoder import LayerParts
@@ -157,7 +157,7 @@ class NativeDecoder:
         sizes = [
             *(rows * width * self.dtype.itemsize for width in self._widths),
             threads * self._attention_scratch(attention.longest) * 4,
-            threads * self._scratch * 4 if rows > FEW_ROWS else 0,
+            threads * self._scratch * 4 if rows > 1 else 0,
         ]
         room, starts = one_after_another(sizes)
         a.normed, a.qkv, a.attended, a.inner, a.gated, a.scores, a.scratch = starts

@@ -20,7 +20,6 @@
 #define WIDE_VECTORS 2
 #define WIDE_PANEL (WIDE_VECTORS * LANES)
 #define WIDE_ROWS 12
-#define FEW_ROWS 6 /* up to which rows are read where they lie */
 #define BLOCK 128  /* words along K that are summed for all rows before the next: they stay in a cache */
 
 enum { INT4 = 0, INT8 = 1, FP8 = 2, WIDE = 3 };
@@ -142,12 +141,12 @@ INLINE void tile(const linear_args *a, int64_t panel, int64_t row, int rows, int
     answer(a, row, panel, rows, sums, VECTORS);
 }
 
-/* sums[r][v] += a pair of x times the pairs w[v]; rows of x lie `row_step` apart. */
-INLINE void add_pairs(vec sums[][WIDE_VECTORS], const uint32_t *x, int64_t row_step, const vec *w, int rows) {
+/* sums[r][v] += the pair x[r] times the pairs w[v]. */
+INLINE void add_pairs(vec sums[][WIDE_VECTORS], const uint32_t *x, const vec *w, int rows) {
 #ifdef __AVX512BF16__
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++) {
-        __m512bh pair = (__m512bh)_mm512_set1_epi32((int32_t)x[r * row_step]);
+        __m512bh pair = (__m512bh)_mm512_set1_epi32((int32_t)x[r]);
 #pragma GCC unroll 2
         for (int v = 0; v < WIDE_VECTORS; v++)
             sums[r][v] = (vec)_mm512_dpbf16_ps((__m512)sums[r][v], pair, (__m512bh)w[v]);
@@ -161,7 +160,7 @@ INLINE void add_pairs(vec sums[][WIDE_VECTORS], const uint32_t *x, int64_t row_s
         for (int v = 0; v < WIDE_VECTORS; v++) wide[v] = (vec)(half ? (uvec)w[v] & 0xffff0000u : (uvec)w[v] << 16);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
-            uint32_t word = half ? x[r * row_step] & 0xffff0000u : x[r * row_step] << 16;
+            uint32_t word = half ? x[r] & 0xffff0000u : x[r] << 16;
             float one;
             memcpy(&one, &word, sizeof one);
 #pragma GCC unroll 2
@@ -171,26 +170,26 @@ INLINE void add_pairs(vec sums[][WIDE_VECTORS], const uint32_t *x, int64_t row_s
 #endif
 }
 
-/* sums[r][v] += the products of `steps` words of x and of a panel's weights. x's words of one row lie `step` apart,
- * those of two rows `row_step`. `lines` of what lies from `fetch` on are brought nearer at every step. */
+/* sums[r][v] += the products of `steps` words of x, of every row the first, then the second, and of a panel's weights.
+ * `lines` of what lies from `fetch` on are brought nearer at every step. */
 INLINE void add_words(
-    vec sums[][WIDE_VECTORS], const uint32_t *x, int64_t row_step, int64_t step, const uint32_t *words, int64_t steps,
-    const uint32_t *fetch, int lines, int rows, int kind
+    vec sums[][WIDE_VECTORS], const uint32_t *x, const uint32_t *words, int64_t steps, const uint32_t *fetch, int lines,
+    int rows, int kind
 ) {
-    for (int64_t k = 0; k < steps; k++, x += step, words += WIDE_PANEL, fetch += lines * LANES) {
+    for (int64_t k = 0; k < steps; k++, x += rows, words += WIDE_PANEL, fetch += lines * LANES) {
         vec w[WIDE_VECTORS];
 #pragma GCC unroll 2
         for (int v = 0; v < WIDE_VECTORS; v++) memcpy(&w[v], words + v * LANES, sizeof w[v]);
 #pragma GCC unroll 2
         for (int i = 0; i < lines; i++) __builtin_prefetch(fetch + i * LANES, 0, 2);
         if (kind == BFLOAT16) {
-            add_pairs(sums, x, row_step, w, rows);
+            add_pairs(sums, x, w, rows);
             continue;
         }
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             float one;
-            memcpy(&one, x + r * row_step, sizeof one);
+            memcpy(&one, x + r, sizeof one);
 #pragma GCC unroll 2
             for (int v = 0; v < WIDE_VECTORS; v++) sums[r][v] += one * w[v];
         }
@@ -202,23 +201,21 @@ INLINE void add_words(
 typedef struct {
     const uint32_t *x, *words, *fetch;
     float *held;
-    int64_t row_step, first, steps, lines;
+    int64_t first, steps, lines;
 } wide_tile;
 
-INLINE void sum_tile(const wide_tile *t, int64_t step, int rows, int kind) {
+INLINE void sum_tile(const wide_tile *t, int rows, int kind) {
     vec sums[WIDE_ROWS][WIDE_VECTORS];
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
         for (int v = 0; v < WIDE_VECTORS; v++) sums[r][v] = t->first ? load_f32(t->held + r * WIDE_PANEL + v * LANES) : splat(0.0f);
-    if (step == 1)
-        add_words(sums, t->x, t->row_step, 1, t->words, t->steps, t->fetch, 0, rows, kind);
-    else if (t->lines == 2)
-        add_words(sums, t->x, 1, rows, t->words, t->steps, t->fetch, 2, rows, kind);
+    if (t->lines == 2)
+        add_words(sums, t->x, t->words, t->steps, t->fetch, 2, rows, kind);
     else if (t->lines == 1)
-        add_words(sums, t->x, 1, rows, t->words, t->steps, t->fetch, 1, rows, kind);
+        add_words(sums, t->x, t->words, t->steps, t->fetch, 1, rows, kind);
     else
-        add_words(sums, t->x, 1, rows, t->words, t->steps, t->fetch, 0, rows, kind);
+        add_words(sums, t->x, t->words, t->steps, t->fetch, 0, rows, kind);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
@@ -226,29 +223,25 @@ INLINE void sum_tile(const wide_tile *t, int64_t step, int rows, int kind) {
 }
 
 /* Rows of a tile are compiled in, so that its sums stay in registers. */
-#define WIDE_CASE(rows, step) \
+#define WIDE_CASE(rows) \
     case rows: \
         if (kind == FLOAT32) \
-            sum_tile(t, step, rows, FLOAT32); \
+            sum_tile(t, rows, FLOAT32); \
         else \
-            sum_tile(t, step, rows, BFLOAT16); \
+            sum_tile(t, rows, BFLOAT16); \
         break;
 
-/* Few rows: each is read where it lies, and a panel's weights once. */
-static void few_rows(const wide_tile *t, int64_t rows, int64_t kind) {
-    switch (rows) { WIDE_CASE(1, 1) WIDE_CASE(2, 1) WIDE_CASE(3, 1) WIDE_CASE(4, 1) WIDE_CASE(5, 1) WIDE_CASE(6, 1) }
-}
-
-/* More: of a tile's rows the words of one k lie beside each other. */
-static void packed_rows(const wide_tile *t, int64_t rows, int64_t kind) {
+static void wide_rows(const wide_tile *t, int64_t rows, int64_t kind) {
     switch (rows) {
-        WIDE_CASE(6, 0) WIDE_CASE(7, 0) WIDE_CASE(8, 0) WIDE_CASE(9, 0) WIDE_CASE(10, 0) WIDE_CASE(11, 0) WIDE_CASE(12, 0)
+        WIDE_CASE(1) WIDE_CASE(2) WIDE_CASE(3) WIDE_CASE(4) WIDE_CASE(5) WIDE_CASE(6)
+        WIDE_CASE(7) WIDE_CASE(8) WIDE_CASE(9) WIDE_CASE(10) WIDE_CASE(11) WIDE_CASE(12)
     }
 }
 
 INLINE int64_t part(int64_t total, int64_t index, int64_t parts) { return total * index / parts; }
 
-/* `count` rows, more than few, from `row` on into tiles, whose number it answers. */
+/* `count` rows from `row` on into tiles, whose number it answers: of a tile's rows the words of one k lie beside each
+ * other. */
 static int64_t pack_rows(const linear_args *a, int64_t row, int64_t count, int64_t steps, uint32_t *to) {
     int64_t tiles = (count + WIDE_ROWS - 1) / WIDE_ROWS;
     const uint32_t *x = (const uint32_t *)a->x + row * steps;
@@ -265,13 +258,15 @@ static int64_t pack_rows(const linear_args *a, int64_t row, int64_t count, int64
 }
 
 /* Rows in tiles; every BLOCK of a panel's weights is read for all of them before the next. */
-static void many_rows(const linear_args *a, int64_t self, int64_t first_panel, int64_t end_panel, int64_t steps) {
+static void wide_share(const linear_args *a, int64_t self, int64_t first_panel, int64_t end_panel) {
+    int64_t steps = a->x_kind == FLOAT32 ? a->inputs : a->inputs / 2;
     int64_t blocks = (a->rows + PACKED_ROWS - 1) / PACKED_ROWS;
-    uint32_t *packed = a->scratch + self * PACKED_ROWS * steps;
+    uint32_t *scratch = a->scratch + self * PACKED_ROWS * steps;
+    const uint32_t *packed = a->rows > 1 ? scratch : a->x; /* one row lies as a tile of it does */
     float held[PACKED_ROWS * WIDE_PANEL];
     for (int64_t b = 0; b < blocks; b++) {
         int64_t row = part(a->rows, b, blocks), count = part(a->rows, b + 1, blocks) - row;
-        int64_t tiles = pack_rows(a, row, count, steps, packed);
+        int64_t tiles = a->rows > 1 ? pack_rows(a, row, count, steps, scratch) : 1;
         for (int64_t panel = first_panel; panel < end_panel; panel++) {
             const uint32_t *words = a->words + panel * steps * WIDE_PANEL;
             for (int64_t k = 0; k < steps; k += BLOCK)
@@ -282,25 +277,10 @@ static void many_rows(const linear_args *a, int64_t self, int64_t first_panel, i
                                      .steps = steps - k < BLOCK ? steps - k : BLOCK};
                     own.lines = tiles == 1 ? 2 : t < 2; /* of the next block, which the first two share */
                     own.fetch = own.words + own.steps * (WIDE_PANEL + t * own.lines * LANES);
-                    packed_rows(&own, rows, a->x_kind);
+                    wide_rows(&own, rows, a->x_kind);
                 }
             answer(a, row, panel, count, held, WIDE_VECTORS);
         }
-    }
-}
-
-static void wide_share(const linear_args *a, int64_t self, int64_t first, int64_t end) {
-    int64_t steps = a->x_kind == FLOAT32 ? a->inputs : a->inputs / 2;
-    if (a->rows > FEW_ROWS) {
-        many_rows(a, self, first, end, steps);
-        return;
-    }
-    float held[FEW_ROWS * WIDE_PANEL];
-    for (int64_t panel = first; panel < end; panel++) {
-        const uint32_t *words = a->words + panel * steps * WIDE_PANEL;
-        wide_tile all = {.x = a->x, .words = words, .held = held, .row_step = steps, .steps = steps};
-        few_rows(&all, a->rows, a->x_kind);
-        answer(a, 0, panel, a->rows, held, WIDE_VECTORS);
     }
 }
 

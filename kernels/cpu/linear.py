@@ -14,7 +14,6 @@ from kernels.quantise import NarrowFormat, WeightFormat
 
 FORMATS = {"int4": 0, "int8": 1, "fp8": 2, "same": 3}  # linear.c
 PANEL, WIDE_PANEL = 64, 32  # outputs that it works on at once; the second of weights that are not widened
-FEW_ROWS = 6  # up to which it needs no scratch
 PACKED_ROWS = 96  # rows that a thread then works on at once
 CHUNK = 64 * PANEL  # outputs packed at a time, which takes 32 bits a weight
 PARALLEL_WORK = 2**18  # multiply-adds below which waking a second thread costs more than it saves
@@ -98,7 +97,7 @@ class NativeLinear:
 
     def room(self, rows: int) -> int:
         """Words of scratch that a call with so many rows needs."""
-        return self.threads(rows) * self.scratch if rows > FEW_ROWS else 0
+        return self.threads(rows) * self.scratch if rows > 1 else 0
 
     def __call__(self, rows: Tensor) -> Tensor:
         """`[R, K]` -> `[R, N]`."""

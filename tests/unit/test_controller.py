@@ -27,7 +27,7 @@ from infer.controller import (
     best_plan,
 )
 from infer.costs import ContextCost, Costs, CostTable, Curve
-from infer.measuring import LONG_TOKENS, PROMPT_TOKENS, kept_table, measure
+from infer.measuring import LONG_TOKENS, MOST_REPEATS, PROMPT_TOKENS, Work, kept_table, measure, timed
 from infer.proposers.base import NOTHING, Budget
 from infer.survival import AGES, LATE, Kind, Survival
 
@@ -165,6 +165,28 @@ def test_a_known_machine_is_measured_as_it_is(monkeypatch, context, holds, beyon
     assert (costs.plain(1) > 20) == beyond
 
 
+def test_what_follows_a_large_work_is_timed_when_it_has_settled(monkeypatch):
+    """It takes a millisecond, and two for some time after the large one; no other run is made of what must not be."""
+    now, settled, steps = 0.0, 0.0, 0
+    monkeypatch.setattr("infer.measuring.time.perf_counter", lambda: now)
+
+    def small() -> None:
+        nonlocal now
+        now += 1e-3 if now >= settled else 2e-3
+
+    def large() -> None:
+        nonlocal now, settled
+        now += 0.1
+        settled = now + 6e-3
+
+    def once() -> None:
+        nonlocal now, steps
+        now, steps = now + 1e-3, steps + 1
+
+    assert timed([Work(small), Work(once, again=False), Work(large)]) == pytest.approx((1e-3, 1e-3, 0.1))
+    assert steps == 1 + MOST_REPEATS
+
+
 def test_a_machine_that_holds_no_request_cannot_be_measured():
     with pytest.raises(ValueError, match="no request of 96 tokens fits"):
         measure(KnownMachine(90), {"head": Budget(4, 4)}, vocab_size=50, context=4096, max_batch=4, max_rows=99)
@@ -192,6 +214,19 @@ def test_rows_that_took_no_time_when_they_were_measured_can_become_dear():
         costs.learn(batch=1, rows=4, seconds=12.0)
     assert costs.plain(1) == pytest.approx(10.0, rel=0.05)
     assert costs.verify(1, 4.0) == pytest.approx(12.0, rel=0.05)
+
+
+def test_what_drafts_bring_along_is_told_from_what_rows_cost():
+    """A drafted step takes 4 more than its rows, whose price is as it was measured."""
+    costs, table, chance = make_costs(row=1.0, draft=2.0), make_costs(row=1.0, draft=2.0), random.Random(0)
+    for _ in range(3000):
+        rows = chance.randint(2, 6)
+        costs.learn(batch=1, rows=1, seconds=table.plain(1))
+        costs.learn(batch=1, rows=rows, seconds=table.verify(1, float(rows)) + 4.0)
+    for rows in (2.0, 6.0):
+        assert costs.verify(1, rows) == pytest.approx(table.verify(1, rows) + 4.0, rel=0.02)
+    assert costs.verify(1, np.array([1.0, 6.0])) == pytest.approx([costs.plain(1), costs.verify(1, 6.0)])
+    assert costs.verify(4, 8.0) == pytest.approx(table.verify(4, 8.0), rel=0.02)
 
 
 def test_what_rows_cost_in_small_batches_says_nothing_of_larger_ones():
