@@ -32,8 +32,7 @@ DRAFTED_STEPS = 48  # after so many in a row there is one without drafts: what t
 EARLY_STEPS = 8  # the same at first
 LEARN_S = 0.01  # seconds between steps that teach what steps cost: learning takes a hundredth of the shortest ones
 LEFT = 0.75  # of the requests it was made for, as many must be left
-# Judging several chains costs the host so many seconds a token, since their levels become ragged, and brings about such
-# a share of a step. One chain alone saves whole levels by it.
+# Judging chains costs the host so many seconds a token, and brings about such a share of a step.
 JUDGING_S, JUDGING_BRINGS = 100e-6, 0.05
 PROBE_SHARE = 0.005  # of the time without drafts, spent on finding out whether they would pay again
 # A probe of a request that its drafter does not follow begins with the next page, and some tokens must be seen, so it
@@ -312,7 +311,7 @@ class Controller:
         seconds = self.costs.verify(batch, float(batch + sum(chains))) + self.costs.draft(
             DRAFTER, len(chains), max(chains, default=0)
         )
-        confidence.judging = len(chains) == 1 or sum(chains) * JUDGING_S < JUDGING_BRINGS * seconds
+        confidence.judging = sum(chains) * JUDGING_S < JUDGING_BRINGS * seconds
         if not confidence.judging:
             confidence.prices = None
             return

@@ -292,8 +292,10 @@ def test_steps_with_prompts_do_not_prolong_a_step_without_drafts():
     assert drafted.count(False) == 1
 
 
-@pytest.mark.parametrize(("count", "milliseconds", "judged"), [(4, 1.0, False), (1, 1.0, True), (4, 100.0, True)])
-def test_chains_of_several_requests_are_judged_where_a_step_takes_long_enough(count, milliseconds, judged):
+@pytest.mark.parametrize(
+    ("count", "milliseconds", "judged"), [(4, 1.0, False), (1, 0.3, False), (1, 10.0, True), (4, 100.0, True)]
+)
+def test_chains_are_judged_where_a_step_takes_long_enough(count, milliseconds, judged):
     table = make_costs(row=0.3, draft=0.1).table
 
     def scaled(curves: tuple[Curve, ...]) -> tuple[Curve, ...]:
