@@ -230,7 +230,13 @@ def test_a_terminal_gets_colour_unless_it_asks_for_none(overrides: list[str]) ->
 def test_ctrl_c_ends_with_a_clean_terminal(overrides: list[str]) -> None:
     arguments = command(*overrides, "color=always", "num_prompts=500", "max_tokens=400")
     with subprocess.Popen(
-        arguments, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        arguments,
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background have it ignored
     ) as child:
         assert child.stdout is not None
         assert child.stdout.readline()  # generation has begun
