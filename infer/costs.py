@@ -156,9 +156,8 @@ class Costs:
         else:
             extra = self._further_rows(batch, rows)
         extra = extra + self.table.beyond.further * self._further * (rows - batch)
-        size = self.table.size(batch)
-        beside = BESIDE * self._beside[size] * self.plain(batch) * (rows > batch)
-        return self.plain(batch) + beside + self._all * self._extra[size] * extra
+        size, plain = self.table.size(batch), self.plain(batch)
+        return plain + BESIDE * self._beside[size] * plain * (rows > batch) + self._all * self._extra[size] * extra
 
     def _further_rows(self, batch: int, rows: Sizes) -> Sizes:
         """Seconds of the rows beyond one a request, by the table alone."""

@@ -279,6 +279,18 @@ def test_who_always_drafts_still_hears_what_a_plain_step_costs():
     assert controller.costs.verify(4, float(rows)) == pytest.approx(float(table.verify(4, float(rows))), rel=0.1)
 
 
+def test_of_short_steps_only_some_teach_what_they_cost(monkeypatch):
+    """One in ten of a millisecond each, drafted or not, and every one of half a second."""
+    costs, learnt = make_costs(row=0.1, draft=0.1), []
+    monkeypatch.setattr(costs, "learn", lambda **step: learnt.append(step["rows"]) or 1.0)
+    controller = Controller(costs, Survival())
+    for rows, seconds, taught in ((1, 1e-3, 10), (3, 1e-3, 10), (1, 0.5, 100), (3, 0.5, 100)):
+        learnt.clear()
+        for _ in range(100):
+            controller.stepped(1, rows, 0.0, seconds)
+        assert (len(learnt), set(learnt)) == (pytest.approx(taught, abs=1), {rows})
+
+
 def test_steps_with_prompts_do_not_prolong_a_step_without_drafts():
     """They teach nothing, and are no reason to draft nothing until one comes that does."""
     controller = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9]))
