@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from infer.confidence import DRAFTER, Confidence, Prices
 from infer.costs import Costs
 from infer.proposers.base import NOTHING, Budget
+from infer.settling import Settling
 from infer.survival import LATE, Kind, Survival
 
 CLEARLY = 0.04  # by which drafting for those that are followed must beat plain decoding
@@ -26,10 +27,11 @@ KEEPING = 0.05
 # By which drafting for a whole batch is overrated, for each other request in it: where texts of all ages are mixed, few
 # are drafted for, and features of all are kept.
 TOGETHER = 0.01
+# A batch must be that many seconds drafted for to be worth beginning, if what it then gains is lost again in the change
+# back (infer/settling.py): else who begins and ends in turns is slower than either.
+LASTS_S = 0.05
 STAYS = 0.03  # by which a new plan must beat the one in force
 KEPT_STEPS = 16  # a plan stands that long while the batch stays about as it is
-DRAFTED_STEPS = 48  # after so many in a row there is one without drafts: what that costs is what all is held against
-EARLY_STEPS = 8  # the same at first
 LEARN_S = 0.01  # seconds between steps that teach what steps cost: learning takes a hundredth of the shortest ones
 LEFT = 0.75  # of the requests it was made for, as many must be left
 # Judging chains costs the host so many seconds a token, and brings about such a share of a step.
@@ -67,8 +69,8 @@ class Planner(Protocol):
         """None from one that expects nothing."""
         ...
 
-    def plan(self, decoding: tuple[str, ...], ask: Callable[[], Sequence[Candidate]]) -> None:
-        """For the next step of these requests. `ask` says who of them may be drafted for."""
+    def plan(self, decoding: tuple[str, ...], load: int, ask: Callable[[], Sequence[Candidate]]) -> None:
+        """For the next step of these requests, which will soon be `load`. `ask` says who of them may be drafted for."""
         ...
 
     def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
@@ -101,7 +103,7 @@ class AsAllowed:
     def forecast(self) -> Forecast | None:
         return None
 
-    def plan(self, decoding: tuple[str, ...], ask: Callable[[], Sequence[Candidate]]) -> None:
+    def plan(self, decoding: tuple[str, ...], load: int, ask: Callable[[], Sequence[Candidate]]) -> None:
         pass
 
     def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
@@ -146,6 +148,10 @@ class Plan:
     speed: float  # expected tokens per second
     plain: float  # the same without drafts
 
+    @property
+    def speedup(self) -> float:
+        return self.speed / self.plain if self.plain else 1.0
+
 
 class Controller:
     """Plans stand for a few steps, or until the batch changes much. With `confidence` they say for whom chains are
@@ -162,78 +168,92 @@ class Controller:
         self._credit = 0.0  # seconds that may be spent on probes
         self._due: tuple[Candidate, float] | None = None  # the next one, and its price
         self._turn = 0
-        self._drafted_steps = DRAFTED_STEPS - EARLY_STEPS  # since the last one without drafts
-        self._reminder = False  # whether this step is to be one
+        self._settling = Settling(costs.knows_plain)
+        self._quiet_s = 0.0  # seconds of plain steps since the last plan
         self._unlearnt = 0.0  # seconds since a step taught what steps cost
         # Who was drafted for in the last step, so that little of them waits to be read: see `drafted_for`.
         self._before: tuple[Sequence[Candidate], Mapping[str, Budget]] = (), {}
-        self._speedups: dict[tuple[str, Budget, int, Kind], float] = {}  # that were asked for since the last plan
+        # Of a batch drafted for alike, by depth; of the last `_remembers` steps, since every request that comes asks.
+        self._seconds: dict[tuple[str, Budget, int], NDArray[np.float64]] = {}
+        self._remembers = 0
 
-    def plan(self, decoding: tuple[str, ...], ask: Callable[[], Sequence[Candidate]]) -> None:
-        self._age += 1
-        self._reminder = self._drafted_steps >= DRAFTED_STEPS
-        if self._reminder:
-            self._drafted_steps = 0
-        if self._outdated(decoding):
-            self._speedups.clear()
+    def plan(self, decoding: tuple[str, ...], load: int, ask: Callable[[], Sequence[Candidate]]) -> None:
+        self._age, self._remembers = self._age + 1, self._remembers + 1
+        if self._remembers >= KEPT_STEPS:
+            self._seconds.clear()
+            self._remembers = 0
+        self._settling.next_step(self.current.speedup)
+        if self._outdated(decoding, load):
             self._decoding, self._candidates, self._age = decoding, ask(), 0
             if self._candidates:
                 self.costs.set_context([own.context for own in self._candidates])
             if not self.current.budgets:  # what drafts taught was of another load, and nothing would put it right
-                self.costs.fade()
+                self.costs.fade(self._quiet_s)
+            self._quiet_s = 0.0
             depth = self.current.depth
             planned = [own for own in self._candidates if own.ready or own.wakes]
-            self.current = best_plan(len(decoding), planned, self.costs, self.survival, depth)
+            self.current = best_plan(len(decoding), planned, self.costs, self.survival, depth, self._beginning)
             if self.confidence is not None and self.current.budgets:
                 self._leave_to(self.confidence)
+        elif self.current.budgets and not set(decoding) <= set(self._decoding):
+            self.current = joined(self.current, self._candidates, candidates := ask())
+            self._decoding, self._candidates = decoding, candidates
         self._probe = self._next_probe(decoding)
         if self.confidence is not None and not self.current.budgets:
             self.confidence.prices, self.confidence.judging = None, True
 
-    def _outdated(self, decoding: tuple[str, ...]) -> bool:
-        """By its age, because too few are left of those that it was made for, or by requests that it does not know:
-        any of them where others are drafted for, else many.
+    def _outdated(self, decoding: tuple[str, ...], load: int) -> bool:
+        """By its age; because too few are left of those that it was made for, and nobody comes in their place; or
+        because too many have come whom it does not know.
         """
-        quiet = not self.current.budgets
         if self._age >= KEPT_STEPS:
             return True
         if decoding == self._decoding:
             return False
         before = len(self._decoding)
-        if len(decoding) < LEFT * before:
+        if max(len(decoding), load) < LEFT * before:
             return True
-        return len(decoding) * LEFT > before if quiet else not set(decoding) <= set(self._decoding)
+        known = min(before, len(decoding))
+        if self.current.budgets:
+            known = len(set(decoding) & set(self._decoding))
+        return known < LEFT * len(decoding)
 
     def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
         plain, worth = self.costs.plain(batch) / batch, -self.costs.read(drafter, unread)
         keeping = KEEPING * self.costs.plain(1) / self.costs.plain(batch)
-        for kind, tokens in ahead.items():
+        least = 1 + CLEARLY + self._beginning
+        for tokens, speedup in zip(ahead.values(), self._speedups(drafter, allowed, batch, ahead), strict=True):
             # What plain steps cost was learnt from followed requests.
-            gain = self._speedup(drafter, allowed, batch, kind) / (1 + keeping + TOGETHER * (batch - 1))
-            worth += tokens * plain * (1 - 1 / gain if gain > 1 + CLEARLY else -keeping)
+            gain = speedup / (1 + keeping + TOGETHER * (batch - 1))
+            worth += tokens * plain * (1 - 1 / gain if gain > least else -keeping)
         return worth > 0
 
-    def _speedup(self, drafter: str, allowed: Budget, batch: int, kind: Kind) -> float:
-        """Over plain decoding, at the best depth, were all of a batch drafted for alike. Every request that comes or
-        waits asks for the same few.
-        """
-        asked = drafter, allowed, batch, kind
-        if asked not in self._speedups:
-            self._speedups[asked] = self._speedup_now(*asked)
-        return self._speedups[asked]
+    @property
+    def _beginning(self) -> float:
+        """By how much more drafting must beat plain decoding where nobody drafts yet."""
+        return 0.0 if self.current.budgets else self._settling.change_s / LASTS_S
 
-    def _speedup_now(self, drafter: str, allowed: Budget, batch: int, kind: Kind) -> float:
+    def _speedups(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int]) -> list[float]:
+        """Over plain decoding, by the kind of what is ahead of a request, at the best depth, were all of a batch
+        drafted for alike. The others are as this one is at any time: anywhere in their texts.
+        """
         nodes, depth = allowed
         levels = np.arange(1, depth + 1) if nodes == depth else np.array([depth])
-        rows = batch * (1.0 + np.array(levels if nodes == depth else [nodes], dtype=np.float64))
-        tokens = batch * (1 + np.cumsum(self.survival.chances("", drafter, depth, kind))[levels - 1])
-        drafting = np.array([self.costs.draft(drafter, batch, level) for level in levels.tolist()])
-        speeds = tokens / (self.costs.verify(batch, rows) + drafting)
-        return float(speeds.max()) * self.costs.plain(batch) / batch
+        asked = drafter, allowed, batch
+        if asked not in self._seconds:
+            rows = batch * (1.0 + np.array(levels if nodes == depth else [nodes], dtype=np.float64))
+            drafting = np.array([self.costs.draft(drafter, batch, level) for level in levels.tolist()])
+            self._seconds[asked] = self.costs.verify(batch, rows) + drafting
+        # [K, D] by kind and depth, tokens that are accepted
+        own = np.array([self.survival.chances("", drafter, depth, kind) for kind in ahead]).cumsum(1)[:, levels - 1]
+        others = np.array(list(ahead.values())) @ own / sum(ahead.values())
+        speeds = (batch + own + (batch - 1) * others) / self._seconds[asked]
+        found: list[float] = (speeds.max(1) * self.costs.plain(batch) / batch).tolist()
+        return found
 
     def passes_over(self, request_id: str) -> bool:
         drafts = request_id in self.current.budgets or (self._probe and self._probe.request_id == request_id)
-        return self._reminder or not drafts
+        return self._settling.reminds or not drafts
 
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         if self.passes_over(request_id):
@@ -261,12 +281,13 @@ class Controller:
             self._unlearnt = 0.0
         if rows == batch:
             self._credit += PROBE_SHARE * whole
-            if self._reminder or due:
+            self._quiet_s += whole
+            settled = self._settling.plain(whole, self.costs.plain(batch))
+            if settled and (self._settling.reminds or due):
                 self.costs.learn(batch=batch, rows=rows, seconds=whole - (drafting or 0.0))
             self._before = (), {}
-            self._drafted_steps = 0
             return
-        self._drafted_steps += 1
+        self._settling.drafted(whole)
         before, self._before = self._before, (self._candidates, self.current.budgets)
         if not due:
             return
@@ -297,9 +318,8 @@ class Controller:
     @property
     def forecast(self) -> Forecast | None:
         plan = self.current
-        speedup = plan.speed / plan.plain if plan.plain else 1.0
         errors = self.confidence.errors if self.confidence is not None else None
-        return Forecast(plan.depth if plan.budgets else 0, speedup, self.survival.bias, errors)
+        return Forecast(plan.depth if plan.budgets else 0, plan.speedup, self.survival.bias, errors)
 
     def _leave_to(self, confidence: Confidence) -> None:
         """Opens the planned chains as far as they may go, at the prices of a row and of a level of drafts; if judging
@@ -349,6 +369,7 @@ class Controller:
         chosen, plain = ready[self._turn % len(ready)], self.costs.plain(batch)
         nodes, depth = chosen.allowed
         price = self.costs.verify(batch, float(batch + nodes)) - plain + self.costs.draft(chosen.drafter, 1, depth)
+        price += self._settling.change_s
         return chosen, price if chosen.ready else price + WAKING_STEPS * KEEPING * self.costs.plain(1)
 
 
@@ -356,10 +377,31 @@ def drafted_for(candidates: Sequence[Candidate], budgets: Mapping[str, Budget]) 
     return [own for own in candidates if own.ready and own.request_id in budgets]
 
 
+def joined(plan: Plan, before: Sequence[Candidate], now: Sequence[Candidate]) -> Plan:
+    """Those who have come since are drafted for as most of the others are that are like them, until the next plan."""
+    budgets, known = dict(plan.budgets), {own.request_id for own in before}
+    like: dict[tuple[str, bool], list[Budget]] = {}
+    for own in before:
+        like.setdefault((own.drafter, own.kind.sampled), []).append(plan.budgets.get(own.request_id, NOTHING))
+    for own in now:
+        peers = like.get((own.drafter, own.kind.sampled))
+        if peers and own.request_id not in known and (own.ready or own.wakes):
+            budget = sorted(peers)[len(peers) // 2]
+            if budget.nodes:
+                budgets[own.request_id] = budget
+    return replace(plan, budgets=budgets)
+
+
 def best_plan(
-    batch: int, candidates: Sequence[Candidate], costs: Costs, survival: Survival, depth_in_force: int
+    batch: int,
+    candidates: Sequence[Candidate],
+    costs: Costs,
+    survival: Survival,
+    depth_in_force: int,
+    beginning: float = 0.0,
 ) -> Plan:
-    """The depth, and the rows down to it, of most tokens per second; plain decoding unless a plan beats it clearly.
+    """The depth, and the rows down to it, of most tokens per second; plain decoding unless a plan beats it clearly,
+    and by `beginning` more.
 
     For every depth, nodes are taken in the order of their chances, chains from the root on and trees whole, for as
     long as the expected speed grows. The depth in force stays unless another beats it clearly.
@@ -387,7 +429,7 @@ def best_plan(
     in_force = plans.get(depth_in_force)
     if in_force is not None and chosen.speed < in_force.speed * (1 + STAYS):
         chosen = in_force
-    return chosen if chosen.speed > plain * (1 + CLEARLY) else plans[0]
+    return chosen if chosen.speed > plain * (1 + CLEARLY + beginning) else plans[0]
 
 
 def drafting_seconds(

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 Sizes = TypeVar("Sizes", float, NDArray[np.float64])
 
 LEARNS = 0.05  # share of the newest step in a correction
+RELEARNS = 0.3  # the same of a drafted step, where no other was seen lately
 TRUSTED = (0.2, 5.0)  # a step this far off its prediction says nothing: someone else used the machine
 # Every further row costs at least such a share of what it does in the largest verify: while memory is slow a few rows
 # more take no time, but it may be faster again, and a price of nothing cannot be corrected.
@@ -26,9 +27,10 @@ LEAST_ROW = 0.3
 # weights have driven the target's from the caches. Known from steps alone.
 BESIDE, MOST_BESIDE = 0.1, 5.0
 EXTRA = (0.1, 3.0)  # so far the corrections of further rows and of drafts may go
-# What drafted steps have taught fades by this, where it does. Rows of twice their usual price were seen for a second
-# now and then (LOG.md), and nobody must go undrafted for much longer than that.
-FADES = 0.9
+# So much of what drafted steps have taught is left a second later, where it fades. Rows of twice their usual price were
+# seen for a second now and then (LOG.md), and nobody must go undrafted for much longer than that. But who tries again
+# too soon pays for it: the machine gets used to plain steps, and must do so anew.
+FADES = 0.75
 FORGETS = 0.998  # of how well plain steps are known, with every step of more rows
 WELL_SEEN = 0.25  # from here on what a step of more rows takes longer is these rows' doing,
 MOST_SEEN = 0.99  # nearly, or a few rows of hardly any cost would be blamed for all noise
@@ -141,7 +143,13 @@ class Costs:
         self._extra = dict.fromkeys(table.batches, 1.0)
         self._beside = dict.fromkeys(table.batches, 0.0)  # in shares of BESIDE
         self._seen = 0.0  # how well plain steps are known, from 0 to 1
+        self._rows_seen = dict.fromkeys(table.batches, 0.0)  # and steps of more rows
         self._draft: dict[str, tuple[float, float]] = {}  # and of a drafter's, for its first level and further ones
+
+    @property
+    def knows_plain(self) -> bool:
+        """Whether plain steps were seen lately."""
+        return self._seen > WELL_SEEN
 
     def set_context(self, tokens: Sequence[int]) -> None:
         """From now on costs are those of requests as long as these."""
@@ -205,25 +213,31 @@ class Costs:
         """
         plain = self.plain(batch)
         expected = plain if rows == batch else float(self.verify(batch, float(rows)))
-        extra, known = expected - plain, MOST_SEEN if rows > batch and self._seen > WELL_SEEN else 0.0
+        extra, known = expected - plain, MOST_SEEN if rows > batch and self.knows_plain else 0.0
         if not trusted(seconds, expected):
             return 1.0
         # The table may be of a slower hour, and so may what was known before many drafts.
-        learns = max(LEARNS, 1 - self._seen) if rows == batch else LEARNS
-        size, unit = self.table.size(batch), BESIDE * plain * (rows > batch)
+        size = self.table.size(batch)
+        learns = max(LEARNS, 1 - self._seen if rows == batch else RELEARNS * (1 - self._rows_seen[size]))
+        unit = BESIDE * plain * (rows > batch)
         extra -= unit * self._beside[size]
         share = learns * (seconds - expected) / ((1 - known) * expected**2 + unit**2 + extra**2)
         self._all *= 1 + (1 - known) * share * expected
         self._beside[size] = min(max(self._beside[size] + share * unit, 0.0), MOST_BESIDE)
         self._extra[size] = bounded(self._extra[size] * (1 + share * extra))
-        self._seen = (1 + self._seen) / 2 if rows == batch else FORGETS * self._seen
+        if rows == batch:
+            self._seen = (1 + self._seen) / 2
+        else:
+            self._seen, self._rows_seen[size] = FORGETS * self._seen, (3 * self._rows_seen[size] + 1) / 4
         return seconds / expected
 
-    def fade(self) -> None:
-        """Forgets something of what drafted steps have taught."""
-        self._extra = {size: faded(extra) for size, extra in self._extra.items()}
-        self._beside = {size: FADES * beside for size, beside in self._beside.items()}
-        self._draft = {name: (faded(first), faded(further)) for name, (first, further) in self._draft.items()}
+    def fade(self, seconds: float) -> None:
+        """Forgets what drafted steps have taught as far as it is forgotten in so long."""
+        left: float = FADES**seconds
+        self._rows_seen = {size: left * seen for size, seen in self._rows_seen.items()}
+        self._extra = {size: 1 + left * (extra - 1) for size, extra in self._extra.items()}
+        self._beside = {size: left * beside for size, beside in self._beside.items()}
+        self._draft = {name: (1 + left * (one - 1), 1 + left * (more - 1)) for name, (one, more) in self._draft.items()}
 
     def learn_draft(self, drafter: str, counts: Sequence[int], seconds: float) -> None:
         """A draft took so long, in which `counts[l]` requests went on to level l + 1."""
@@ -235,10 +249,6 @@ class Costs:
         if trusted(seconds, predicted):  # here too normalised least mean squares
             share = LEARNS * (seconds - predicted) / (one**2 + more**2)
             self._draft[drafter] = bounded(first + share * one), bounded(further + share * more)
-
-
-def faded(correction: float) -> float:
-    return 1 + FADES * (correction - 1)
 
 
 def bounded(correction: float) -> float:

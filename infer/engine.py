@@ -292,10 +292,12 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One round: drafts and verifies every decoding request, and brings prompts forward by a chunk."""
+        begin = time.perf_counter()  # planning is a part of what a step costs
         outputs = self._expire()
         decoding = [request for request in self._scheduler.running if request.phase is Phase.DECODE]
         known = tuple(request.request_id for request in decoding)
-        self._planner.plan(known, lambda: self._drafting.candidates(decoding, self._planner, self._load))
+        load = self._load
+        self._planner.plan(known, load, lambda: self._drafting.candidates(decoding, self._planner, load))
         if self._rounds is not None:
             with cpu_threads(self.threads.count(self._rounds.most_rows)):
                 ahead = self._rounds.step(self._planner)
@@ -303,7 +305,6 @@ class Engine:
                 if self._rounds.timed is not None:
                     self._stepped(*self._rounds.timed)
                 return outputs + ahead
-        begin = time.perf_counter()
         step = self._scheduler.schedule()
         for request in step.prefills:
             if request.queued_s is None:

@@ -28,7 +28,7 @@ from infer.request import Request
 
 log = logging.getLogger(__name__)
 
-VERSION = 9  # of what is measured and how
+VERSION = 10  # of what is measured and how
 PROMPT_TOKENS = 96
 LONG_TOKENS = 1024
 # Seconds for which a work is run again and again before the next one's turn: after a large one a small one is slower by
@@ -187,8 +187,8 @@ def rest_of_step(engine: Measurable, requests: Sequence[Request]) -> float:
 
 
 def seconds_of_reading(engine: Measurable, requests: Sequence[Request]) -> float:
-    """Of each token."""
-    (seconds,) = timed([Work(lambda: engine.try_read(requests))])
+    """Of each token, after the target has filled the caches."""
+    (seconds,) = timed([Work(lambda: engine.try_read(requests), lambda: engine.try_verify(requests, 0))])
     return seconds / sum(request.computed for request in requests)
 
 

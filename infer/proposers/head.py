@@ -138,7 +138,7 @@ class HeadProposer:
         # A long prompt is read chunk by chunk, and a text that is not drafted for now and then: few features are kept.
         due = [own for own in requests if own.phase is Phase.PREFILL or self._count(own) >= KEPT_ROWS]
         if due:
-            self._read_pending(due)
+            self._fill(due)
             for request in due:
                 last = self._pending[request.request_id].pieces[-1][-1:].clone()
                 self._forget_features(request)
@@ -180,7 +180,7 @@ class HeadProposer:
 
     def catch_up(self, request: Request) -> None:
         if self.kv_layers and self._count(request):
-            self._read_pending([request])
+            self._fill([request])
 
     def wake(self, request: Request) -> None:
         """Its layers begin with a page: what lies before is seen by nobody."""
@@ -262,11 +262,17 @@ class HeadProposer:
         looks = any(request.constraint is not None or request.params.acceptance == "block" for request in requests)
         if self._native is None or looks or (parameters is not None and parameters.restricts):
             return StepByStep(self, requests, self._read_pending(requests), parameters)
+        return self._native_chains(self._native, requests, parameters, deepest)
+
+    def _native_chains(
+        self, native: NativeDraft, requests: Sequence[Request], parameters: ChoiceParameters | None, deepest: int
+    ) -> NativeChains:
+        """Which begin with all pending positions of each request."""
         tokens, state, slots, rows = self._unread_rows(requests)
         assert rows is not None
-        assert max(len(request.tokens) for request in requests) + deepest <= len(self._native.parts.rotary[0])
+        assert max(len(request.tokens) for request in requests) + deepest <= len(native.parts.rotary[0])
         self.was_read(requests)
-        return NativeChains(self._native, tokens, state, slots, rows, self._caches, parameters, deepest)
+        return NativeChains(native, tokens, state, slots, rows, self._caches, parameters, deepest)
 
     def _trees(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         """Grows every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own."""
@@ -383,6 +389,13 @@ class HeadProposer:
         assert own is not None
         sizes = (own.num_heads, own.num_kv_heads, own.head_dim)
         return self._pool.layers.attention(rows, *sizes, first_layer=self._first_layer)
+
+    def _fill(self, requests: Sequence[Request]) -> None:
+        """The head's KV of all pending positions of each request; the states that come of them are wanted by nobody."""
+        if self._native is None:
+            self._read_pending(requests)
+        else:
+            self._native_chains(self._native, requests, None, 0).read()
 
     def _read_pending(self, requests: Sequence[Request], masks: Sequence[int] | None = None) -> Tensor:
         """Runs the head over all pending positions of each request; the state of each one's last slot `[B, S]`.

@@ -2,6 +2,9 @@
  * projection, RMSNorm, gated MLP, and the norm at the end, in one call and one parallel region. A head's layer may read
  * its input as it is (EAGLE), or beside the embedding of a token, each normed by itself (EAGLE-3).
  *
+ * Of the last layer every row's keys and values are for others to see, but its answer may be wanted of some rows alone:
+ * from there on the others are left out.
+ *
  * It calls the kernels that run one by one otherwise (linear.c, attention.c, rows.c) and rounds where they do, so it
  * gives the same bits as they do. A barrier stands wherever a thread reads what others wrote.
  */
@@ -10,8 +13,12 @@
 
 typedef struct {
     const decoder_args *a;
-    int64_t self, first, end; /* rows that are this thread's wherever rows are shared out */
+    int64_t self, rows, first, end; /* of `rows` those that are this thread's wherever rows are shared out */
 } part;
+
+static part part_of(const decoder_args *a, int64_t self, int64_t rows) {
+    return (part){a, self, rows, rows * self / a->threads, rows * (self + 1) / a->threads};
+}
 
 static void *at(const part *p, void *base, int64_t elements) {
     return (char *)base + elements * (p->a->kind == FLOAT32 ? sizeof(float) : sizeof(bf16));
@@ -49,31 +56,60 @@ static const void *enter(const part *p, const decoder_layer *layer) {
 static void apply(const part *p, const linear_args *weights, const void *x, const void *residual, void *out) {
     linear_args own = *weights;
     own.x = x, own.residual = residual, own.out = out;
-    own.rows = p->a->rows, own.threads = p->a->threads, own.scratch = p->a->scratch;
+    own.rows = p->rows, own.threads = p->a->threads, own.scratch = p->a->scratch;
     linear_share(&own, p->self);
     barrier(p);
 }
 
-static void attend(const part *p, const decoder_layer *layer, void *cache) {
+/* Addressed by `rows`, with queries, keys and values beside each other. */
+static attention_args addressed(const part *p, const attention_args *rows, const decoder_layer *layer, void *cache) {
     const decoder_args *a = p->a;
-    attention_args own = *a->attention;
-    int64_t dim = own.dim, rotated = own.heads + own.kv_heads, stride = (rotated + own.kv_heads) * dim;
+    attention_args own = *rows;
+    int64_t dim = own.dim, rotated = own.heads + own.kv_heads;
+    own.q = a->qkv, own.k = at(p, a->qkv, own.heads * dim), own.v = at(p, a->qkv, rotated * dim);
+    own.q_stride = own.k_stride = own.v_stride = (rotated + own.kv_heads) * dim;
+    own.cache = cache, own.out = a->attended, own.scratch = a->scores;
+    own.slots = a->slots, own.kind = a->kind, own.window = layer->window, own.threads = a->threads, own.scale = a->scale;
+    return own;
+}
+
+static void write_rows(const part *p, const decoder_layer *layer, void *cache) {
+    const decoder_args *a = p->a;
+    attention_args own = addressed(p, a->attention, layer, cache);
+    int64_t dim = own.dim, rotated = own.heads + own.kv_heads;
     for (int64_t row = p->first; row < p->end; row++) {
-        void *q = at(p, a->qkv, row * stride), *k = at(p, q, own.heads * dim);
+        void *q = at(p, a->qkv, row * own.q_stride), *k = at(p, q, own.heads * dim);
         if (layer->q_norm) {
             rms_norm(q, layer->q_norm, q, own.heads, dim, dim, a->eps, a->kind);
             rms_norm(k, layer->k_norm, k, own.kv_heads, dim, dim, a->eps, a->kind);
         }
-        rotate(q, at(p, (void *)a->cos, row * dim), at(p, (void *)a->sin, row * dim), q, 1, stride, rotated, dim, a->kind);
+        rotate(
+            q, at(p, (void *)a->cos, row * dim), at(p, (void *)a->sin, row * dim), q, 1, own.q_stride, rotated, dim, a->kind
+        );
     }
-    own.q = a->qkv, own.k = at(p, a->qkv, own.heads * dim), own.v = at(p, a->qkv, rotated * dim);
-    own.q_stride = own.k_stride = own.v_stride = stride;
-    own.cache = cache, own.out = a->attended, own.scratch = a->scores;
-    own.slots = a->slots, own.kind = a->kind, own.window = layer->window, own.threads = a->threads, own.scale = a->scale;
     attention_write(&own, p->first, p->end);
     barrier(p);
+}
+
+static void attend(const part *p, const attention_args *rows, const decoder_layer *layer, void *cache) {
+    attention_args own = addressed(p, rows, layer, cache);
     attention_share(&own, p->self);
     barrier(p);
+}
+
+/* The kept rows come first, in stream and queries. */
+static part keep_rows(const part *p) {
+    const decoder_args *a = p->a;
+    const attention_args *kept = a->kept;
+    int64_t row = (char *)at(p, a->x, a->hidden_size) - (char *)a->x, queries = kept->heads * kept->dim;
+    int64_t stride = queries + 2 * kept->kv_heads * kept->dim, bytes = (char *)at(p, a->x, queries) - (char *)a->x;
+    if (p->self == 0)
+        for (int64_t i = 0; i < kept->rows; i++) {
+            memmove((char *)a->x + i * row, (char *)a->x + a->keep[i] * row, row);
+            memmove(at(p, a->qkv, i * stride), at(p, a->qkv, a->keep[i] * stride), bytes);
+        }
+    barrier(p);
+    return part_of(a, p->self, kept->rows);
 }
 
 static void gate(const part *p) {
@@ -84,14 +120,19 @@ static void gate(const part *p) {
 
 static void work(void *data) {
     const decoder_args *a = data;
-    int64_t self = a->threads > 1 ? a->self() : 0;
-    part own = {a, self, a->rows * self / a->threads, a->rows * (self + 1) / a->threads}, *p = &own;
+    part own = part_of(a, a->threads > 1 ? a->self() : 0, a->rows), *p = &own;
+    const attention_args *rows = a->attention;
     int64_t from = p->first * a->hidden_size, row = (char *)at(p, a->x, a->hidden_size) - (char *)a->x;
     for (int64_t i = 0; i < a->count; i++) {
         const decoder_layer *layer = a->layers + i;
         if (a->entering[i]) memcpy(at(p, a->entering[i], from), at(p, a->x, from), (p->end - p->first) * row);
         apply(p, layer->qkv, enter(p, layer), 0, a->qkv);
-        attend(p, layer, a->caches[i]);
+        write_rows(p, layer, a->caches[i]);
+        if (a->kept && i == a->count - 1) {
+            if (!a->kept->rows) return;
+            own = keep_rows(p), rows = a->kept;
+        }
+        attend(p, rows, layer, a->caches[i]);
         apply(p, layer->output, a->attended, a->x, a->x);
         norm(p, layer->post_norm, a->normed);
         apply(p, layer->gate_up, a->normed, 0, a->inner);

@@ -18,11 +18,13 @@ typedef struct {
     void *const *caches;             /* [layers], as attention.h has them */
     void *const *entering;           /* [layers] where to put the stream before a layer, [rows, hidden]; null: nowhere */
     const attention_args *attention; /* what addresses the rows; the rest is filled in here */
+    const attention_args *kept;      /* the same of those rows alone whose answer is wanted; null: of all */
+    const int64_t *keep;             /* [kept->rows], ascending: which these are */
     const void *tokens;              /* [rows, hidden] embeddings, where a layer has a token_norm */
     const void *final_norm;          /* [hidden]; null: there is none */
     const void *cos, *sin;           /* [rows, dim] */
     void *x;                         /* [rows, hidden]: embeddings, then the stream after the last layer */
-    void *hidden;                    /* [rows, hidden] after the final norm */
+    void *hidden;                    /* [rows, hidden] after the final norm. Both of the kept rows, where they are told */
     void *normed; /* [rows, hidden], or [rows, 2 * hidden] where a layer has a token_norm */
     void *qkv, *attended, *inner, *gated; /* [rows, (heads + 2 kv_heads) dim | heads dim | 2 I | I] */
     float *scores;                   /* attention's scratch */

@@ -37,7 +37,7 @@ class Arguments(ctypes.Structure):
     """decoder_args of decoder.c, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("layers", "caches", "entering", "attention", "tokens")),
+        *((name, ctypes.c_void_p) for name in ("layers", "caches", "entering", "attention", "kept", "keep", "tokens")),
         *((name, ctypes.c_void_p) for name in ("final_norm", "cos")),
         *((name, ctypes.c_void_p) for name in ("sin", "x", "hidden", "normed", "qkv", "attended", "inner", "gated")),
         *((name, ctypes.c_void_p) for name in ("scores", "scratch")),

@@ -9,7 +9,8 @@
 #include "rows.h"
 
 typedef struct {
-    decoder_args *decoder;     /* the layers; x: [rows, hidden] the rows' states, then those that chains go on from */
+    decoder_args *decoder;     /* the layers; x: [rows, hidden] the rows' states, then those that chains go on from;
+                                * kept: [chains] each one's last row */
     const linear_args *joined; /* makes a layer's input of embedding and state; null: a layer has both beside each other */
     const linear_args *lm_head;
     const void *embedding;     /* [V, hidden] */
@@ -17,7 +18,6 @@ typedef struct {
     const void *norm;          /* [hidden], before the LM head; null: there is none */
     const int64_t *draft_ids;  /* [lm_head->outputs] target ids */
     int64_t *ids, *positions, *committed, *offset, *request; /* [rows]; committed to request as in attention.h */
-    const int64_t *last;       /* [chains], ascending: each one's last row */
     const int64_t *low, *high; /* [chains] of the seeds, as in noise.h */
     const float *temperature;  /* [chains] */
     void *tokens;              /* [rows, hidden]; with `joined` [rows, 2 * hidden] */
@@ -57,15 +57,21 @@ static void enter(const draft_args *a) {
 /* The last row of each chain becomes its first, and the place after it the next. */
 static void go_on(const draft_args *a) {
     const decoder_args *d = a->decoder;
-    int64_t row = d->hidden_size * (d->kind == FLOAT32 ? sizeof(float) : sizeof(bf16));
+    if (d->hidden != d->x)
+        memcpy(d->x, d->hidden, a->chains * d->hidden_size * (d->kind == FLOAT32 ? sizeof(float) : sizeof(bf16)));
     for (int64_t c = 0; c < a->chains; c++) {
-        int64_t from = a->last[c];
-        memmove((char *)d->x + c * row, (const char *)d->hidden + from * row, row);
+        int64_t from = d->kept ? d->keep[c] : c;
         a->positions[c] = a->positions[from] + 1;
         a->committed[c] = a->committed[from] + a->offset[from] + 1;
         a->offset[c] = 0;
         a->request[c] = a->request[from];
     }
+}
+
+/* Rows are read, and nothing is drafted: only what others will see of them is made. */
+void draft_read(const draft_args *a) {
+    enter(a);
+    decoder(a->decoder);
 }
 
 void draft(const draft_args *a) {

@@ -28,7 +28,7 @@ class Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("decoder", "joined", "lm_head", "embedding", "cos", "sin", "norm")),
-        *((name, ctypes.c_void_p) for name in ("draft_ids", *NUMBERS, "last", "low", "high", "temperature")),
+        *((name, ctypes.c_void_p) for name in ("draft_ids", *NUMBERS, "low", "high", "temperature")),
         *((name, ctypes.c_void_p) for name in ("tokens", "turned", "normed", "logits", "chosen", "masses", "scratch")),
         *((name, ctypes.c_int64) for name in ("rows", "chains", "dim", "joined_threads", "threads")),
     )
@@ -51,7 +51,7 @@ class NativeDraft:
     def __init__(self, parts: DraftParts) -> None:
         found = library()
         assert found is not None
-        self.call, self.parts = found.draft, parts
+        self.draft, self.read, self.parts = found.draft, found.draft_read, parts
         self._ids, self._lm_head = parts.draft_ids.contiguous(), arguments_of(parts.lm_head)
         self._joined = None if parts.joined is None else arguments_of(parts.joined)
         assert parts.lm_head.native is not None, "supported() has asked"
@@ -94,7 +94,7 @@ class NativeChains:
         self._chains, self._rows = chains, count
         self._state = state.clone(memory_format=torch.contiguous_format)
         self._numbers = torch.stack([ids, positions, rows.committed, rows.offset, rows.request])  # [5, R]
-        self._last = torch.tensor([end - 1 for end in accumulate(rows.counts)])
+        last = torch.tensor([end - 1 for end in accumulate(rows.counts)])
         self._seeds, self._temperature = torch.zeros(2, chains, dtype=torch.int64), torch.zeros(chains)
         if parameters is not None:
             self._seeds = torch.stack([parameters.seed_low, parameters.seed_high])
@@ -115,13 +115,21 @@ class NativeChains:
             longest=-(-(rows.longest + levels) // LANES) * LANES,
             first=rows.first,
         )
-        self._decoder, self._kept = parts.decoder.begin(count, self._attention, caches, {})
+        self._decoder, self._held = parts.decoder.begin(count, self._attention, caches, {})
+        # Of the first level's rows each chain's last one goes on.
+        self._last, self._ends = last, self._numbers[:, last]
+        self._kept = paged.Arguments.from_buffer_copy(self._attention)
+        self._kept.rows, first, step = chains, self._ends.data_ptr(), chains * self._ends.element_size()
+        for row, name in enumerate(NUMBERS):
+            if name in ("committed", "offset", "request"):
+                setattr(self._kept, name, first + step * row)
+        self._decoder.kept, self._decoder.keep = ctypes.addressof(self._kept), last.data_ptr()
         sizes = (
             count * hidden * size * (1 if parts.joined is None else 2),
             2 * count * native.arguments.dim * size,
             chains * hidden * size,
             chains * parts.lm_head.out_features * size,
-            chains * self._last.element_size(),
+            chains * last.element_size(),
             4 * max(native.lm_head.room(chains), native.joined.room(count) if native.joined else 0),
             0 if parts.decoder.final_norm is None else count * hidden * size,
         )
@@ -133,24 +141,33 @@ class NativeChains:
         for name, pointer in numbers.items():
             setattr(a, name, pointer)
         a.low, a.high = (row.data_ptr() for row in self._seeds)
-        a.decoder, a.last = ctypes.addressof(self._decoder), self._last.data_ptr()
+        a.decoder = ctypes.addressof(self._decoder)
         a.temperature = self._temperature.data_ptr()
 
     def draft(self, *, likely: bool) -> tuple[list[int], list[float] | None]:
         """One more token of each chain (target ids); with `likely` how likely the head finds it, log-probabilities."""
-        a, decoder = self._arguments, self._native.parts.decoder
-        a.rows, a.chains, a.masses = self._rows, self._chains, self._masses.data_ptr() if likely else None
-        native, a.threads = self._native, self._native.lm_head.threads(self._chains)
-        a.joined_threads = native.joined.threads(self._rows) if native.joined else 1
-        self._decoder.threads, self._attention.rows = decoder.threads(self._rows), self._rows
-        native.call(ctypes.addressof(a))
-        if self._rows != self._chains:
-            self._rows, self._last = self._chains, torch.arange(self._chains)
-            a.last = self._last.data_ptr()
+        a = self._arguments
+        a.chains, a.masses = self._chains, self._masses.data_ptr() if likely else None
+        a.threads = self._native.lm_head.threads(self._chains)
+        self._native.draft(self._ready())
+        self._rows, self._decoder.kept = self._chains, None
         tokens = self._numbers[0, : self._chains].tolist()
         if not likely:
             return tokens, None
         return tokens, [-math.log(mass) for mass in self._masses[: self._chains].tolist()]
+
+    def read(self) -> None:
+        """Instead of drafting: only what later rows see of these is made."""
+        self._kept.rows = 0
+        self._native.read(self._ready())
+
+    def _ready(self) -> int:
+        """Where C finds the arguments, for the rows that there are now."""
+        a, native = self._arguments, self._native
+        a.rows = self._attention.rows = self._rows
+        a.joined_threads = native.joined.threads(self._rows) if native.joined else 1
+        self._decoder.threads = native.parts.decoder.threads(self._rows)
+        return ctypes.addressof(a)
 
     def keep(self, places: Sequence[int]) -> None:
         """Only these chains go on, in this order: ascending."""

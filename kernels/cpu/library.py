@@ -110,6 +110,7 @@ SIGNATURES = {
     "linear": [_P],
     "decoder": [_P],
     "draft": [_P],
+    "draft_read": [_P],
     "accept": [_P, _P, _P, _P, _P, _P, _P, _P, _I, _I],
 }
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # vec.h

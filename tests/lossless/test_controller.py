@@ -32,7 +32,7 @@ class AtRandom(AsAllowed):
     def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
         return self.chance.random() < self.pays
 
-    def plan(self, decoding, ask) -> None:
+    def plan(self, decoding, load, ask) -> None:
         self.quiet -= 1
         if self.quiet < -20:
             self.quiet = self.chance.choice([3, KEPT_ROWS + 9])
@@ -86,7 +86,7 @@ class AtAnyPrice(AsAllowed):
         self.chance, self.confidence = random.Random(seed), Confidence(Survival())
         self.depths: set[int] = set()
 
-    def plan(self, decoding, ask) -> None:
+    def plan(self, decoding, load, ask) -> None:
         self.confidence.prices = Prices(*(self.chance.random() ** 3 for _ in range(3)))
 
     def drafted(self, request_id: str, drafter: str, kind: Kind, depth: int, accepted: int) -> None:
@@ -209,7 +209,7 @@ def test_few_are_not_drafted_for_while_many_are_about_to_join(make_engine, promp
     asked = []
 
     class Watch(Switch):
-        def plan(self, decoding, ask) -> None:
+        def plan(self, decoding, load, ask) -> None:
             asked.append((len(decoding), len(ask())))
 
     engine._planner = watch = Watch()

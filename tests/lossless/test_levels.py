@@ -117,6 +117,27 @@ def test_in_one_call_it_drafts_the_same_tokens(folder, kind, dtype, weights):
     assert engine._drafting.failures == 0
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("weights", ["same", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_prompt_only_keys_and_values_are_made_and_they_are_the_same(folder, kind, dtype, weights, threads):
+    kept = []
+    for native in (True, False):
+        engine = serve(folder, kind, dtype, weights, threads=threads)
+        proposer = engine._head
+        assert proposer._native is not None
+        if not native:
+            proposer._native = None
+        states, run = [], proposer.module.step
+        proposer.module.step = lambda *own, states=states, run=run: states.append(own) or run(*own)
+        engine.generate(prompts_of(4), SamplingParams(max_tokens=2, ignore_eos=True))
+        assert bool(states) is not native
+        kept.append([cache.clone() for cache in proposer._caches])
+    assert any(cache.any() for cache in kept[0])
+    assert all(map(torch.equal, *kept))
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_judged_chains_too_which_end_at_any_level(folder, count):
     engine = serve(folder, "eagle3", torch.float32, "same", threads=count)

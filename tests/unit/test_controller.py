@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infer import controller as planning
 from infer.card import describe_costs
 from infer.confidence import Confidence
 from infer.controller import (
     CLEARLY,
-    DRAFTED_STEPS,
     KEPT_STEPS,
+    LASTS_S,
     PROBE_SHARE,
     STAYS,
     WAKING_STEPS,
@@ -29,6 +30,7 @@ from infer.controller import (
 from infer.costs import ContextCost, Costs, CostTable, Curve
 from infer.measuring import LONG_TOKENS, MOST_REPEATS, PROMPT_TOKENS, Work, kept_table, measure, timed
 from infer.proposers.base import NOTHING, Budget
+from infer.settling import DRAFTED_STEPS, SETTLES_S
 from infer.survival import AGES, LATE, Kind, Survival
 
 
@@ -102,7 +104,7 @@ def test_context_decides_whether_drafting_pays(row, cost, pays):
     """Long plain steps make it worth more; dear rows and drafts less."""
     for context, drafts in ((100, not pays), (2000, pays)):
         controller = Controller(with_context(make_costs(row, draft=0.5), *cost), with_rates([0.6]))
-        controller.plan(("0",), lambda: [own._replace(context=context) for own in chains(1, 4)])  # noqa: B023
+        controller.plan(("0",), 1, lambda: [own._replace(context=context) for own in chains(1, 4)])  # noqa: B023
         assert bool(controller.current.budgets) == drafts
 
 
@@ -249,7 +251,7 @@ def test_what_drafts_have_taught_fades_while_nobody_drafts():
     assert costs.verify(1, 8.0) > table.verify(1, 8.0) + 5.0
     controller, nobody = Controller(costs, Survival()), [own._replace(ready=False, wakes=False) for own in chains(1, 4)]
     for _ in range(70 * KEPT_STEPS):
-        controller.plan(("0",), lambda: nobody)
+        controller.plan(("0",), 1, lambda: nobody)
         controller.stepped(1, 1, 0.0, table.plain(1))
     assert costs.draft("head", 1, 2) == pytest.approx(table.draft("head", 1, 2), rel=0.01)
     assert costs.verify(1, 8.0) == pytest.approx(table.verify(1, 8.0), rel=0.01)
@@ -267,41 +269,79 @@ def test_who_always_drafts_still_hears_what_a_plain_step_costs():
     controller, table = Controller(make_costs(row=1.0, draft=0.1), with_rates([0.95] * 4)), make_costs(1.0, 0.1)
     plain_steps, steps = 0, 20 * DRAFTED_STEPS
     for _ in range(steps):
-        controller.plan(tuple("0123"), lambda: chains(4, 4))
+        controller.plan(tuple("0123"), 4, lambda: chains(4, 4))
         rows = 4 + sum(controller.budget(name, Budget(4, 4)).nodes for name in "0123")
         plain_steps += rows == 4
         verify = float(table.verify(4, float(rows)))
         controller.stepped(4, rows, 0.4 if rows > 4 else 0.0, verify + 0.4 if rows > 4 else 0.5 * verify)
     assert controller.current.budgets
-    assert 0 < plain_steps <= steps / DRAFTED_STEPS
+    assert 0 < plain_steps <= 2 * steps / DRAFTED_STEPS
     assert controller.costs.plain(4) == pytest.approx(0.5 * table.plain(4), rel=0.15)
     rows = 4 + sum(budget.nodes for budget in controller.current.budgets.values())
     assert controller.costs.verify(4, float(rows)) == pytest.approx(float(table.verify(4, float(rows))), rel=0.1)
 
 
 def test_of_short_steps_only_some_teach_what_they_cost(monkeypatch):
-    """One in ten of a millisecond each, drafted or not, and every one of half a second."""
+    """One in ten of a millisecond each, drafted or not, and every one of half a second; plain ones as soon as the
+    machine has settled.
+    """
     costs, learnt = make_costs(row=0.1, draft=0.1), []
     monkeypatch.setattr(costs, "learn", lambda **step: learnt.append(step["rows"]) or 1.0)
     controller = Controller(costs, Survival())
-    for rows, seconds, taught in ((1, 1e-3, 10), (3, 1e-3, 10), (1, 0.5, 100), (3, 0.5, 100)):
+    for rows, seconds, taught in ((3, 1e-3, 10), (1, 1e-3, 10 - 1000 * SETTLES_S / 10), (3, 0.5, 100), (1, 0.5, 99)):
         learnt.clear()
         for _ in range(100):
             controller.stepped(1, rows, 0.0, seconds)
         assert (len(learnt), set(learnt)) == (pytest.approx(taught, abs=1), {rows})
 
 
-def test_steps_with_prompts_do_not_prolong_a_step_without_drafts():
-    """They teach nothing, and are no reason to draft nothing until one comes that does."""
-    controller = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9]))
-    drafted = []
-    for step in range(3 * DRAFTED_STEPS):
-        controller.plan(("0",), lambda: chains(1, 4))
-        depth = controller.budget("0", Budget(4, 4)).depth
-        drafted.append(depth > 0)
-        if depth and step < DRAFTED_STEPS:  # the others read prompts too
-            controller.stepped(1, 1 + depth, 0.1 * depth, 12.0)
-    assert drafted.count(False) == 1
+def test_who_comes_while_others_are_drafted_for_is_so_too_and_changes_no_plan(monkeypatch):
+    controller, plans = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9] * 4)), []
+    made = planning.best_plan
+    monkeypatch.setattr(planning, "best_plan", lambda *own: plans.append(own[0]) or made(*own))
+    sampled = Candidate("s", "head", Budget(4, 4), kind=Kind(sampled=True))
+    other = Candidate("o", "ngram", Budget(4, 4))
+    unwoken = Candidate("u", "head", Budget(4, 4), ready=False, wakes=False)
+
+    def plan(names: str, load: int) -> dict[str, int]:
+        known = [own._replace(request_id=name) for own, name in zip(chains(len(names), 4), names, strict=True)]
+        known = [{"s": sampled, "o": other, "u": unwoken}.get(own.request_id, own) for own in known]
+        controller.plan(tuple(names), load, lambda: known)
+        return {name: controller.budget(name, Budget(4, 4)).depth for name in names}
+
+    depth = plan("abcd", 4)["a"]
+    assert depth > 0
+    assert plan("abc", 4)["a"] == depth  # one has ended, another is about to come
+    assert plan("abce", 4) == dict.fromkeys("abce", depth)
+    for names in ("abces", "abceso", "abcesou"):  # of whom there is nobody like the last
+        assert plan(names, len(names)) == {**dict.fromkeys(names, 0), **dict.fromkeys("abce", depth)}
+    assert plan("a", 7)["a"] == depth
+    assert plans == [4]
+    assert plan("avxyz", 5)["v"] > 0  # too many are unknown
+    assert plans == [4, 5]
+    plan("av", 2)  # too many have ended
+    assert plans == [4, 5, 2]
+
+
+def test_to_begin_drafting_must_gain_what_changing_back_costs():
+    costs = make_costs(row=0.1, draft=0.1)
+    again, survival = make_costs(row=0.1, draft=0.1), with_rates([0.9] * 4)
+    gain = best_plan(4, chains(4, 4), costs, survival, 0).speedup - 1
+    assert best_plan(4, chains(4, 4), costs, survival, 0, gain - 2 * CLEARLY).budgets
+    assert not best_plan(4, chains(4, 4), costs, survival, 0, gain).budgets
+    controller = Controller(again, survival)
+    ahead = Kind.counts(0.0, 64, 128)
+    assert controller.outlook("head", Budget(4, 4), 4, ahead)
+    controller._settling.change_s = 2 * gain * LASTS_S
+    assert not controller.outlook("head", Budget(4, 4), 4, ahead)
+    controller.plan(tuple("0123"), 4, lambda: chains(4, 4))
+    assert not controller.current.budgets
+    controller._settling.change_s = 0.0
+    for _ in range(KEPT_STEPS):
+        controller.plan(tuple("0123"), 4, lambda: chains(4, 4))
+    assert controller.current.budgets
+    controller._settling.change_s = 2 * gain * LASTS_S  # of no account for those who draft
+    assert controller.outlook("head", Budget(4, 4), 4, ahead)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +358,7 @@ def test_chains_are_judged_where_a_step_takes_long_enough(count, milliseconds, j
     survival = with_rates([0.7] * count)
     controller = Controller(costs, survival, Confidence(survival))
     names = tuple(map(str, range(count)))
-    controller.plan(names, lambda: chains(count, 4))
+    controller.plan(names, count, lambda: chains(count, 4))
     assert controller.current.budgets
     assert controller.confidence.judging == judged
     assert (controller.confidence.prices is not None) == judged
@@ -466,7 +506,7 @@ def test_who_is_not_worth_waking_is_not_planned_for():
     for wakes in (True, False):
         controller = Controller(make_costs(row=0.5, draft=0.5), Survival({"head": [0.9] * 4}))
         known = [own._replace(ready=False, wakes=wakes) for own in chains(2, 4)]
-        controller.plan(tuple(own.request_id for own in known), lambda: known)  # noqa: B023
+        controller.plan(tuple(own.request_id for own in known), len(known), lambda: known)  # noqa: B023
         assert bool(controller.current.budgets) == wakes
 
 
@@ -492,9 +532,23 @@ def test_in_a_large_batch_drafts_must_promise_more():
     drafts = tuple(Curve((1.0, 4.0), (4.0, 16.0)) for _ in range(2))
     costs = Costs(CostTable((1, 16), verify, (0.0, 0.0), {"head": drafts}))
     controller = Controller(costs, Survival({"head": [0.7] * 4}))
-    promised = [controller._speedup("head", Budget(4, 4), batch, LATE) for batch in (1, 16)]
+    promised = [controller._speedups("head", Budget(4, 4), batch, {LATE: 1})[0] for batch in (1, 16)]
     assert promised[0] == pytest.approx(promised[1])
     assert [controller.outlook("head", Budget(4, 4), batch, {LATE: 64}) for batch in (1, 16)] == [True, False]
+
+
+def test_in_a_large_batch_others_are_drafted_for_at_their_own_ages():
+    """A greedy text's drafts are right from its 32nd token on; alone nobody else is drafted for before."""
+    survival = Survival()
+    for kind, right in ((Kind.of(0.0, 0), 0), (Kind.of(0.0, 40), 4)):
+        for index in range(600):
+            survival.record(str(index), "head", 4, right, right, kind)
+    controller = Controller(make_costs(row=0.01, draft=0.01), survival)
+    half = {Kind.of(0.0, 0): 16, Kind.of(0.0, 40): 16}
+    (early, late), (young, old) = (controller._speedups("head", Budget(4, 4), batch, half) for batch in (1, 100))
+    assert (early, late) == (pytest.approx(1.0, abs=0.1), pytest.approx(5.0, rel=0.1))
+    assert young == pytest.approx(old, rel=0.1)
+    assert early < young < late
 
 
 def test_a_prompt_that_its_drafter_would_have_to_read_must_be_worth_it():
@@ -512,7 +566,7 @@ def test_a_beginning_that_fails_does_not_end_drafting_for_what_follows():
     lengths, emitted, seconds = dict.fromkeys("0123", 0), 0, 0.0
     for _ in range(4000):
         known = [Candidate(name, "head", Budget(4, 4), kind=Kind.of(0.0, length)) for name, length in lengths.items()]
-        controller.plan(tuple(lengths), lambda: known)  # noqa: B023
+        controller.plan(tuple(lengths), len(lengths), lambda: known)  # noqa: B023
         asked = {own.request_id: controller.budget(own.request_id, own.allowed).depth for own in known}
         drafting = controller.costs.draft("head", len(known), max(asked.values()))
         whole = controller.costs.verify(4, 4.0 + sum(asked.values())) + drafting
@@ -539,7 +593,7 @@ def test_who_comes_between_two_plans_is_judged_by_one_calculation(monkeypatch):
     for _ in range(300):
         controller.survival.record("a", "head", 4, 0, 0.0, LATE)
     for _ in range(20):
-        controller.plan(("0",), lambda: [])
+        controller.plan(("0",), 1, lambda: [])
     assert not controller.outlook("head", Budget(4, 4), 4, ahead)
 
 
@@ -548,7 +602,7 @@ def run(controller: Controller, steps: int, rate: float, batch: int = 4, depth: 
     chance, costs, seconds, tokens, drafting_steps = random.Random(1), controller.costs, 0.0, 0, 0
     for _ in range(steps):
         known = chains(batch, depth)
-        controller.plan(tuple(own.request_id for own in known), lambda: known)  # noqa: B023
+        controller.plan(tuple(own.request_id for own in known), batch, lambda: known)  # noqa: B023
         asked = {own.request_id: controller.budget(own.request_id, own.allowed).depth for own in known}
         rows, deepest = batch + sum(asked.values()), max(asked.values())
         drafting = costs.draft("head", batch, deepest)
@@ -578,7 +632,7 @@ def test_a_probe_of_who_is_not_followed_lasts_until_it_has_drafted():
 
     def step(drafted: int) -> list[str]:
         """Whom it gives a budget; one draft was verified if `drafted`."""
-        controller.plan(("0", "1"), lambda: unfollowed)
+        controller.plan(("0", "1"), 2, lambda: unfollowed)
         asked = [name for name in ("0", "1") if controller.budget(name, Budget(4, 4)).nodes]
         assert asked == [name for name in ("0", "1") if not controller.passes_over(name)]
         if asked and drafted:
@@ -604,7 +658,7 @@ def test_where_nobody_drafts_one_who_comes_changes_no_plan():
 
     def plan(count: int) -> int:
         asked.append(count)
-        controller.plan(tuple(map(str, range(count))), lambda: (asked.clear(), chains(count, 4))[1])
+        controller.plan(tuple(map(str, range(count))), count, lambda: (asked.clear(), chains(count, 4))[1])
         return len(asked)
 
     assert [plan(8), plan(9), plan(10), plan(8), plan(11), plan(9), plan(8)] == [0, 1, 2, 3, 0, 1, 0]
@@ -622,7 +676,7 @@ def test_it_finds_out_when_content_changes():
 
 def test_budgets_stay_within_what_is_allowed_now():
     controller = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9]))
-    controller.plan(("0",), lambda: chains(1, 4))
+    controller.plan(("0",), 1, lambda: chains(1, 4))
     assert controller.budget("0", Budget(2, 2)) == Budget(2, 2)
     assert controller.budget("unknown", Budget(2, 2)) == NOTHING
 
@@ -647,7 +701,7 @@ def test_a_table_is_measured_once_and_a_damaged_one_anew(tmp_path):
 
 def test_a_draft_that_may_have_read_prompts_does_not_say_what_drafts_cost():
     controller = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9, 0.9]))
-    controller.plan(("0", "1"), lambda: chains(2, 4))
+    controller.plan(("0", "1"), 2, lambda: chains(2, 4))
     expected = controller.costs.draft("head", 2, controller.current.depth)
 
     def corrected() -> bool:
@@ -663,7 +717,7 @@ def test_a_draft_that_may_have_read_prompts_does_not_say_what_drafts_cost():
 
 def test_a_machine_that_is_slow_for_a_step_teaches_nothing_of_its_drafts():
     controller = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9, 0.9]))
-    controller.plan(("0", "1"), lambda: chains(2, 4))
+    controller.plan(("0", "1"), 2, lambda: chains(2, 4))
     depth, table = controller.current.depth, make_costs(row=0.1, draft=0.1)
     drafting, verify = table.draft("head", 2, depth), float(table.verify(2, 10.0))
     for slow in (1.0, 2.0, 0.5, 2.0, 2.0, 2.0):
@@ -675,7 +729,7 @@ def test_a_machine_that_is_slow_for_a_step_teaches_nothing_of_its_drafts():
 
 def test_a_round_whose_drafts_cannot_be_told_teaches_what_all_of_it_costs():
     controller = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9, 0.9]))
-    controller.plan(("0", "1"), lambda: chains(2, 4))
+    controller.plan(("0", "1"), 2, lambda: chains(2, 4))
     table, depth = make_costs(row=0.1, draft=0.1), controller.current.depth
     rows = 2 * (1 + depth)
     assert depth > 1
