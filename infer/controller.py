@@ -27,9 +27,6 @@ KEEPING = 0.05
 # By which drafting for a whole batch is overrated, for each other request in it: where texts of all ages are mixed, few
 # are drafted for, and features of all are kept.
 TOGETHER = 0.01
-# A batch must be that many seconds drafted for to be worth beginning, if what it then gains is lost again in the change
-# back (infer/settling.py): else who begins and ends in turns is slower than either.
-LASTS_S = 0.05
 STAYS = 0.03  # by which a new plan must beat the one in force
 KEPT_STEPS = 16  # a plan stands that long while the batch stays about as it is
 LEARN_S = 0.01  # seconds between steps that teach what steps cost: learning takes a hundredth of the shortest ones
@@ -190,9 +187,9 @@ class Controller:
             if not self.current.budgets:  # what drafts taught was of another load, and nothing would put it right
                 self.costs.fade(self._quiet_s)
             self._quiet_s = 0.0
-            depth = self.current.depth
             planned = [own for own in self._candidates if own.ready or own.wakes]
-            self.current = best_plan(len(decoding), planned, self.costs, self.survival, depth, self._beginning)
+            batch, depth = len(decoding), self.current.depth
+            self.current = best_plan(batch, planned, self.costs, self.survival, depth, self._beginning(batch))
             if self.confidence is not None and self.current.budgets:
                 self._leave_to(self.confidence)
         elif self.current.budgets and not set(decoding) <= set(self._decoding):
@@ -221,17 +218,20 @@ class Controller:
     def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
         plain, worth = self.costs.plain(batch) / batch, -self.costs.read(drafter, unread)
         keeping = KEEPING * self.costs.plain(1) / self.costs.plain(batch)
-        least = 1 + CLEARLY + self._beginning
+        least = 1 + CLEARLY + self._beginning(batch)
         for tokens, speedup in zip(ahead.values(), self._speedups(drafter, allowed, batch, ahead), strict=True):
             # What plain steps cost was learnt from followed requests.
             gain = speedup / (1 + keeping + TOGETHER * (batch - 1))
             worth += tokens * plain * (1 - 1 / gain if gain > least else -keeping)
         return worth > 0
 
-    @property
-    def _beginning(self) -> float:
-        """By how much more drafting must beat plain decoding where nobody drafts yet."""
-        return 0.0 if self.current.budgets else self._settling.change_s / LASTS_S
+    def _beginning(self, batch: int) -> float:
+        """By how much more drafting must beat plain decoding where nobody drafts yet: in the steps that a plan stands
+        it must gain what is lost in changing back, or who begins and ends in turns is slower than either.
+        """
+        if self.current.budgets or not batch:
+            return 0.0
+        return self._settling.change_s / (KEPT_STEPS * self.costs.plain(batch))
 
     def _speedups(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int]) -> list[float]:
         """Over plain decoding, by the kind of what is ahead of a request, at the best depth, were all of a batch

@@ -19,7 +19,6 @@ from infer.confidence import Confidence
 from infer.controller import (
     CLEARLY,
     KEPT_STEPS,
-    LASTS_S,
     PROBE_SHARE,
     STAYS,
     WAKING_STEPS,
@@ -330,9 +329,9 @@ def test_to_begin_drafting_must_gain_what_changing_back_costs():
     assert best_plan(4, chains(4, 4), costs, survival, 0, gain - 2 * CLEARLY).budgets
     assert not best_plan(4, chains(4, 4), costs, survival, 0, gain).budgets
     controller = Controller(again, survival)
-    ahead = Kind.counts(0.0, 64, 128)
+    ahead, lost = Kind.counts(0.0, 64, 128), 2 * gain * KEPT_STEPS * again.plain(4)
     assert controller.outlook("head", Budget(4, 4), 4, ahead)
-    controller._settling.change_s = 2 * gain * LASTS_S
+    controller._settling.change_s = lost
     assert not controller.outlook("head", Budget(4, 4), 4, ahead)
     controller.plan(tuple("0123"), 4, lambda: chains(4, 4))
     assert not controller.current.budgets
@@ -340,7 +339,7 @@ def test_to_begin_drafting_must_gain_what_changing_back_costs():
     for _ in range(KEPT_STEPS):
         controller.plan(tuple("0123"), 4, lambda: chains(4, 4))
     assert controller.current.budgets
-    controller._settling.change_s = 2 * gain * LASTS_S  # of no account for those who draft
+    controller._settling.change_s = lost  # of no account for those who draft
     assert controller.outlook("head", Budget(4, 4), 4, ahead)
 
 
