@@ -97,6 +97,7 @@ def library() -> ctypes.CDLL | None:
         getattr(loaded, function).restype = None
     loaded.paged_attention.argtypes, loaded.paged_attention.restype = [ctypes.c_void_p], ctypes.c_int
     loaded.attention_scratch.argtypes, loaded.attention_scratch.restype = [_I], _I
+    loaded.linear_tiles(1)
     return loaded
 
 

@@ -12,6 +12,10 @@
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #define VECTORS 4 /* of a panel */
 #define PANEL (VECTORS * LANES)
@@ -284,6 +288,107 @@ static void wide_share(const linear_args *a, int64_t self, int64_t first_panel, 
     }
 }
 
+#ifdef __AMX_BF16__
+/* Weights of 16 bits on a processor that multiplies tiles (AMX): 16 rows by 32 inputs with 32 inputs by 16 outputs, in
+ * one instruction that takes as long for one row as for sixteen. Within it sums are taken in an order of its own, and
+ * of a row they do not depend on the others, so here all numbers of rows go this way. A word of a panel holds what the
+ * instruction wants of an output; a block of rows is one tile of them or two, which share the weights.
+ */
+#define TILE 16
+#define TILE_ROWS (2 * TILE)
+#define TILE_BLOCK (6 * TILE_ROWS) /* rows that stay in a cache while all weights pass by */
+
+static int tiles_allowed;
+
+/* What is stored before stays before: compilers do not know all that these instructions read and write. */
+#define COMPILED_BEFORE() __asm__ volatile("" ::: "memory")
+
+typedef struct {
+    uint8_t palette, start, unused[14];
+    uint16_t bytes[16]; /* of a row of each tile */
+    uint8_t rows[16];
+} tile_shapes;
+
+/* Tiles 0 and 1 hold rows, `first` and `second` of them, 2 and 3 weights, 4 to 7 their sums. */
+static void shape_tiles(int64_t first, int64_t second) {
+    tile_shapes shapes = {.palette = 1};
+    int64_t rows[8] = {first, second, TILE, TILE, first, first, second, second};
+    for (int i = 0; i < 8; i++)
+        if (rows[i]) shapes.bytes[i] = TILE * sizeof(uint32_t), shapes.rows[i] = (uint8_t)rows[i];
+    COMPILED_BEFORE();
+    _tile_loadconfig(&shapes);
+}
+
+/* `sums` `[first + second, 32]` of a panel's `steps` words along K. What lies a block further on is brought nearer. */
+INLINE void tile_sums(
+    const uint32_t *x, const uint32_t *words, int64_t steps, int64_t first, float *sums, int second, int fetches
+) {
+    const uint32_t *below = x + first * steps;
+    size_t row = steps * sizeof(uint32_t), line = WIDE_PANEL * sizeof(uint32_t);
+    _tile_zero(4);
+    _tile_zero(5);
+    if (second) {
+        _tile_zero(6);
+        _tile_zero(7);
+    }
+    for (int64_t k = 0; k < steps; k += TILE, words += TILE * WIDE_PANEL) {
+        if (fetches)
+            for (int i = 0; i < TILE * WIDE_VECTORS; i++) __builtin_prefetch(words + BLOCK * WIDE_PANEL + i * LANES, 0, 2);
+        _tile_loadd(0, x + k, row);
+        _tile_loadd(2, words, line);
+        _tile_loadd(3, words + LANES, line);
+        _tile_dpbf16ps(4, 0, 2);
+        _tile_dpbf16ps(5, 0, 3);
+        if (second) {
+            _tile_loadd(1, below + k, row);
+            _tile_dpbf16ps(6, 1, 2);
+            _tile_dpbf16ps(7, 1, 3);
+        }
+    }
+    _tile_stored(4, sums, line);
+    _tile_stored(5, sums + LANES, line);
+    if (second) {
+        _tile_stored(6, sums + first * WIDE_PANEL, line);
+        _tile_stored(7, sums + first * WIDE_PANEL + LANES, line);
+    }
+    COMPILED_BEFORE();
+}
+
+static void tile_share(const linear_args *a, int64_t first_panel, int64_t end_panel) {
+    int64_t steps = a->inputs / 2, blocks = (a->rows + TILE_BLOCK - 1) / TILE_BLOCK, shaped[2] = {0, 0};
+    float sums[TILE_ROWS * WIDE_PANEL];
+    for (int64_t b = 0; b < blocks; b++) {
+        int64_t begin = part(a->rows, b, blocks), rows = part(a->rows, b + 1, blocks) - begin;
+        int64_t pairs = (rows + TILE_ROWS - 1) / TILE_ROWS;
+        for (int64_t panel = first_panel; panel < end_panel; panel++)
+            for (int64_t p = 0; p < pairs; p++) {
+                int64_t row = begin + part(rows, p, pairs), count = begin + part(rows, p + 1, pairs) - row;
+                int64_t first = count > TILE ? (count + 1) / 2 : count, second = count - first;
+                const uint32_t *x = (const uint32_t *)a->x + row * steps, *words = a->words + panel * steps * WIDE_PANEL;
+                if (first != shaped[0] || second != shaped[1]) shape_tiles(shaped[0] = first, shaped[1] = second);
+                if (second)
+                    tile_sums(x, words, steps, first, sums, 1, p == 0);
+                else
+                    tile_sums(x, words, steps, first, sums, 0, p == 0);
+                answer(a, row, panel, count, sums, WIDE_VECTORS);
+            }
+    }
+    _tile_release();
+}
+
+static int takes_tiles(const linear_args *a) { return tiles_allowed && a->x_kind == BFLOAT16 && a->inputs % (2 * TILE) == 0; }
+
+/* Asks the kernel for tiles, for this process, or gives them up. Answers whether they are in use. */
+int linear_tiles(int wanted) {
+    const long request = 0x1023, tile_data = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
+    return tiles_allowed = wanted && syscall(SYS_arch_prctl, request, tile_data) == 0;
+}
+#else
+static int takes_tiles(const linear_args *a) { return 0; }
+static void tile_share(const linear_args *a, int64_t first_panel, int64_t end_panel) {}
+int linear_tiles(int wanted) { return 0; }
+#endif
+
 #define ROWS(n, format, x_kind) \
     for (; row + n <= a->rows; row += n) tile(a, panel, row, n, format, x_kind);
 #define CASE(format, x_kind) \
@@ -295,7 +400,10 @@ void linear_share(const linear_args *a, int64_t self) {
     int64_t outputs = a->format == WIDE ? WIDE_PANEL : PANEL, panels = (a->outputs + outputs - 1) / outputs;
     int64_t first = part(panels, self, a->threads), end = part(panels, self + 1, a->threads);
     if (a->format == WIDE) {
-        wide_share(a, self, first, end);
+        if (takes_tiles(a))
+            tile_share(a, first, end);
+        else
+            wide_share(a, self, first, end);
         return;
     }
     for (int64_t panel = first; panel < end; panel++) {

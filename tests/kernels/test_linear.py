@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kernels.cpu.library import library
 from kernels.linear import PackedLinear, assert_row_invariant
 
 
@@ -32,6 +33,25 @@ def test_row_bits_do_not_depend_on_the_number_of_rows(dtype, inputs, outputs):
     x = torch.randn(200, inputs, generator=generator).to(dtype)  # the probe's own rows
     for count in range(1, 40):  # every way in which rows are divided
         assert torch.equal(linear(x[:count]), whole[:count])
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 16), (320, 200), (1024, 96), (336, 64)])
+def test_with_a_processors_tiles_and_without_rows_of_16_bits_are_right_and_alike_for_any_number(tiles, inputs, outputs):
+    found = library()
+    if found is None or bool(found.linear_tiles(tiles)) is not tiles:
+        pytest.skip("this processor multiplies no tiles")
+    try:
+        weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16()
+        linear, x = PackedLinear(weight, bias), torch.randn(300, inputs).bfloat16()
+        whole = linear(x)
+        expected = x.double() @ weight.double().T + bias.double()
+        assert (whole.double() - expected).abs().max() <= 2**-7 * expected.abs().max()
+        for count in (*range(1, 70), 97, 192, 193, 299):
+            assert torch.equal(linear(x[:count]), whole[:count])
+            assert torch.equal(linear(x[300 - count :]), whole[300 - count :])
+    finally:
+        found.linear_tiles(True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
