@@ -338,6 +338,8 @@ TABLES: dict[str, Callable[[Cell], str]] = {
     "demo-programs": by_program,
     "wide-programs": by_program,
     "wide-batches": by_program,
+    "wide-64": by_program,
+    "wide-fixed": by_program,
     "wide-modes": by_program,
     "wide-long": by_program,
     "wide-chat": by_program,
