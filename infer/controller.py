@@ -24,8 +24,8 @@ CLEARLY = 0.04  # by which drafting for those that are followed must beat plain 
 # Following costs, in a step without drafts, such a share of a plain step of one request, hardly more for several of
 # them: features are kept.
 KEEPING = 0.05
-# By which drafting for a whole batch is overrated, for each other request in it: where texts of all ages are mixed, few
-# are drafted for, and features of all are kept.
+# By which drafting for a whole batch is overrated, for each other request in it: few of them may be drafted for, and
+# features of all are kept.
 TOGETHER = 0.01
 STAYS = 0.03  # by which a new plan must beat the one in force
 KEPT_STEPS = 16  # a plan stands that long while the batch stays about as it is
