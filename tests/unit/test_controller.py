@@ -26,7 +26,7 @@ from infer.controller import (
     Controller,
     best_plan,
 )
-from infer.costs import ContextCost, Costs, CostTable, Curve
+from infer.costs import FADES, ContextCost, Costs, CostTable, Curve
 from infer.measuring import LONG_TOKENS, MOST_REPEATS, PROMPT_TOKENS, Work, kept_table, measure, timed
 from infer.proposers.base import NOTHING, Budget
 from infer.settling import DRAFTED_STEPS, SETTLES_S
@@ -254,6 +254,40 @@ def test_what_drafts_have_taught_fades_while_nobody_drafts():
         controller.stepped(1, 1, 0.0, table.plain(1))
     assert costs.draft("head", 1, 2) == pytest.approx(table.draft("head", 1, 2), rel=0.01)
     assert costs.verify(1, 8.0) == pytest.approx(table.verify(1, 8.0), rel=0.01)
+
+
+def test_what_drafts_have_taught_fades_by_the_second_and_is_then_learnt_anew_soon():
+    costs, table = make_costs(row=1.0, draft=2.0), make_costs(row=1.0, draft=2.0)
+
+    def beyond() -> float:
+        return float(costs.verify(1, 8.0)) - float(table.verify(1, 8.0))
+
+    for _ in range(100):
+        costs.learn(batch=1, rows=1, seconds=table.plain(1))
+    for _ in range(300):
+        costs.learn(batch=1, rows=8, seconds=float(table.verify(1, 8.0)) + 5.0)
+    learnt = beyond()
+    costs.learn(batch=1, rows=8, seconds=float(table.verify(1, 8.0)))
+    slowly = (learnt - beyond()) / learnt
+    for _ in range(300):
+        costs.learn(batch=1, rows=8, seconds=float(table.verify(1, 8.0)) + 5.0)
+    learnt = beyond()
+    for part in (0.25, 0.75, 1.0):  # 2 seconds, in pieces
+        costs.fade(part)
+    assert beyond() == pytest.approx(FADES**2 * learnt, rel=0.05)
+    costs.fade(100.0)
+    faded = beyond()
+    assert faded == pytest.approx(0.0, abs=0.05 * learnt)
+    costs.learn(batch=1, rows=8, seconds=float(table.verify(1, 8.0)) + 5.0)
+    assert (beyond() - faded) / 5.0 > 4 * slowly
+
+
+def test_a_probe_pays_for_the_change_back_too():
+    controller = Controller(make_costs(row=9.0, draft=9.0), Survival())
+    controller.plan(("0",), 1, lambda: chains(1, 4))
+    _, price = controller._price_probe(1)
+    controller._settling.change_s = 2.5
+    assert controller._price_probe(1)[1] == pytest.approx(price + 2.5)
 
 
 def test_the_first_plain_steps_tell_how_fast_the_machine_is_now():
