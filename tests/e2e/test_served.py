@@ -132,12 +132,15 @@ def test_our_server_under_a_load(tiny_target_folder: Path, tiny_head_folder: Pat
     assert ran.returncode == 0, ran.stderr[-2000:]
     document = json.loads(ran.stdout.splitlines()[-1])
     low, high = document["results"]["server:head:chain2"]
-    assert document["capacity"] > 1
+    assert document["capacity"] > 0
     assert (low["load"], high["load"]) == (0.5, 3.0)
+    for level in (low, high):
+        sent = len(arrivals(level["load"] * document["capacity"], 1, ServedConfig.seed))
+        assert level["requests_per_s"] == level["finished"] + level["unfinished"] == sent
+        assert level["refused"] == 0
+        assert 0 < level["tokens_per_s"] <= 8 * sent
+        assert 0 < level["first_token_s"]["p50"] <= level["latency_s"]["p50"]
     assert low["finished"] > 0
-    assert low["refused"] == high["refused"] == 0
-    assert high["tokens_per_s"] > low["tokens_per_s"] > 0
-    assert 0 < low["first_token_s"]["p50"] <= low["latency_s"]["p50"] < high["latency_s"]["p50"]
     table = make_tables.by_load(document)
     assert table.startswith("|  | load 0.5 | load 3 |\n")
     assert f"| Headway's server, head, chain 2 | {low['tokens_per_s']:.0f}, " in table
