@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+import torch
 from accelerate.state import AcceleratorState
 
 import train.loop
@@ -74,6 +75,7 @@ def main() -> None:
         Run._forward_backward = REAL_PASS
         assert closed == [True] * (4 if mode.startswith("zero") else 0), "DeepSpeed is ended however a run ends"
         closed.clear()
+    torch.distributed.destroy_process_group()  # left open, its threads may abort the process at its end
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ def main() -> None:
         ("offline", ["features.target=sharded", "features=offline", "features.shard_mb=1", "data.top_k=1000"]),
     ):
         assert run(compose("train", TrainConfig, [*settings, *more, f"run={name}"])) is not None
+    torch.distributed.destroy_process_group()  # left open, its threads may abort the process at its end
 
 
 if __name__ == "__main__":
