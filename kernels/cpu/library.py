@@ -20,10 +20,9 @@ from pathlib import Path
 
 import torch
 
-HEADERS = ("vec.h", "attention.h", "decoder.h", "linear.h", "noise.h", "rows.h")
-SOURCES = (*HEADERS, "attention.c", "decoder.c", "draft.c", "linear.c", "noise.c", "rows.c", "verify.c")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
 HERE = Path(__file__).parent
+SOURCES = sorted(HERE.glob("*.[ch]"))
 LANES = 16  # floats that vec.h works on at once; sizes that are no multiple of it go the torch way
 SWITCH = "HEADWAY_CPU_KERNELS"
 BUILD_TIMEOUT_S = 120
@@ -54,8 +53,8 @@ def processor() -> str:
 def library_file(cc: str) -> Path:
     version = subprocess.run([cc, "--version"], capture_output=True, check=True, timeout=BUILD_TIMEOUT_S).stdout
     digest = hashlib.sha256(repr((FLAGS, version, processor(), platform.machine())).encode())
-    for name in SOURCES:
-        digest.update((HERE / name).read_bytes())
+    for file in SOURCES:
+        digest.update(file.read_bytes())
     return cache_folder() / f"kernels-{digest.hexdigest()[:24]}.so"
 
 
@@ -65,7 +64,7 @@ def build(cc: str, file: Path) -> None:
     handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".so")
     os.close(handle)
     try:
-        sources = [str(HERE / name) for name in SOURCES if name.endswith(".c")]
+        sources = [str(file) for file in SOURCES if file.suffix == ".c"]
         command = [cc, *FLAGS, *sources, "-o", temporary]
         subprocess.run(command, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S)
         os.replace(temporary, file)

@@ -13,7 +13,7 @@ typedef struct {
     const void *residual;  /* [rows, outputs] of `out_kind`, added to the answer as rounded; null: none. May be `out` */
     void *out;             /* [rows, outputs], of `out_kind` */
     uint32_t *scratch;     /* [threads, PACKED_ROWS, inputs / weights of a word], for weights without a scale */
-    int64_t rows, inputs, outputs, group, format, x_kind, out_kind, threads;
+    int64_t rows, inputs, outputs, group /* `inputs` without scales */, format, x_kind, out_kind, threads;
     parallel_fn parallel;
     self_fn self;
 } linear_args;

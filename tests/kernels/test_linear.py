@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from kernels.cpu.library import library
 from kernels.linear import PackedLinear, assert_row_invariant
+from kernels.quantise import quantise, widen
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
@@ -36,17 +37,30 @@ def test_row_bits_do_not_depend_on_the_number_of_rows(dtype, inputs, outputs):
 
 
 @pytest.mark.parametrize("tiles", [False, True])
-@pytest.mark.parametrize(("inputs", "outputs"), [(32, 16), (320, 200), (1024, 96), (336, 64)])
-def test_with_a_processors_tiles_and_without_rows_of_16_bits_are_right_and_alike_for_any_number(tiles, inputs, outputs):
+@pytest.mark.parametrize(
+    ("weight_format", "inputs", "outputs"),
+    [
+        *(
+            (name, *size)
+            for name in ("same", "int8", "fp8", "int4")
+            for size in [(32, 16), (320, 200), (1024, 96), (192, 130)]
+        ),
+        *((name, 336, 64) for name in ("same", "int8", "fp8")),  # not by tiles
+    ],
+)
+def test_with_a_processors_tiles_and_without_rows_of_16_bits_are_right_and_alike_for_any_number(
+    tiles, weight_format, inputs, outputs
+):
     found = library()
     if found is None or bool(found.linear_tiles(tiles)) is not tiles:
         pytest.skip("this processor multiplies no tiles")
     try:
         weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16()
-        linear, x = PackedLinear(weight, bias), torch.randn(300, inputs).bfloat16()
+        linear, x = PackedLinear(weight, bias, weight_format=weight_format), torch.randn(300, inputs).bfloat16()
         whole = linear(x)
-        expected = x.double() @ weight.double().T + bias.double()
-        assert (whole.double() - expected).abs().max() <= 2**-7 * expected.abs().max()
+        held = weight if weight_format == "same" else widen(*quantise(weight, weight_format))
+        expected = x.double() @ held.double().T + bias.double()
+        assert ((whole.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-5 * inputs).all()
         for count in (*range(1, 70), 97, 192, 193, 299):
             assert torch.equal(linear(x[:count]), whole[:count])
             assert torch.equal(linear(x[300 - count :]), whole[300 - count :])
