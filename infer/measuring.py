@@ -28,7 +28,7 @@ from infer.request import Request
 
 log = logging.getLogger(__name__)
 
-VERSION = 11  # of what is measured and how
+VERSION = 12  # of what is measured and how
 PROMPT_TOKENS = 96
 LONG_TOKENS = 1024
 # Seconds for which a work is run again and again before the next one's turn: after a large one a small one is slower by
