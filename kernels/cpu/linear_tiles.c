@@ -15,7 +15,7 @@
 #define TILE 16
 #define TILE_ROWS (2 * TILE)
 #define TILE_BLOCK (6 * TILE_ROWS) /* rows that stay in a cache while all weights pass by */
-#define PIECE 128                  /* inputs that are widened at a time, at most those of a group */
+#define PIECE 16                   /* words along K that are widened at a time, at most those of a group */
 
 static int tiles_allowed;
 
@@ -97,6 +97,29 @@ static void wide_share(const linear_args *a, int64_t first_panel, int64_t end_pa
     }
 }
 
+/* int8 comes 2^24 times too large: a byte above three of zeros, as which fp32 holds it just as well. */
+#define UNIT(format) ((format) == INT8 ? 0x1p-24f : 1.0f)
+
+/* For a shuffle: what each word's four bytes become, bytes of its own by number or NONE, which is zero. */
+#define NONE 0x80
+INLINE __m512i from_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    __m128i words = _mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0); /* shuffles count in four of them */
+    return _mm512_add_epi8(_mm512_set1_epi32((int)(a | b << 8 | c << 16 | d << 24)), _mm512_broadcast_i32x4(words));
+}
+
+INLINE __m512 raised(__m512i words, int byte) {
+    if (byte == 0) return _mm512_cvtepi32_ps(_mm512_slli_epi32(words, 24));
+    if (byte == 3) return _mm512_cvtepi32_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xff000000)));
+    return _mm512_cvtepi32_ps(_mm512_shuffle_epi8(words, from_bytes(NONE, NONE, NONE, (uint32_t)byte)));
+}
+
+/* As widen_pair has it, times 1 / UNIT. Shifts wait for one port; so bytes are shuffled where that is as good. */
+INLINE __m512i raised_pair(uvec words, int place, int format) {
+    if (format != INT8) return (__m512i)widen_pair(words, place, format);
+    __m512i low = (__m512i)raised((__m512i)words, place / 2), high = (__m512i)raised((__m512i)words, place / 2 + 2);
+    return _mm512_mask_shuffle_epi8(high, 0x3333333333333333, low, from_bytes(2, 3, NONE, NONE));
+}
+
 /* `count` words along K of a panel -> `to` `[count * weights of a word / 2, 64]`, words of bf16. What lies as far on as
  * `count` is brought nearer. */
 INLINE void widen_piece(const uint32_t *words, int64_t count, int format, uint32_t *to) {
@@ -105,7 +128,7 @@ INLINE void widen_piece(const uint32_t *words, int64_t count, int format, uint32
             uvec word = load_words(words + v * LANES);
             __builtin_prefetch(words + count * PANEL + v * LANES, 0, 2);
             for (int place = 0; place < held_by(format); place += 2) {
-                __m512bh pair = widen_pair(word, place, format);
+                __m512i pair = raised_pair(word, place, format);
                 memcpy(to + (i * held_by(format) + place) / 2 * PANEL + v * LANES, &pair, sizeof pair);
             }
         }
@@ -143,43 +166,43 @@ INLINE void piece_sums(const uint32_t *x, size_t row, const uint32_t *wide, int6
     _tile_stored(7, sums + 3 * LANES, line);
 }
 
-/* totals `[rows, 64]` = sums times the scales, or += where groups came before. */
-INLINE void add_group(const float *sums, const float *scale, int64_t rows, float *totals, int begun) {
+/* totals `[rows, 64]` = sums times the scales and `unit`, or += where groups came before. */
+INLINE void add_group(const float *sums, const float *scale, float unit, int64_t rows, float *totals, int begun) {
     for (int64_t r = 0; r < rows; r++, sums += PANEL, totals += PANEL)
         for (int v = 0; v < PANEL; v += LANES) {
             vec total = begun ? load_f32(totals + v) : splat(0.0f);
-            store_f32(totals + v, total + load_f32(sums + v) * load_f32(scale + v));
+            store_f32(totals + v, total + load_f32(sums + v) * (load_f32(scale + v) * unit));
         }
 }
 
-/* Weights of 8 and 4 bits. Rows that share tiles lie `TILE` apart. */
+/* Weights of 8 and 4 bits. Tiles of rows are alike but for the last, for shaping takes time. */
 INLINE void narrow_share(const linear_args *a, int64_t first_panel, int64_t end_panel, int format) {
     int64_t blocks = (a->rows + TILE_BLOCK - 1) / TILE_BLOCK, held = held_by(format), shaped = 0;
     size_t row_bytes = a->inputs * sizeof(bf16);
-    uint32_t wide[PIECE / 2 * PANEL];
+    uint32_t wide[PIECE * 4 * PANEL];
     float sums[TILE_BLOCK * PANEL], totals[TILE_BLOCK * PANEL];
     for (int64_t b = 0; b < blocks; b++) {
         int64_t begin = part(a->rows, b, blocks), rows = part(a->rows, b + 1, blocks) - begin;
-        int64_t tiles = (rows + TILE - 1) / TILE;
+        int64_t tiles = (rows + TILE - 1) / TILE, most = (rows + tiles - 1) / tiles;
         for (int64_t panel = first_panel; panel < end_panel; panel++) {
             const uint32_t *words = a->words + panel * (a->inputs / held) * PANEL;
             const float *scale = a->scale + panel * (a->inputs / a->group) * PANEL;
             for (int64_t group = 0; group < a->inputs; group += a->group, scale += PANEL) {
-                for (int64_t k = 0; k < a->group; k += PIECE) {
-                    int64_t inputs = a->group - k < PIECE ? a->group - k : PIECE;
-                    widen_piece(words, inputs / held, format, wide);
-                    words += inputs / held * PANEL;
+                for (int64_t k = 0; k < a->group; k += PIECE * held) {
+                    int64_t count = a->group - k < PIECE * held ? (a->group - k) / held : PIECE;
+                    widen_piece(words, count, format, wide);
+                    words += count * PANEL;
                     COMPILED_BEFORE();
-                    for (int64_t t = 0; t < tiles; t++) {
-                        int64_t row = part(rows, t, tiles), count = part(rows, t + 1, tiles) - row;
-                        if (count != shaped) shape_tiles((int64_t[]){count, TILE, TILE, TILE, count, count, count, count});
-                        shaped = count;
+                    for (int64_t row = 0; row < rows; row += most) {
+                        int64_t own = rows - row < most ? rows - row : most;
+                        if (own != shaped) shape_tiles((int64_t[]){own, TILE, TILE, TILE, own, own, own, own});
+                        shaped = own;
                         const bf16 *x = (const bf16 *)a->x + (begin + row) * a->inputs + group + k;
-                        piece_sums((const uint32_t *)x, row_bytes, wide, inputs / 2, sums + row * PANEL, k > 0);
+                        piece_sums((const uint32_t *)x, row_bytes, wide, count * held / 2, sums + row * PANEL, k > 0);
                     }
                     COMPILED_BEFORE();
                 }
-                add_group(sums, scale, rows, totals, group > 0);
+                add_group(sums, scale, UNIT(format), rows, totals, group > 0);
             }
             linear_answer(a, begin, panel, rows, totals, VECTORS);
         }
