@@ -14,8 +14,9 @@
 
 #define TILE 16
 #define TILE_ROWS (2 * TILE)
-#define TILE_BLOCK (6 * TILE_ROWS) /* rows that stay in a cache while all weights pass by */
-#define PIECE 16                   /* words along K that are widened at a time, at most those of a group */
+#define WIDE_BLOCK (16 * TILE_ROWS) /* rows for which all weights pass by once: what more of them cost a cache, they save it */
+#define NARROW_BLOCK (6 * TILE_ROWS) /* likewise; their sums wait while a panel is widened piece by piece */
+#define PIECE 16 /* words along K that are widened at a time, at most those of a group */
 
 static int tiles_allowed;
 
@@ -75,7 +76,7 @@ INLINE void wide_sums(
 
 /* Weights of 16 bits. */
 static void wide_share(const linear_args *a, int64_t first_panel, int64_t end_panel) {
-    int64_t steps = a->inputs / 2, blocks = (a->rows + TILE_BLOCK - 1) / TILE_BLOCK, shaped[2] = {0, 0};
+    int64_t steps = a->inputs / 2, blocks = (a->rows + WIDE_BLOCK - 1) / WIDE_BLOCK, shaped[2] = {0, 0};
     float sums[TILE_ROWS * WIDE_PANEL];
     for (int64_t b = 0; b < blocks; b++) {
         int64_t begin = part(a->rows, b, blocks), rows = part(a->rows, b + 1, blocks) - begin;
@@ -177,10 +178,10 @@ INLINE void add_group(const float *sums, const float *scale, float unit, int64_t
 
 /* Weights of 8 and 4 bits. Tiles of rows are alike but for the last, for shaping takes time. */
 INLINE void narrow_share(const linear_args *a, int64_t first_panel, int64_t end_panel, int format) {
-    int64_t blocks = (a->rows + TILE_BLOCK - 1) / TILE_BLOCK, held = held_by(format), shaped = 0;
+    int64_t blocks = (a->rows + NARROW_BLOCK - 1) / NARROW_BLOCK, held = held_by(format), shaped = 0;
     size_t row_bytes = a->inputs * sizeof(bf16);
     uint32_t wide[PIECE * 4 * PANEL];
-    float sums[TILE_BLOCK * PANEL], totals[TILE_BLOCK * PANEL];
+    float sums[NARROW_BLOCK * PANEL], totals[NARROW_BLOCK * PANEL];
     for (int64_t b = 0; b < blocks; b++) {
         int64_t begin = part(a->rows, b, blocks), rows = part(a->rows, b + 1, blocks) - begin;
         int64_t tiles = (rows + TILE - 1) / TILE, most = (rows + tiles - 1) / tiles;
