@@ -1,4 +1,4 @@
-"""The README's commands parse and its file tree is there."""
+"""The README's commands parse, its Python runs and its file tree is there."""
 
 from __future__ import annotations
 
@@ -40,6 +40,14 @@ def test_commands_parse(line: str) -> None:
 def test_commands_were_found() -> None:
     assert len(COMMANDS) >= 10
     assert "./scripts/quickstart.sh" in COMMANDS
+
+
+def test_the_engine_can_be_used_from_python_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "Engine.load" in block)
+    exec(compile(code, "README.md", "exec"), {})
+    *text, acceptance_length = capsys.readouterr().out.split()
+    assert text
+    assert float(acceptance_length) >= 1
 
 
 def test_the_tree_exists() -> None:
