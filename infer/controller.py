@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -30,6 +32,7 @@ TOGETHER = 0.01
 STAYS = 0.03  # by which a new plan must beat the one in force
 KEPT_STEPS = 16  # a plan stands that long while the batch stays about as it is
 LEARN_S = 0.01  # seconds between steps that teach what steps cost: learning takes a hundredth of the shortest ones
+REMEMBERED_S = 0.2  # seconds that what drafting for a whole batch would cost is not asked for again
 LEFT = 0.75  # of the requests it was made for, as many must be left
 # Judging chains costs the host so many seconds a token, and brings about such a share of a step.
 JUDGING_S, JUDGING_BRINGS = 100e-6, 0.05
@@ -170,15 +173,15 @@ class Controller:
         self._unlearnt = 0.0  # seconds since a step taught what steps cost
         # Who was drafted for in the last step, so that little of them waits to be read: see `drafted_for`.
         self._before: tuple[Sequence[Candidate], Mapping[str, Budget]] = (), {}
-        # Of a batch drafted for alike, by depth; of the last `_remembers` steps, since every request that comes asks.
-        self._seconds: dict[tuple[str, Budget, int], NDArray[np.float64]] = {}
-        self._remembers = 0
+        # Of a batch drafted for alike, by depth; for REMEMBERED_S, since every request that comes asks.
+        self._seconds: dict[tuple[str, Budget, int], list[float]] = {}
+        self._remembered_s = 0.0
 
     def plan(self, decoding: tuple[str, ...], load: int, ask: Callable[[], Sequence[Candidate]]) -> None:
-        self._age, self._remembers = self._age + 1, self._remembers + 1
-        if self._remembers >= KEPT_STEPS:
+        self._age += 1
+        if self._remembered_s >= REMEMBERED_S:
             self._seconds.clear()
-            self._remembers = 0
+            self._remembered_s = 0.0
         self._settling.next_step(self.current.speedup)
         if self._outdated(decoding, load):
             self._decoding, self._candidates, self._age = decoding, ask(), 0
@@ -238,18 +241,21 @@ class Controller:
         drafted for alike. The others are as this one is at any time: anywhere in their texts.
         """
         nodes, depth = allowed
-        levels = np.arange(1, depth + 1) if nodes == depth else np.array([depth])
+        levels = range(1, depth + 1) if nodes == depth else range(depth, depth + 1)
         asked = drafter, allowed, batch
         if asked not in self._seconds:
             rows = batch * (1.0 + np.array(levels if nodes == depth else [nodes], dtype=np.float64))
-            drafting = np.array([self.costs.draft(drafter, batch, level) for level in levels.tolist()])
-            self._seconds[asked] = self.costs.verify(batch, rows) + drafting
-        # [K, D] by kind and depth, tokens that are accepted
-        own = np.array([self.survival.chances("", drafter, depth, kind) for kind in ahead]).cumsum(1)[:, levels - 1]
-        others = np.array(list(ahead.values())) @ own / sum(ahead.values())
-        speeds = (batch + own + (batch - 1) * others) / self._seconds[asked]
-        found: list[float] = (speeds.max(1) * self.costs.plain(batch) / batch).tolist()
-        return found
+            drafting = np.array([self.costs.draft(drafter, batch, level) for level in levels])
+            self._seconds[asked] = (self.costs.verify(batch, rows) + drafting).tolist()
+        seconds, tokens = self._seconds[asked], ahead.values()
+        # By kind and depth, tokens that are accepted. So few numbers are faster without arrays.
+        sums = [[*accumulate(self.survival.chances("", drafter, depth, kind))][levels[0] - 1 :] for kind in ahead]
+        others = [sum(map(mul, tokens, level)) / sum(tokens) for level in zip(*sums, strict=True)]
+        plain = self.costs.plain(batch) / batch
+        return [
+            max((batch + n + (batch - 1) * m) / s for n, m, s in zip(own, others, seconds, strict=True)) * plain
+            for own in sums
+        ]
 
     def passes_over(self, request_id: str) -> bool:
         drafts = request_id in self.current.budgets or (self._probe and self._probe.request_id == request_id)
@@ -276,6 +282,7 @@ class Controller:
 
     def stepped(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
         self._unlearnt += whole
+        self._remembered_s += whole
         due = self._unlearnt >= LEARN_S
         if due:
             self._unlearnt = 0.0

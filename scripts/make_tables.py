@@ -340,6 +340,8 @@ TABLES: dict[str, Callable[[Cell], str]] = {
     "wide-batches": by_program,
     "wide-64": by_program,
     "wide-fixed": by_program,
+    "wide-int8": by_program,
+    "wide-int4": by_program,
     "wide-modes": by_program,
     "wide-long": by_program,
     "wide-chat": by_program,
