@@ -8,15 +8,15 @@
 #include "linear_tiles.h"
 #include "panels.h"
 #include "widen.h"
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__)
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #define TILE 16
 #define TILE_ROWS (2 * TILE)
-#define WIDE_BLOCK (16 * TILE_ROWS) /* rows for which all weights pass by once: what more of them cost a cache, they save it */
-#define NARROW_BLOCK (6 * TILE_ROWS) /* likewise; their sums wait while a panel is widened piece by piece */
-#define PIECE 16 /* words along K that are widened at a time, at most those of a group */
+#define WIDE_BLOCK (16 * TILE_ROWS)  /* rows for which all weights pass by once */
+#define NARROW_BLOCK (6 * TILE_ROWS) /* likewise; their sums wait in a cache while a panel is widened piece by piece */
+#define PIECE 16                     /* words along K that are widened at a time, at most those of a group */
 
 static int tiles_allowed;
 
