@@ -12,6 +12,7 @@ a device may count one token in or out.
 
 from __future__ import annotations
 
+from ctypes import CDLL
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ from kernels.cpu.library import KINDS, LANES, library
 from kernels.noise import exact_log, gumbel_noise
 from kernels.triton import in_use
 
-MOST_BEST = 64  # columns of a row that the kernel ranks; more of them, which hardly a draft wants, torch does
+MOST_BEST = 64  # columns of a row that kernels rank; more of them, which hardly a draft wants, torch does
 
 
 @dataclass
@@ -86,38 +87,38 @@ def choose(
         from kernels.triton import choose as gpu
 
         return gpu.best(logits, parameters, positions, token_ids, 1)[1][:, 0]
-    if logits.device.type == "cpu" and (parameters is None or not parameters.restricts):
-        found = _choose_native(logits, parameters, positions, token_ids, likely=False)
-        if found is not None:
-            return found[0]
+    native = _native_arguments(logits, parameters, positions, token_ids)
+    if native is not None:
+        found, before, after = native
+        out = torch.empty(len(logits), dtype=torch.int64)
+        found.choose(*map(_address, before), out.data_ptr(), *after)
+        return out
     return choice_keys(logits, parameters, positions, token_ids).argmax(-1)
 
 
-def _choose_native(
-    logits: Tensor,
-    parameters: ChoiceParameters | None,
-    positions: Tensor,
-    token_ids: Tensor | None,
-    *,
-    likely: bool,
-) -> tuple[Tensor, Tensor | None] | None:
-    """In C, which spares some sixty small operations and the noise's memory: columns `[R]`, and with `likely` their
-    log-probabilities. None for what it does not take.
+def _native_arguments(
+    logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor | None
+) -> tuple[CDLL, list[Tensor | None], tuple[int, ...]] | None:
+    """The kernels in C, which spare some sixty small operations and the noise's memory, and what they are told before
+    and after what they answer with. None for what they do not take.
     """
     native, (count, size) = library(), logits.shape
-    if native is None or size % LANES or logits.dtype not in KINDS or logits.stride(1) != 1:
+    if native is None or logits.device.type != "cpu" or (parameters is not None and parameters.restricts):
+        return None
+    if size % LANES or logits.dtype not in KINDS or logits.stride(1) != 1:
         return None
     if parameters is None:
         zeros = torch.zeros(count, dtype=torch.int64)
         own = [torch.zeros(count), zeros, zeros, zeros, token_ids]
     else:
         own = [parameters.temperature, parameters.seed_low, parameters.seed_high, positions, token_ids]
-    kept = [None if x is None else x.contiguous() for x in own]  # until the call is over
-    assert all(x is None or x.dtype in (torch.int64, torch.float32) for x in kept)
-    out, masses = torch.empty(count, dtype=torch.int64), torch.empty(count) if likely else None
-    pointers = [None if x is None else x.data_ptr() for x in (*kept, out, masses)]
-    native.choose(logits.data_ptr(), *pointers, count, logits.stride(0), size, KINDS[logits.dtype])
-    return out, None if masses is None else -masses.log()
+    assert all(x is None or x.dtype in (torch.int64, torch.float32) for x in own)
+    before = [logits, *(None if x is None else x.contiguous() for x in own)]
+    return native, before, (count, logits.stride(0), size, KINDS[logits.dtype])
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def choose_best(
@@ -133,10 +134,15 @@ def choose_best(
         keys, columns, log_mass = gpu.best(logits, parameters, positions, token_ids, count, mass=True)
         assert log_mass is not None
         return columns, keys - log_mass[:, None]
-    if count == 1 and logits.device.type == "cpu" and (parameters is None or not parameters.restricts):
-        found = _choose_native(logits, parameters, positions, token_ids, likely=True)
-        if found is not None and found[1] is not None:
-            return found[0][:, None], found[1][:, None]
+    native = _native_arguments(logits, parameters, positions, token_ids)
+    if native is not None and count <= MOST_BEST:
+        found, before, after = native
+        rows = len(logits)
+        columns, keys = torch.empty(rows, count, dtype=torch.int64), torch.empty(rows, count)
+        masses = torch.empty(rows)
+        answers = (own.data_ptr() for own in (columns, keys, masses))
+        found.choose_best(*map(_address, before), *answers, count, *after)
+        return columns, keys - keys[:, :1] - masses.log()[:, None]
     keys = choice_keys(logits, parameters, positions, token_ids).float().log_softmax(-1)
     largest = keys.topk(count)
     return largest.indices, largest.values

@@ -1,5 +1,5 @@
-"""Chains of tokens with a recurrent head, a level at a time: one call where a kernel runs all of it (on a CPU,
-kernels/cpu/draft.c). Elsewhere a level is the head's own step, its logits and the choice, one after another.
+"""Chains and trees of tokens with a recurrent head, a level at a time: one call where a kernel runs all of it (on a
+CPU, kernels/cpu/draft.c). Elsewhere a level is the head's own step, its logits and the choice, one after another.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kernels.cpu.draft import NativeChains, NativeDraft, supported
+from kernels.cpu.draft import NativeChains, NativeDraft, NativeTrees, supported
 from kernels.decoder import NativeDecoder
 from kernels.linear import PackedLinear
 from kernels.triton import in_use
 
-__all__ = ["DraftParts", "NativeChains", "NativeDraft", "join_draft"]
+__all__ = ["DraftParts", "NativeChains", "NativeDraft", "NativeTrees", "join_draft"]
 
 
 class DraftParts(NamedTuple):

@@ -26,7 +26,7 @@ from infer.request import Phase, Request
 from infer.sampling import choice_parameters
 from infer.tree import DraftTree
 from kernels.choose import ChoiceParameters, choose, choose_best, law
-from kernels.draft import NativeChains, NativeDraft, join_draft
+from kernels.draft import NativeChains, NativeDraft, NativeTrees, join_draft
 from kernels.rows import AttentionRows
 from models.attention import Attention, no_attention
 from models.heads.base import Head
@@ -267,12 +267,27 @@ class HeadProposer:
     def _native_chains(
         self, native: NativeDraft, requests: Sequence[Request], parameters: ChoiceParameters | None, deepest: int
     ) -> NativeChains:
-        """Which begin with all pending positions of each request."""
+        return NativeChains(native, *self._begun(native, requests, deepest), self._caches, parameters, deepest)
+
+    def _native_trees(
+        self, native: NativeDraft, requests: Sequence[Request], parameters: ChoiceParameters | None, deepest: int
+    ) -> NativeTrees:
+        shape = self.shape
+        assert shape is not None
+        fan_out = max(shape.fan_out(level) for level in range(1, deepest + 1))
+        most = {"width": shape.width, "count": fan_out, "places": shape.rows}
+        read = self._begun(native, requests, deepest)
+        return NativeTrees(native, *read, self._caches, parameters, deepest, **most)
+
+    def _begun(
+        self, native: NativeDraft, requests: Sequence[Request], deepest: int
+    ) -> tuple[Tensor, Tensor, Tensor, AttentionRows]:
+        """What a draft begins with: all pending positions of each request."""
         tokens, state, slots, rows = self._unread_rows(requests)
         assert rows is not None
         assert max(len(request.tokens) for request in requests) + deepest <= len(native.parts.rotary[0])
         self.was_read(requests)
-        return NativeChains(native, tokens, state, slots, rows, self._caches, parameters, deepest)
+        return tokens, state, slots, rows
 
     def _trees(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         """Grows every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own."""
@@ -291,6 +306,10 @@ class HeadProposer:
     def _growing(self, requests: list[Request], budgets: list[Budget]) -> tuple[Children, Run]:
         device = self.draft_ids.device
         parameters = choice_parameters(requests, device, drafting=True)
+        if self._native is not None and not (parameters is not None and parameters.restricts):
+            deepest = max(budget.depth for budget in budgets)
+            trees = self._native_trees(self._native, requests, parameters, deepest)
+            return trees.children, trees.run
         slots = [len(request.tokens) - 1 for request in requests]  # where the head's own rows begin
         state = self._read_pending(requests)
 

@@ -28,6 +28,11 @@ class TreeShape(Protocol):
         ...
 
     @property
+    def width(self) -> int:
+        """The same of one level, at most."""
+        ...
+
+    @property
     def most(self) -> int:
         """Nodes that can be proposed."""
         ...
@@ -125,6 +130,10 @@ class StaticShape:
     @property
     def rows(self) -> int:
         return sum(map(len, self._run))
+
+    @property
+    def width(self) -> int:
+        return max(1, *map(len, self._run))
 
 
 def tree_shape(config: ProposerConfig) -> TreeShape | None:

@@ -1,15 +1,16 @@
-/* One level of a batch of chains with a recurrent head, in one call: embeddings of the tokens drafted last, the head's
- * layers, its LM head, and the choice; then every chain is ready for its next level.
+/* One level of a batch of drafts with a recurrent head, in one call: embeddings of the tokens drafted last, the head's
+ * layers, its LM head, and the choice.
  *
- * The first level has the rows that wait to be read, several of a chain, of which the last goes on; further ones have a
- * row of each. It calls the kernels that run one by one otherwise, so it drafts the same tokens as they do.
+ * The first level has the rows that wait to be read, several of a request, of which the last goes on. Further ones have a
+ * row of each chain, or the nodes of each tree that it is grown from. It calls the kernels that run one by one otherwise,
+ * so it drafts the same tokens as they do.
  */
 #include "decoder.h"
 #include "noise.h"
 #include "rows.h"
 
 typedef struct {
-    decoder_args *decoder;     /* the layers; x: [rows, hidden] the rows' states, then those that chains go on from;
+    decoder_args *decoder;     /* the layers; x: [rows, hidden] the rows' states, then those that drafts go on from;
                                 * kept: [chains] each one's last row */
     const linear_args *joined; /* makes a layer's input of embedding and state; null: a layer has both beside each other */
     const linear_args *lm_head;
@@ -23,11 +24,24 @@ typedef struct {
     void *tokens;              /* [rows, hidden]; with `joined` [rows, 2 * hidden] */
     void *turned;              /* [2, rows, dim] */
     void *normed, *logits;     /* [chains, hidden | outputs] */
-    int64_t *chosen;           /* [chains] */
-    float *masses;             /* [chains] as in noise.h, or null */
+    int64_t *columns;          /* [chains, count] the best of each, as choose_best has them, and likewise */
+    float *keys, *masses;
     uint32_t *scratch;         /* as linear.h has it, for `joined` and the LM head */
     int64_t rows, chains, dim, joined_threads, threads;
+    int64_t count;             /* 0: the choice alone, [chains] */
 } draft_args;
+
+/* The nodes that trees are grown from next: `width` of each root's, children of the `before` that were run last. Of a
+ * node's keys lie, from its root's place on, those of all nodes that were run earlier, `used` of a root. */
+typedef struct {
+    const draft_args *draft;
+    const int64_t *parent, *tokens; /* [roots, width] places among those run last; target ids */
+    const void *states;             /* [roots, before, hidden] of those run last */
+    const int64_t *words;           /* [roots, before] their ancestors, as in attention.h */
+    int64_t *own_words;             /* [roots, width] */
+    const int64_t *positions, *committed, *request; /* [roots] */
+    int64_t roots, before, width, used, level;
+} branch_args;
 
 static void apply(const draft_args *a, const linear_args *weights, const void *x, void *out, int64_t rows, int64_t threads) {
     linear_args own = *weights;
@@ -74,18 +88,48 @@ void draft_read(const draft_args *a) {
     decoder(a->decoder);
 }
 
-void draft(const draft_args *a) {
-    decoder_args *d = a->decoder;
+/* What the states that drafts go on from are followed by. */
+static void choices(const draft_args *a) {
+    const decoder_args *d = a->decoder;
     int64_t size = d->hidden_size, outputs = a->lm_head->outputs;
-    enter(a);
-    decoder(d);
-    go_on(a);
     if (a->norm) rms_norm(d->x, a->norm, a->normed, a->chains, size, size, d->eps, d->kind);
     apply(a, a->lm_head, a->norm ? a->normed : d->x, a->logits, a->chains, a->threads);
-    choose(
-        a->logits, a->temperature, a->low, a->high, a->positions, a->draft_ids, a->chosen, a->masses, a->chains, outputs,
-        outputs, d->kind
-    );
+    if (a->count)
+        choose_best(
+            a->logits, a->temperature, a->low, a->high, a->positions, a->draft_ids, a->columns, a->keys, a->masses, a->count,
+            a->chains, outputs, outputs, d->kind
+        );
+    else
+        choose(
+            a->logits, a->temperature, a->low, a->high, a->positions, a->draft_ids, a->columns, a->chains, outputs, outputs,
+            d->kind
+        );
+}
+
+/* Every chain's next token, after which it is ready for the one after that; or what trees are to be grown from. */
+void draft(const draft_args *a) {
+    enter(a);
+    decoder(a->decoder);
+    go_on(a);
+    choices(a);
     for (int64_t c = 0; c < a->chains; c++)
-        a->ids[c] = a->draft_ids[a->chosen[c]];
+        a->ids[c] = a->draft_ids[a->columns[c * (a->count ? a->count : 1)]];
+}
+
+void draft_branch(const branch_args *b) {
+    const draft_args *a = b->draft;
+    decoder_args *d = a->decoder;
+    int64_t row = d->hidden_size * (d->kind == FLOAT32 ? sizeof(float) : sizeof(bf16));
+    for (int64_t r = 0; r < b->roots * b->width; r++) {
+        int64_t root = r / b->width, offset = b->used + r % b->width, from = root * b->before + b->parent[r];
+        memcpy((char *)d->x + r * row, (const char *)b->states + from * row, row);
+        b->own_words[r] = (b->words ? b->words[from] : 0) | (int64_t)((uint64_t)1 << offset);
+        a->ids[r] = b->tokens[r], a->positions[r] = b->positions[root] + b->level;
+        a->request[r] = b->request[root], a->committed[r] = b->committed[root], a->offset[r] = offset;
+    }
+    enter(a);
+    decoder(d);
+    if (d->hidden != d->x) memcpy(d->x, d->hidden, a->rows * row);
+    for (int64_t r = 0; r < a->rows; r++) a->positions[r]++;
+    choices(a);
 }

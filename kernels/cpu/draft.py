@@ -1,4 +1,4 @@
-"""Levels of chains with a recurrent head in C (draft.c), one call each."""
+"""Levels of chains and trees with a recurrent head in C (draft.c), one call each."""
 
 from __future__ import annotations
 
@@ -29,8 +29,19 @@ class Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("decoder", "joined", "lm_head", "embedding", "cos", "sin", "norm")),
         *((name, ctypes.c_void_p) for name in ("draft_ids", *NUMBERS, "low", "high", "temperature")),
-        *((name, ctypes.c_void_p) for name in ("tokens", "turned", "normed", "logits", "chosen", "masses", "scratch")),
-        *((name, ctypes.c_int64) for name in ("rows", "chains", "dim", "joined_threads", "threads")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "turned", "normed", "logits", "columns", "keys", "masses")),
+        ("scratch", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "chains", "dim", "joined_threads", "threads", "count")),
+    )
+
+
+class Branch(ctypes.Structure):
+    """branch_args of draft.c, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("draft", "parent", "tokens", "states", "words", "own_words")),
+        *((name, ctypes.c_void_p) for name in ("positions", "committed", "request")),
+        *((name, ctypes.c_int64) for name in ("roots", "before", "width", "used", "level")),
     )
 
 
@@ -51,8 +62,8 @@ class NativeDraft:
     def __init__(self, parts: DraftParts) -> None:
         found = library()
         assert found is not None
-        self.draft, self.read, self.parts = found.draft, found.draft_read, parts
-        self._ids, self._lm_head = parts.draft_ids.contiguous(), arguments_of(parts.lm_head)
+        self.draft, self.read, self.branch, self.parts = found.draft, found.draft_read, found.draft_branch, parts
+        self.ids, self._lm_head = parts.draft_ids.contiguous(), arguments_of(parts.lm_head)
         self._joined = None if parts.joined is None else arguments_of(parts.joined)
         assert parts.lm_head.native is not None, "supported() has asked"
         self.lm_head, self.joined = parts.lm_head.native, parts.joined and parts.joined.native
@@ -64,13 +75,15 @@ class NativeDraft:
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             norm=None if parts.norm is None else parts.norm.data_ptr(),
-            draft_ids=self._ids.data_ptr(),
+            draft_ids=self.ids.data_ptr(),
             dim=cos.shape[1],
         )
 
 
-class NativeChains:
-    """One draft of C chains. All that C reads and writes of it lies here."""
+class Begun:
+    """A draft for C requests, whose first level begins with what waits to be read. All that C reads and writes of it
+    lies here.
+    """
 
     def __init__(
         self,
@@ -82,25 +95,36 @@ class NativeChains:
         caches: Sequence[Tensor],
         parameters: ChoiceParameters | None,
         levels: int,
+        *,
+        width: int = 1,
+        count: int = 1,
+        places: int = 0,
     ) -> None:
-        """ids, positions `[R]`, state `[R, H]` and `rows`: what waits to be read, of each chain one row at least.
+        """ids, positions `[R]`, state `[R, H]` and `rows`: what waits to be read, of each request one row at least.
 
         caches: of the head's layers. parameters `[C]` restrict nothing. `levels`: as many as will be drafted, or more;
-        that many positions more are in the rotary table.
+        that many positions more are in the rotary table. Of a request no more than `width` rows go on from a level, of
+        each `count` best tokens are looked at, and keys of rows lie at `places` places after its root's, or `levels`.
         """
         assert parameters is None or not parameters.restricts
         self._native, parts, size = native, native.parts, state.element_size()
-        (count, hidden), chains = state.shape, len(rows.counts)
-        self._chains, self._rows = chains, count
-        self._state = state.clone(memory_format=torch.contiguous_format)
-        self._numbers = torch.stack([ids, positions, rows.committed, rows.offset, rows.request])  # [5, R]
+        (read, hidden), chains = state.shape, len(rows.counts)
+        going = width * chains  # rows of a level
+        most = max(read, going)
+        self._chains, self._rows = chains, read
+        self._state = state.new_empty(most, hidden)
+        self._state[:read] = state
+        self._numbers = torch.empty(len(NUMBERS), most, dtype=torch.int64)
+        for own, given in zip(self._numbers, (ids, positions, rows.committed, rows.offset, rows.request), strict=True):
+            own[:read] = given
         last = torch.tensor([end - 1 for end in accumulate(rows.counts)])
-        self._seeds, self._temperature = torch.zeros(2, chains, dtype=torch.int64), torch.zeros(chains)
+        self._seeds, self._temperature = torch.zeros(2, going, dtype=torch.int64), torch.zeros(going)
         if parameters is not None:
-            self._seeds = torch.stack([parameters.seed_low, parameters.seed_high])
-            self._temperature = parameters.temperature.clone()
-        self._masses, self._table = torch.empty(chains), rows.table.contiguous()
-        first, step = self._numbers.data_ptr(), count * self._numbers.element_size()
+            self._seeds[0, :chains], self._seeds[1, :chains] = parameters.seed_low, parameters.seed_high
+            self._temperature[:chains] = parameters.temperature
+        self._columns, self._keys = torch.empty(going * count, dtype=torch.int64), torch.empty(going * count)
+        self._masses, self._table = torch.empty(going), rows.table.contiguous()
+        first, step = self._numbers.data_ptr(), most * self._numbers.element_size()
         numbers = {name: first + step * row for row, name in enumerate(NUMBERS)}
         self._attention = paged.Arguments(
             table=self._table.data_ptr(),
@@ -112,11 +136,11 @@ class NativeChains:
             dim=native.arguments.dim,
             pages=self._table.shape[1],
             page_size=rows.page_size,
-            longest=-(-(rows.longest + levels) // LANES) * LANES,
+            longest=-(-(rows.longest + max(levels, places)) // LANES) * LANES,
             first=rows.first,
         )
-        self._decoder, self._held = parts.decoder.begin(count, self._attention, caches, {})
-        # Of the first level's rows each chain's last one goes on.
+        self._decoder, self._held = parts.decoder.begin(most, self._attention, caches, {})
+        # Of the first level's rows each request's last one goes on.
         self._last, self._ends = last, self._numbers[:, last]
         self._kept = paged.Arguments.from_buffer_copy(self._attention)
         self._kept.rows, first, step = chains, self._ends.data_ptr(), chains * self._ends.element_size()
@@ -125,49 +149,56 @@ class NativeChains:
                 setattr(self._kept, name, first + step * row)
         self._decoder.kept, self._decoder.keep = ctypes.addressof(self._kept), last.data_ptr()
         sizes = (
-            count * hidden * size * (1 if parts.joined is None else 2),
-            2 * count * native.arguments.dim * size,
-            chains * hidden * size,
-            chains * parts.lm_head.out_features * size,
-            chains * last.element_size(),
-            4 * max(native.lm_head.room(chains), native.joined.room(count) if native.joined else 0),
-            0 if parts.decoder.final_norm is None else count * hidden * size,
+            most * hidden * size * (1 if parts.joined is None else 2),
+            2 * most * native.arguments.dim * size,
+            going * hidden * size,
+            going * parts.lm_head.out_features * size,
+            4 * max(native.lm_head.room(going), native.joined.room(most) if native.joined else 0),
+            0 if parts.decoder.final_norm is None else most * hidden * size,
         )
         self._room, starts = one_after_another(sizes)
         self._decoder.x = self._state.data_ptr()
         self._decoder.hidden = self._decoder.x if parts.decoder.final_norm is None else starts[-1]
         a = self._arguments = Arguments.from_buffer_copy(native.arguments)
-        a.tokens, a.turned, a.normed, a.logits, a.chosen, a.scratch = starts[:-1]
+        a.tokens, a.turned, a.normed, a.logits, a.scratch = starts[:-1]
+        a.columns, a.keys, a.masses = (own.data_ptr() for own in (self._columns, self._keys, self._masses))
         for name, pointer in numbers.items():
             setattr(a, name, pointer)
         a.low, a.high = (row.data_ptr() for row in self._seeds)
         a.decoder = ctypes.addressof(self._decoder)
         a.temperature = self._temperature.data_ptr()
 
+    def read(self) -> None:
+        """Instead of drafting: only what later rows see of these is made."""
+        self._kept.rows = 0
+        self._native.read(self._ready(0))
+
+    def _first(self, count: int) -> None:
+        """Reads what waits, and looks at the `count` best tokens of each request's last row; 0: at its choice."""
+        self._native.draft(self._ready(count))
+        self._rows, self._decoder.kept = self._chains, None
+
+    def _ready(self, count: int) -> int:
+        """Where C finds the arguments, for the rows that there are now."""
+        a, native = self._arguments, self._native
+        a.chains, a.count, a.rows = self._chains, count, self._rows
+        self._attention.rows = self._rows
+        a.threads = native.lm_head.threads(self._chains)
+        a.joined_threads = native.joined.threads(self._rows) if native.joined else 1
+        self._decoder.threads = native.parts.decoder.threads(self._rows)
+        return ctypes.addressof(a)
+
+
+class NativeChains(Begun):
+    """One draft of C chains."""
+
     def draft(self, *, likely: bool) -> tuple[list[int], list[float] | None]:
         """One more token of each chain (target ids); with `likely` how likely the head finds it, log-probabilities."""
-        a = self._arguments
-        a.chains, a.masses = self._chains, self._masses.data_ptr() if likely else None
-        a.threads = self._native.lm_head.threads(self._chains)
-        self._native.draft(self._ready())
-        self._rows, self._decoder.kept = self._chains, None
+        self._first(1 if likely else 0)
         tokens = self._numbers[0, : self._chains].tolist()
         if not likely:
             return tokens, None
         return tokens, [-math.log(mass) for mass in self._masses[: self._chains].tolist()]
-
-    def read(self) -> None:
-        """Instead of drafting: only what later rows see of these is made."""
-        self._kept.rows = 0
-        self._native.read(self._ready())
-
-    def _ready(self) -> int:
-        """Where C finds the arguments, for the rows that there are now."""
-        a, native = self._arguments, self._native
-        a.rows = self._attention.rows = self._rows
-        a.joined_threads = native.joined.threads(self._rows) if native.joined else 1
-        self._decoder.threads = native.parts.decoder.threads(self._rows)
-        return ctypes.addressof(a)
 
     def keep(self, places: Sequence[int]) -> None:
         """Only these chains go on, in this order: ascending."""
@@ -177,3 +208,64 @@ class NativeChains:
         for own in (self._state, self._temperature):
             own[:count] = own[index]
         self._rows = self._chains = count
+
+
+class NativeTrees(Begun):
+    """One draft of C trees, as infer/proposers/shapes.py grows them: no more than `width` nodes of a level are run,
+    `places` in all.
+    """
+
+    def children(self, level: int, fan_out: int) -> tuple[Tensor, Tensor]:
+        """Of the M nodes of each request that were run last, the root at first, the best children under the noise that
+        the target will meet: target ids and log-probabilities `[C, M, R]`, R as large as the vocabulary lets it be.
+        """
+        count = min(fan_out, self._native.parts.lm_head.out_features)
+        if level == 1:
+            self._roots, self._used = self._chains, 0
+            self._first(count)
+            self._starts = self._numbers[1:, : self._roots].clone()
+            self._states, self._words = self._state, None
+            self._given = self._seeds[:, : self._roots].clone(), self._temperature[: self._roots].clone()
+        else:
+            self._run(count)
+        nodes = self._chains
+        shape = self._roots, nodes // self._roots, count
+        keys = self._keys[: nodes * count].view(shape)
+        values = keys - keys[..., :1] - self._masses[:nodes].log().view(*shape[:2], 1)
+        return self._native.ids[self._columns[: nodes * count]].view(shape), values
+
+    def run(self, level: int, parent: Tensor, token: Tensor) -> None:
+        """These nodes `[C, M']` are grown from next; `parent` is each one's place among the M. Done with `children`."""
+        self._next = level, parent.contiguous(), token.contiguous()
+
+    def _run(self, count: int) -> None:
+        level, parent, tokens = self._next
+        (roots, width), before = parent.shape, self._chains // self._roots
+        if width != before:
+            for own, given in zip((self._seeds, self._temperature), self._given, strict=True):
+                own[..., : roots * width] = given.repeat_interleave(width, dim=-1)
+        states, words, self._states = self._states, self._words, torch.empty_like(self._state)
+        self._words = torch.empty(roots, width, dtype=torch.int64)
+        self._rows = self._chains = roots * width
+        self._decoder.x, self._attention.words = self._states.data_ptr(), self._words.data_ptr()
+        if self._native.parts.decoder.final_norm is None:
+            self._decoder.hidden = self._decoder.x
+        positions, committed, _, request = (own.data_ptr() for own in self._starts)
+        branch = Branch(
+            draft=self._ready(count),
+            parent=parent.data_ptr(),
+            tokens=tokens.data_ptr(),
+            states=states.data_ptr(),
+            words=None if words is None else words.data_ptr(),
+            own_words=self._words.data_ptr(),
+            positions=positions,
+            committed=committed,
+            request=request,
+            roots=roots,
+            before=before,
+            width=width,
+            used=self._used,
+            level=level - 1,
+        )
+        self._native.branch(ctypes.addressof(branch))
+        self._used += width

@@ -103,7 +103,8 @@ def library() -> ctypes.CDLL | None:
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES = {
     "gumbel_noise": [_P, _P, _P, _I, _I],
-    "choose": [_P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I],
+    "choose": [_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I],
+    "choose_best": [_P, _P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I],
     "rms_norm": [_P, _P, _P, _I, _I, _I, _F, _I],
     "silu_mul": [_P, _P, _I, _I, _I],
     "rotate": [_P, _P, _P, _P, _I, _I, _I, _I, _I],
@@ -111,6 +112,7 @@ SIGNATURES = {
     "decoder": [_P],
     "draft": [_P],
     "draft_read": [_P],
+    "draft_branch": [_P],
     "accept": [_P, _P, _P, _P, _P, _P, _P, _P, _I, _I],
 }
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # vec.h

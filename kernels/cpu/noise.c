@@ -97,56 +97,99 @@ INLINE uint32_t row_key(int64_t low, int64_t high, int64_t position) {
     return mix(mix(mix((uint32_t)low) ^ (uint32_t)high) ^ (uint32_t)position);
 }
 
+/* What the noise of the sixteen columns from `v` on is made of. */
+INLINE uvec column_words(const int64_t *ids, int64_t v, uint32_t key) {
+    uint32_t lanes[LANES];
+    for (int64_t i = 0; i < LANES; i++)
+        lanes[i] = ids ? (uint32_t)ids[v + i] : (uint32_t)(v + i);
+    uvec id;
+    memcpy(&id, lanes, sizeof id);
+    return mix_lanes((mix_lanes(id) + key * 0x9E3779B1u) ^ key);
+}
+
 INLINE void choose_rows(
     const void *logits, const float *temperature, const int64_t *low, const int64_t *high, const int64_t *positions,
-    const int64_t *ids, int64_t *out, float *masses, int64_t rows, int64_t stride, int64_t size, int kind
+    const int64_t *ids, int64_t *out, int64_t rows, int64_t stride, int64_t size, int kind
 ) {
     for (int64_t row = 0; row < rows; row++) {
         uint32_t key = row_key(low[row], high[row], positions[row]);
         int sampled = temperature[row] > 0.0f;
-        vec divisor = splat(sampled ? temperature[row] : 1.0f), best = splat(-__builtin_inff()), mass = splat(0.0f), bar = best;
+        vec divisor = splat(sampled ? temperature[row] : 1.0f), best = splat(-__builtin_inff()), bar = best;
         ivec at = {0}, lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         for (int64_t v = 0; v < size; v += LANES) {
             vec value = load(logits, row * stride + v, kind);
             if (sampled) {
-                uint32_t lanes[LANES];
-                for (int64_t i = 0; i < LANES; i++)
-                    lanes[i] = ids ? (uint32_t)ids[v + i] : (uint32_t)(v + i);
-                uvec id;
-                memcpy(&id, lanes, sizeof id);
-                uvec word = mix_lanes((mix_lanes(id) + key * 0x9E3779B1u) ^ key);
+                uvec word = column_words(ids, v, key);
                 value /= divisor;
-                if (!masses && !any_above(value + most_gumbel(word), bar)) continue; /* as nearly all */
+                if (!any_above(value + most_gumbel(word), bar)) continue; /* as nearly all */
                 value += gumbel(word);
             }
             ivec better = value > best;
-            if (masses) { /* e^(value - best), summed up */
-                vec peak = choose_lanes(better, value, best);
-                mass = mass * vec_exp(best - peak) + vec_exp(value - peak);
-            }
             best = choose_lanes(better, value, best);
             at = ((lane + (int32_t)v) & better) | (at & ~better);
-            if (sampled && !masses) bar = splat(max_lanes(best));
+            if (sampled) bar = splat(max_lanes(best));
         }
         float most = max_lanes(best);
         int64_t chosen = size;
         for (int i = 0; i < LANES; i++)
             if (best[i] == most && at[i] < chosen) chosen = at[i];
         out[row] = chosen;
-        if (masses) masses[row] = sum_lanes(mass * vec_exp(best - most));
+    }
+}
+
+/* Into the `held` of at most `count` keys, which descend; behind those that are as large. Answers how many are held then. */
+INLINE int64_t insert(float key, int64_t column, float *keys, int64_t *columns, int64_t held, int64_t count) {
+    if (held == count && !(key > keys[count - 1])) return held;
+    int64_t place = held < count ? held++ : count - 1;
+    for (; place > 0 && key > keys[place - 1]; place--) keys[place] = keys[place - 1], columns[place] = columns[place - 1];
+    keys[place] = key, columns[place] = column;
+    return held;
+}
+
+INLINE void best_rows(
+    const void *logits, const float *temperature, const int64_t *low, const int64_t *high, const int64_t *positions,
+    const int64_t *ids, int64_t *columns, float *keys, float *masses, int64_t count, int64_t rows, int64_t stride,
+    int64_t size, int kind
+) {
+    for (int64_t row = 0; row < rows; row++, columns += count, keys += count) {
+        uint32_t key = row_key(low[row], high[row], positions[row]);
+        int sampled = temperature[row] > 0.0f;
+        vec divisor = splat(sampled ? temperature[row] : 1.0f), peak = splat(-__builtin_inff()), mass = splat(0.0f);
+        int64_t held = 0;
+        for (int64_t v = 0; v < size; v += LANES) {
+            vec value = load(logits, row * stride + v, kind);
+            if (sampled) value = value / divisor + gumbel(column_words(ids, v, key));
+            vec most = choose_lanes(value > peak, value, peak);
+            mass = mass * vec_exp(peak - most) + vec_exp(value - most);
+            peak = most;
+            if (held < count || any_above(value, splat(keys[count - 1])))
+                for (int i = 0; i < LANES; i++) held = insert(value[i], v + i, keys, columns, held, count);
+        }
+        masses[row] = sum_lanes(mass * vec_exp(peak - keys[0]));
     }
 }
 
 /* What kernels/choose.py chooses where nothing restricts the law: logits [rows, size], size a multiple of 16, rows
- * `stride` elements apart; temperature, the seeds' halves and positions [rows]; ids [size] of the columns, or null.
- * masses [rows], or null: the sums of e^(key - chosen key) over the row's keys, whose last bits may differ from other
- * forms'. */
+ * `stride` elements apart; temperature, the seeds' halves and positions [rows]; ids [size] of the columns, or null. */
 void choose(
     const void *logits, const float *temperature, const int64_t *low, const int64_t *high, const int64_t *positions,
-    const int64_t *ids, int64_t *out, float *masses, int64_t rows, int64_t stride, int64_t size, int64_t kind
+    const int64_t *ids, int64_t *out, int64_t rows, int64_t stride, int64_t size, int64_t kind
 ) {
     if (kind == FLOAT32)
-        choose_rows(logits, temperature, low, high, positions, ids, out, masses, rows, stride, size, FLOAT32);
+        choose_rows(logits, temperature, low, high, positions, ids, out, rows, stride, size, FLOAT32);
     else
-        choose_rows(logits, temperature, low, high, positions, ids, out, masses, rows, stride, size, BFLOAT16);
+        choose_rows(logits, temperature, low, high, positions, ids, out, rows, stride, size, BFLOAT16);
+}
+
+/* The `count` <= size columns that the same rule ranks first, [rows, count], and their keys; masses [rows]: the sums of
+ * e^(key - best key) over each row's keys, whose last bits may differ from other forms'. */
+void choose_best(
+    const void *logits, const float *temperature, const int64_t *low, const int64_t *high, const int64_t *positions,
+    const int64_t *ids, int64_t *columns, float *keys, float *masses, int64_t count, int64_t rows, int64_t stride,
+    int64_t size, int64_t kind
+) {
+    if (kind == FLOAT32)
+        best_rows(logits, temperature, low, high, positions, ids, columns, keys, masses, count, rows, stride, size, FLOAT32);
+    else
+        best_rows(logits, temperature, low, high, positions, ids, columns, keys, masses, count, rows, stride, size, BFLOAT16);
 }

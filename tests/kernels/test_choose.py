@@ -110,6 +110,11 @@ def test_the_form_in_c_chooses_what_the_rule_written_out_does(dtype, ids):
         assert torch.equal(choose(logits, asked, positions, ids), keys.argmax(-1))
         assert torch.equal(columns[:, 0], keys.argmax(-1))
         torch.testing.assert_close(values[:, 0], keys.log_softmax(-1).amax(-1), atol=1e-5, rtol=1e-5)
+        for count in (2, 15, 64):
+            columns, values = choose_best(logits, asked, positions, ids, count)
+            ranked = keys.sort(dim=-1, descending=True, stable=True)  # ties by lowest column
+            assert torch.equal(columns, ranked.indices[:, :count])
+            torch.testing.assert_close(values, keys.log_softmax(-1).gather(1, columns), atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.skipif(library() is None, reason="no C compiler on this machine")

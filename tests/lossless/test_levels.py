@@ -1,4 +1,6 @@
-"""Levels of chains in one call of C draft what the head's own operations draft, and leave the same keys and values."""
+"""Levels of chains and trees in one call of C draft what the head's own operations draft, and leave the same keys and
+values.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from infer.grammar import Grammar
 from infer.proposers.levels import StepByStep
 from infer.request import SamplingParams, Upkeep
 from kernels.cpu.library import library
-from kernels.draft import NativeChains
+from kernels.draft import NativeChains, NativeTrees
 from models.targets import load_target
 from models.tokenizer import Tokenizer
 from tests.heads import make_head
@@ -25,6 +27,12 @@ KINDS = {
     "eagle": ("eagle", {}),
     "eagle, fc with bias": ("eagle, fc with bias", {}),
     "eagle, the target's embedding": ("eagle, the target's embedding", {}),
+}
+TREES = {
+    "beam": {"tree_width": 3, "tree_nodes": 12, "max_draft_tokens": 4},
+    "beam of 8": {"tree_width": 8, "tree_nodes": 40, "max_draft_tokens": 5},
+    "fixed": {"tree": [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]]},
+    "only children": {"tree": [[0], [1]]},
 }
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler on this machine")
 
@@ -57,10 +65,10 @@ def folder(make_target_folder):
     return make_target_folder(seed=6, num_attention_heads=2, num_key_value_heads=1)  # heads of 32, which C takes
 
 
-def serve(folder, kind, dtype, weights, **settings):
+def serve(folder, kind, dtype, weights, shape=None, **settings):
     target, (variant, options) = load_target(str(folder)), KINDS[kind]
     head = make_head(target, variant, **options)
-    drafting = ProposerConfig(name="head", max_draft_tokens=4)
+    drafting = ProposerConfig(name="head", **(shape or {"max_draft_tokens": 4}))
     target = load_target(str(folder), dtype=dtype)
     config = EngineConfig(prefill_chunk=16, max_rows=64, max_batch=8, head_weights=weights, **settings)
     return Engine(
@@ -92,6 +100,45 @@ def compare(engine):
     return notes
 
 
+class BothTrees:
+    """The same of trees: a level's nodes are run, and their children looked at."""
+
+    def __init__(self, native, plain, caches, notes):
+        self.native, self.plain, self._caches, self._notes = native, plain, caches, notes
+
+    def children(self, level, fan_out):
+        tokens, values = self.native[0](level, fan_out)
+        kept = [cache.clone() for cache in self._caches]
+        if level > 1:
+            self.plain[1](*self._next)
+        theirs, expected = self.plain[0](level, fan_out)
+        same = torch.equal(tokens, theirs) and torch.equal(values, expected)
+        self._notes.append((len(tokens), same and all(map(torch.equal, kept, self._caches))))
+        return tokens, values
+
+    def run(self, level, parent, token):
+        self._next = level, parent.clone(), token.clone()
+        self.native[1](level, parent, token)
+
+
+def compare_trees(engine):
+    """As `compare`, of every level of every tree."""
+    proposer, notes = engine._head, []
+    assert proposer._native is not None
+    growing = proposer._growing
+
+    def both(requests, budgets):
+        native = growing(requests, budgets)
+        kept, proposer._native = proposer._native, None
+        trees = BothTrees(native, growing(requests, budgets), proposer._caches, notes)
+        proposer._native = kept
+        assert isinstance(native[0].__self__, NativeTrees)
+        return trees.children, trees.run
+
+    proposer._growing = both
+    return notes
+
+
 def prompts_of(count):
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(1, 384, (5 + 13 * b,), generator=generator).tolist() for b in range(count)]
@@ -114,6 +161,33 @@ def test_in_one_call_it_drafts_the_same_tokens(folder, kind, dtype, weights):
     assert [own.token_ids for own in engine.generate(prompts, params)] == plain
     assert all(same for _, same in notes)
     assert {count for count, _ in notes} == {1, 2, 3, 4}  # chains that end as texts do leave the others
+    assert engine._drafting.failures == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "dtype", "threads"),
+    [
+        *((kind, "beam", torch.float32, 1) for kind in KINDS),
+        *((kind, "fixed", torch.bfloat16, 2) for kind in KINDS),
+        ("eagle3", "beam of 8", torch.bfloat16, 2),
+        ("eagle", "beam of 8", torch.float32, 2),
+        ("eagle3", "only children", torch.float32, 1),
+    ],
+)
+def test_in_one_call_a_level_it_grows_the_same_trees(folder, kind, shape, dtype, threads):
+    engine = serve(folder, kind, dtype, "int8" if shape == "beam" else "same", TREES[shape], threads=threads)
+    prompts = prompts_of(4)
+    params = [
+        SamplingParams(max_tokens=9 + 3 * b, temperature=0.7 * (b % 2), seed=2**40 + b, ignore_eos=True)
+        for b in range(4)
+    ]
+    engine.set_proposer("none")
+    plain = [own.token_ids for own in engine.generate(prompts, params)]
+    engine.set_proposer("head")
+    notes = compare_trees(engine)
+    assert [own.token_ids for own in engine.generate(prompts, params)] == plain
+    assert all(same for _, same in notes)
+    assert {count for count, _ in notes} == {1, 2, 3, 4}  # trees that end as texts do leave the others
     assert engine._drafting.failures == 0
 
 
