@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from infer.budget import Budget
 from infer.confidence import DRAFTER, Confidence
 from infer.controller import Controller
 from infer.costs import Costs, CostTable
 from infer.measuring import kept_table, measure
-from infer.proposers.base import Budget
 from infer.proposers.head import HeadProposer
 from infer.survival import Survival
 from kernels.cpu.library import cache_folder, processor

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from operator import mul
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from infer.budget import NOTHING, Budget, Verified, cuts
 from infer.confidence import DRAFTER, Confidence, Prices
 from infer.costs import Costs
-from infer.proposers.base import NOTHING, Budget
 from infer.settling import Settling
 from infer.survival import LATE, Kind, Survival
 
@@ -43,11 +42,11 @@ WAKING_STEPS = 40
 
 
 class Candidate(NamedTuple):
-    """A request that could be drafted for. `allowed` is a chain if it is as deep as it has nodes, else a whole tree."""
+    """A request that could be drafted for."""
 
     request_id: str
     drafter: str
-    allowed: Budget
+    allowed: Budget  # and less of it: a chain's first nodes, a tree's best
     ready: bool = True  # its drafter has followed it; else a budget makes it begin to
     kind: Kind = LATE
     wakes: bool = True  # if it is not ready: enough of it is left to make it so, and that would pay
@@ -85,9 +84,7 @@ class Planner(Protocol):
 
     def budget(self, request_id: str, allowed: Budget) -> Budget: ...
 
-    def drafted(self, request_id: str, drafter: str, kind: Kind, depth: int, accepted: int) -> None:
-        """A draft of this depth was verified, and so many of its tokens were the target's own."""
-        ...
+    def drafted(self, request_id: str, drafter: str, kind: Kind, draft: Verified) -> None: ...
 
     def stepped(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
         """A step without prefill: seconds in the proposers, None if nobody can tell them from the rest, and in all."""
@@ -115,7 +112,7 @@ class AsAllowed:
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         return allowed
 
-    def drafted(self, request_id: str, drafter: str, kind: Kind, depth: int, accepted: int) -> None:
+    def drafted(self, request_id: str, drafter: str, kind: Kind, draft: Verified) -> None:
         pass
 
     def stepped(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
@@ -173,7 +170,7 @@ class Controller:
         self._unlearnt = 0.0  # seconds since a step taught what steps cost
         # Who was drafted for in the last step, so that little of them waits to be read: see `drafted_for`.
         self._before: tuple[Sequence[Candidate], Mapping[str, Budget]] = (), {}
-        # Of a batch drafted for alike, by depth; for REMEMBERED_S, since every request that comes asks.
+        # Of a batch drafted for alike, by its budgets; for REMEMBERED_S, since every request that comes asks.
         self._seconds: dict[tuple[str, Budget, int], list[float]] = {}
         self._remembered_s = 0.0
 
@@ -237,19 +234,18 @@ class Controller:
         return self._settling.change_s / (KEPT_STEPS * self.costs.plain(batch))
 
     def _speedups(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int]) -> list[float]:
-        """Over plain decoding, by the kind of what is ahead of a request, at the best depth, were all of a batch
+        """Over plain decoding, by the kind of what is ahead of a request, at the best size, were all of a batch
         drafted for alike. The others are as this one is at any time: anywhere in their texts.
         """
-        nodes, depth = allowed
-        levels = range(1, depth + 1) if nodes == depth else range(depth, depth + 1)
         asked = drafter, allowed, batch
         if asked not in self._seconds:
-            rows = batch * (1.0 + np.array(levels if nodes == depth else [nodes], dtype=np.float64))
-            drafting = np.array([self.costs.draft(drafter, batch, level) for level in levels])
+            budgets = cuts(allowed)
+            rows = batch * np.array([1.0 + budget.nodes for budget in budgets])
+            drafting = np.array([self.costs.draft(drafter, batch, budget.depth) for budget in budgets])
             self._seconds[asked] = (self.costs.verify(batch, rows) + drafting).tolist()
         seconds, tokens = self._seconds[asked], ahead.values()
-        # By kind and depth, tokens that are accepted. So few numbers are faster without arrays.
-        sums = [[*accumulate(self.survival.chances("", drafter, depth, kind))][levels[0] - 1 :] for kind in ahead]
+        # By kind and budget, tokens that are accepted. So few numbers are faster without arrays.
+        sums = [self.survival.gains("", drafter, allowed, kind) for kind in ahead]
         others = [sum(map(mul, tokens, level)) / sum(tokens) for level in zip(*sums, strict=True)]
         plain = self.costs.plain(batch) / batch
         return [
@@ -269,11 +265,14 @@ class Controller:
             own = self._probe.budget
         return Budget(min(own.nodes, allowed.nodes), min(own.depth, allowed.depth))
 
-    def drafted(self, request_id: str, drafter: str, kind: Kind, depth: int, accepted: int) -> None:
-        if depth:
-            judged = self.confidence.settle(request_id, depth, accepted) if self.confidence is not None else None
-            expected = sum(self.survival.chances(request_id, drafter, depth, kind)) if judged is None else judged
-            self.survival.record(request_id, drafter, depth, accepted, expected, kind)
+    def drafted(self, request_id: str, drafter: str, kind: Kind, draft: Verified) -> None:
+        if draft.depth:
+            accepted, expected = len(draft.path), None
+            if self.confidence is not None:
+                expected = self.confidence.settle(request_id, draft.depth, accepted)
+            if expected is None:
+                expected = self.survival.expected(request_id, drafter, draft, kind)
+            self.survival.record(request_id, drafter, draft, expected, kind)
             if self._probe is not None:  # what it brought pays for others, and a good surprise for a new plan
                 batch = len(self._decoding)
                 self._credit += accepted * self.costs.plain(batch) / batch
@@ -410,8 +409,8 @@ def best_plan(
     """The depth, and the rows down to it, of most tokens per second; plain decoding unless a plan beats it clearly,
     and by `beginning` more.
 
-    For every depth, nodes are taken in the order of their chances, chains from the root on and trees whole, for as
-    long as the expected speed grows. The depth in force stays unless another beats it clearly.
+    For every depth, nodes are taken in the order of their chances, chains from the root on and of trees the best, for
+    as long as the expected speed grows. The depth in force stays unless another beats it clearly.
     """
     plain = batch / max(costs.plain(batch), 1e-9)
     plans = {0: Plan({}, 0, plain, plain)}
@@ -474,16 +473,12 @@ class Piece(NamedTuple):
 
 
 def divided(candidates: Sequence[Candidate], survival: Survival) -> list[Piece]:
-    """What may be drafted: a chain node by node, a tree as a whole or not at all."""
+    """What may be drafted: a chain node by node, of a tree its best nodes, some at a time."""
     pieces = []
     for own in candidates:
-        nodes, depth = own.allowed
-        gains = survival.chances(own.request_id, own.drafter, depth, own.kind)
-        if nodes == depth:
-            levels = enumerate(gains, start=1)
-            pieces += [
-                Piece(own.request_id, own.drafter, level, 1, gain, Budget(level, level)) for level, gain in levels
-            ]
-        else:
-            pieces.append(Piece(own.request_id, own.drafter, depth, nodes, sum(gains), own.allowed))
+        gains = survival.gains(own.request_id, own.drafter, own.allowed, own.kind)
+        nodes, tokens = 0, 0.0
+        for budget, gain in zip(cuts(own.allowed), gains, strict=True):
+            pieces.append(Piece(own.request_id, own.drafter, budget.depth, budget.nodes - nodes, gain - tokens, budget))
+            nodes, tokens = budget.nodes, gain
     return pieces

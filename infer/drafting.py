@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from infer.budget import NOTHING, Budget
 from infer.controller import Candidate, Planner
-from infer.proposers.base import NOTHING, Budget, NoProposer, Proposer
+from infer.proposers.base import NoProposer, Proposer
 from infer.proposers.combined import CombinedProposer
 from infer.request import Phase, Request, Upkeep
 from infer.tree import DraftTree
@@ -143,8 +144,7 @@ class Drafting:
         """What this proposer may draft, no deeper than `depth`."""
         limit = self._limits[name]
         depth = limit.depth if depth is None else max(0, min(limit.depth, depth))
-        chain = limit.nodes == limit.depth
-        return NOTHING if depth == 0 else Budget(depth if chain else limit.nodes, depth)
+        return NOTHING if depth == 0 else Budget(depth if limit.is_chain else limit.nodes, depth)
 
     def settled(self, request: Request, planner: Planner) -> tuple[str, Budget] | None:
         """Who drafts for it now, and how far as long as it does not end; None if its drafter is to be woken."""

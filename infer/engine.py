@@ -21,6 +21,7 @@ from torch import nn
 
 from infer.adaptive import Learnt, make_controller
 from infer.admission import Limits, check_request
+from infer.budget import NOTHING, Budget
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.constraint import Constraint, Constraints
 from infer.controller import AsAllowed, Controller, Never, Planner
@@ -37,7 +38,7 @@ from infer.memory import plan_memory, weight_bytes
 from infer.offline import generate
 from infer.pages import BlockKeys
 from infer.proposers import build_proposers, head_proposer
-from infer.proposers.base import NOTHING, Budget, NoProposer, Proposer
+from infer.proposers.base import NoProposer, Proposer
 from infer.proposers.draft_model import DraftModelProposer
 from infer.proposers.head import HeadProposer
 from infer.ranks import Ranks
@@ -495,8 +496,8 @@ class Engine:
             rates=self._synthetic_rates,
             expired=self._expired,
             finish=lambda request, reason: self._finish(request, reason),
-            drafted=lambda request, depth, accepted: self._planner.drafted(
-                request.request_id, self._drafting.name_for(request), request.kind, depth, accepted
+            drafted=lambda request, draft: self._planner.drafted(
+                request.request_id, self._drafting.name_for(request), request.kind, draft
             ),
         )
 

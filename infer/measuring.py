@@ -21,14 +21,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from infer.budget import Budget
 from infer.costs import ContextCost, CostTable, Curve
 from infer.params import SamplingParams
-from infer.proposers.base import Budget
 from infer.request import Request
 
 log = logging.getLogger(__name__)
 
-VERSION = 12  # of what is measured and how
+VERSION = 13  # of what is measured and how
 PROMPT_TOKENS = 96
 LONG_TOKENS = 1024
 # Seconds for which a work is run again and again before the next one's turn: after a large one a small one is slower by
@@ -175,7 +175,7 @@ def verifying(engine: Measurable, requests: Sequence[Request], rows: int) -> Wor
 
 
 def drafting(engine: Measurable, requests: Sequence[Request], limit: Budget, depth: int) -> Work:
-    budget = Budget(depth if limit.nodes == limit.depth else limit.nodes, depth)
+    budget = Budget(depth if limit.is_chain else limit.nodes, depth)
     # Between two drafts the target has filled the caches with its own weights.
     return Work(lambda: engine.try_draft(requests, budget), lambda: engine.try_verify(requests, 0))
 

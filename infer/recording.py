@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from infer.budget import NOTHING, Budget, cuts
 from infer.config import EngineConfig
 from infer.draft_graphs import DraftGraphs
 from infer.graphs import Buckets, GraphMemory, doubling
 from infer.memory import MIB
-from infer.proposers.base import NOTHING, Budget, NoProposer, Proposer
+from infer.proposers.base import NoProposer, Proposer
 from infer.proposers.combined import CombinedProposer
 from infer.proposers.head import HeadProposer
 from infer.round_graphs import RoundGraphs
@@ -112,9 +113,7 @@ def budgets_ahead(proposer: Proposer, limit: Budget, *, adaptive: bool) -> Seque
     """What may be drafted in rounds that are one graph; nothing where drafting needs the host."""
     if not isinstance(proposer, HeadProposer) or proposer.graphs is None:
         return ()
-    if proposer.shape is not None or not adaptive:
-        return (limit,)
-    return [Budget(depth, depth) for depth in range(1, limit.depth + 1)]
+    return cuts(limit) if adaptive else (limit,)
 
 
 def buckets_for(config: EngineConfig, widest: int, longest: int) -> Buckets:

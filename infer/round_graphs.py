@@ -18,21 +18,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from infer.budget import Budget
 from infer.draft_loop import Inputs, Unread, draft_loop
 from infer.graphs import Buckets, Graph, GraphMemory, at_least
 from infer.kv_cache import KVPool
-from infer.proposers.base import Budget
 from infer.proposers.head import HeadProposer
 from infer.proposers.shapes import best_nodes
 from infer.request import Request
 from infer.shard import Shard
-from infer.tree import DraftTree
+from infer.tree import MAX_NODES, DraftTree
 from kernels.choose import choose
 from kernels.rows import AttentionRows
 from kernels.verify import accept
 
 UNREAD = 2  # rounds launched and not yet read, at most: one that may run and the one that follows it
-LAST, DRAFTED, DEEPEST = range(3)  # what an answer says beside tokens
+LAST, DRAFTED, DEEPEST, PATH = range(4)  # what an answer says beside tokens
+SAID = 4
 
 
 class Outcome(NamedTuple):
@@ -41,20 +42,23 @@ class Outcome(NamedTuple):
     tokens: list[int]  # of the accepted path, and the bonus token
     drafted: int  # nodes
     depth: int  # of the deepest of them
+    path: list[int]  # nodes that were accepted, the root not counted
 
 
 class Launched(NamedTuple):
     """A round's answer on its way to the host. To be read before the next round but one is launched."""
 
-    host: Tensor  # [B, W + 3] tokens, of which the first `LAST` + 1 count, and the numbers named above
+    host: Tensor  # [B, W + 4] tokens, of which the first `LAST` + 1 count, and the numbers named above
     arrived: torch.cuda.Event | None
 
     def read(self) -> list[Outcome]:
         """Waits for the round."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        answers = ((row[:-3], row[-3:]) for row in self.host.tolist())
-        return [Outcome(tokens[: own[LAST] + 1], own[DRAFTED], own[DEEPEST]) for tokens, own in answers]
+        answers = ((row[:-SAID], row[-SAID:]) for row in self.host.tolist())
+        return [
+            Outcome(tokens[: own[LAST] + 1], own[DRAFTED], own[DEEPEST], nodes_of(own[PATH])) for tokens, own in answers
+        ]
 
 
 class RoundGraphs:
@@ -87,7 +91,7 @@ class RoundGraphs:
         self._inputs = Inputs(pool, most, self.width, size, shard.dtype, pinned=pinned)
         self._limit = torch.zeros(most, dtype=torch.int64, device=device)  # the root goes no further
         self._before = torch.zeros(most, self.width, size, dtype=shard.dtype, device=device)
-        self._answer = torch.zeros(most, self.width + 3, dtype=torch.int64, device=device)
+        self._answer = torch.zeros(most, self.width + SAID, dtype=torch.int64, device=device)
         self._host = torch.zeros(UNREAD, *self._answer.shape, dtype=torch.int64, pin_memory=pinned)
         self._graphs: dict[tuple[int, Budget, bool], Graph[None]] = {}
         self._key: tuple[int, Budget, bool] = 0, budgets[0], False
@@ -152,14 +156,16 @@ class RoundGraphs:
             choice, features = self._judge(own, tree)
             last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice)
             depth = tree.depth.gather(1, last[:, None])[:, 0].long()
+            words = tree.ancestors.gather(1, last[:, None])
+            self._answer[:batch, -SAID + PATH] = words[:, 0]
             if not tree.is_chain:
-                path = paths(tree.ancestors.gather(1, last[:, None]), choice.shape[1])[:, : 1 + budget.depth]
+                path = paths(words, choice.shape[1])[:, : 1 + budget.depth]
                 choice = choice.gather(1, path)
                 if features is not None:
                     features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
                 self._bring_forward(own, path, depth)
-            self._answer[:batch, -3 + DRAFTED] = tree.length - 1
-            self._answer[:batch, -3 + DEEPEST] = tree.depth.masked_fill(~tree.inside, 0).amax(1)
+            self._answer[:batch, -SAID + DRAFTED] = tree.length - 1
+            self._answer[:batch, -SAID + DEEPEST] = tree.depth.masked_fill(~tree.inside, 0).amax(1)
             self._commit(own, choice, depth, features)
 
         self._graphs[batch, budget, restricts] = Graph(run, self._memory)
@@ -213,7 +219,7 @@ class RoundGraphs:
         """The next round's beginning, in place. An accepted token is the choice at the node before it on the path."""
         batch, width = choice.shape
         self._answer[:batch, :width] = choice
-        self._answer[:batch, -3 + LAST] = last
+        self._answer[:batch, -SAID + LAST] = last
         own.ids[:, :width] = choice
         if features is not None:
             self._before[:batch] = own.features
@@ -226,6 +232,11 @@ class RoundGraphs:
 def on_device(tree: DraftTree, device: torch.device) -> DraftTree:
     fields = (tree.token, tree.parent, tree.depth, tree.ancestors, tree.length)
     return DraftTree(*(field.contiguous().to(device) for field in fields), is_chain=tree.is_chain)
+
+
+def nodes_of(word: int) -> list[int]:
+    """Those whose bits are set, but for the root, ascending."""
+    return [node for node in range(1, MAX_NODES) if word >> node & 1]
 
 
 def paths(words: Tensor, width: int) -> Tensor:

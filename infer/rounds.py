@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import torch
 
+from infer.budget import NOTHING, Budget, Verified
 from infer.controller import Planner
 from infer.drafting import Drafting
 from infer.kv_cache import KVPool
-from infer.proposers.base import NOTHING, Budget
 from infer.request import Phase, Request, StepOutput
 from infer.round_graphs import Launched, RoundGraphs
 from infer.scheduler import Scheduler
@@ -198,14 +198,14 @@ class Rounds:
         """Emits a round's tokens. Besides: row, request and number of new positions of each request that goes on."""
         outputs: list[StepOutput] = []
         kept: list[tuple[int, Request, int]] = []
-        for row, (request, (tokens, drafted, depth)) in enumerate(zip(self._rows, landing.read(), strict=False)):
+        for row, (request, found) in enumerate(zip(self._rows, landing.read(), strict=False)):
             if request is None:
                 continue
             # As in a step, a draft is no deeper than tokens may still be emitted: the rest of it is not counted.
-            depth = min(depth, final_length(request, self._context) - len(request.tokens) - 1)
-            drafted = depth if self._budget.nodes == self._budget.depth else drafted
-            accepted = min(len(tokens) - 1, depth)
-            outputs.append(self._stepping.advance(request, tokens, accepted, drafted=drafted, depth=depth))
+            depth = min(found.depth, final_length(request, self._context) - len(request.tokens) - 1)
+            drafted = depth if self._budget.is_chain else found.drafted
+            draft = Verified(self._budget, drafted, depth, found.path[:depth])
+            outputs.append(self._stepping.advance(request, found.tokens, draft))
             if request.finish_reason is None:
-                kept.append((row, request, len(tokens)))
+                kept.append((row, request, len(found.tokens)))
         return outputs, kept

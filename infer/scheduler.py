@@ -6,8 +6,8 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from infer.budget import NOTHING, Budget
 from infer.kv_cache import KVPool
-from infer.proposers.base import NOTHING, Budget
 from infer.request import Phase, Request
 
 

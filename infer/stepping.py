@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from infer.budget import Budget, Verified
 from infer.choosing import Choices, choose_rows
 from infer.constraint import without_forbidden
 from infer.drafting import Drafting
 from infer.engine_stats import EngineStats
 from infer.kv_cache import KVPool
 from infer.logprobs import token_logprobs
-from infer.proposers.base import Budget
 from infer.request import Phase, Request, StepOutput
 from infer.runner import Runner
 from infer.stopping import FinishReason, cut
@@ -26,8 +26,8 @@ from kernels.gather import gather_rows
 class Stepping:
     """Decodes and prefills on behalf of an engine, which says who, and ends requests.
 
-    `rates`: of synthetic acceptance. `expired`: whether a request's time is over. `drafted`: hears of each request how
-    deep its draft went and how far it was accepted.
+    `rates`: of synthetic acceptance. `expired`: whether a request's time is over. `drafted`: hears what became of each
+    request's draft.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Stepping:
         rates: Sequence[float],
         expired: Callable[[Request], bool],
         finish: Callable[[Request, FinishReason], None],
-        drafted: Callable[[Request, int, int], None],
+        drafted: Callable[[Request, Verified], None],
     ) -> None:
         self._runner, self._pool, self._drafting, self._stats = runner, pool, drafting, stats
         self._context, self._rates = context, rates
@@ -66,7 +66,7 @@ class Stepping:
             path = verdicts[b].path
             path_rows = [first_row[b] + node for node in path]
             tokens = [*(drafts[b][node] for node in path[1:]), verdicts[b].bonus]
-            output = self.advance(request, tokens, len(path) - 1, drafted=lengths[b] - 1, depth=depths[b])
+            output = self.advance(request, tokens, Verified(budgets[b], lengths[b] - 1, depths[b], path[1:]))
             output.logprobs = choices.logprobs(request, path_rows, output.token_ids)
             request.logprobs += output.logprobs
             outputs.append(output)
@@ -78,17 +78,17 @@ class Stepping:
             self._commit_rows(survivors, counts, aux, kept_rows)
         return outputs
 
-    def advance(self, request: Request, tokens: list[int], accepted: int, *, drafted: int, depth: int) -> StepOutput:
-        """A verify of `drafted` nodes down to `depth` found this path; emits what of it is asked for.
+    def advance(self, request: Request, tokens: list[int], draft: Verified) -> StepOutput:
+        """A verify of this draft found these tokens; emits what of them is asked for.
 
-        `tokens` are committed but for the last one; of the first of them `accepted` had been drafted as asked for.
+        They are committed but for the last one; the first of them are the draft's, as far as it was accepted.
         """
         request.computed += len(tokens)
-        self._drafted(request, depth, accepted)
-        emitted = self._emit(request, tokens)
+        self._drafted(request, draft)
+        emitted, accepted = self._emit(request, tokens), len(draft.path)
         taken = min(accepted, len(emitted))
         for stats in (request.stats, self._stats.speculation):
-            stats.record(drafted=drafted, depth=depth, accepted=taken, emitted=len(emitted))
+            stats.record(drafted=draft.nodes, depth=draft.depth, accepted=taken, emitted=len(emitted))
         return self.output(request, emitted, [index < accepted for index in range(len(emitted))])
 
     def judge(self, requests: list[Request], tree: DraftTree) -> tuple[tuple[Tensor, ...], Choices, list[Verdict]]:

@@ -1,8 +1,10 @@
-"""How likely a drafted token is to be emitted, by depth: learnt from what was accepted, per request and per drafter.
+"""How likely a drafted token is to be emitted: learnt from what was accepted, per request and per drafter.
 
-Depth j is reached when every shallower draft of the path was right, so the chance that it survives is the product of
-conditional acceptances down to it. Each of these is a share of recent hits, drawn towards the drafter's own share
-while the request has shown little. Evidence fades, so that a change of content is noticed.
+Of a chain, by depth: depth j is reached when every shallower draft of the path was right, so the chance that it
+survives is the product of conditional acceptances down to it. Of a tree, by rank: nodes stand in the order of what
+their drafter thinks of them, and how often the r-th of them was on the accepted path says what a tree of any size
+brings. Each of these is a share of recent hits, drawn towards the drafter's own share while the request has shown
+little. Evidence fades, so that a change of content is noticed.
 
 Evidence of one kind says nothing of another: sampled tokens are guessed less often than greedy ones, and those of a
 text's beginning less often than later ones. Drafts are tried where texts begin and given up where they fail, so without
@@ -14,8 +16,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
+
+from infer.budget import Budget, Verified, cuts
 
 UNKNOWN = 0.5  # conditional acceptance of a drafter of which nothing is known
 OWN_FADES, DRAFTERS_FADE = 0.97, 0.995  # of evidence, with every draft
@@ -28,6 +32,9 @@ UNKNOWN_WEIGHT = 4.0  # how many drafts UNKNOWN counts like
 # those within the model's own text, and would else put an end to drafting.
 PRIOR_WEIGHT = 32.0
 AGES = (16, 32)  # emitted tokens from which a text counts as older
+# What is expected of a rank of a tree of which nothing is known: such a share of the one before it; the first is right
+# as often as the first token of any draft.
+NEXT_RANK = 0.8
 
 
 class Kind(NamedTuple):
@@ -78,6 +85,42 @@ class Shares:
         return found
 
 
+@dataclass
+class Ranks:
+    """By rank from 0, faded counts of drafts that had such a node, and of those where it was accepted."""
+
+    fades: float
+    tried: list[float] = field(default_factory=list)
+    right: list[float] = field(default_factory=list)
+
+    def record(self, nodes: int, path: Sequence[int]) -> None:
+        """A draft of so many nodes, of which those of `path` were accepted. Of what it left out less is known now."""
+        missing = nodes - len(self.tried)
+        if missing > 0:
+            self.tried += [0.0] * missing
+            self.right += [0.0] * missing
+        self.tried = [self.fades * own + (rank < nodes) for rank, own in enumerate(self.tried)]
+        self.right = [self.fades * own for own in self.right]
+        for node in path:
+            self.right[node - 1] += 1.0
+
+    def chance(self, rank: int, prior: float, weight: float) -> float:
+        tried, right = (self.tried[rank], self.right[rank]) if rank < len(self.tried) else (0.0, 0.0)
+        return (right + weight * prior) / (tried + weight)
+
+
+def descending(values: Sequence[float]) -> list[float]:
+    """The nearest values none of which is above the one before it: means of those that are out of order."""
+    pools: list[tuple[float, int]] = []  # sum and number of those that have one value
+    for value in values:
+        total, count = value, 1
+        while pools and pools[-1][0] * count < total * pools[-1][1]:
+            before, others = pools.pop()
+            total, count = total + before, count + others
+        pools.append((total, count))
+    return [total / count for total, count in pools for _ in range(count)]
+
+
 class Survival:
     """`priors`: by drafter, the conditional acceptance by depth that its training measured of greedy drafts."""
 
@@ -85,27 +128,62 @@ class Survival:
         self._priors = dict(priors or {})
         self._drafters: dict[tuple[str, Kind], Shares] = {}
         self._requests: dict[tuple[str, str, Kind], Shares] = {}
+        # The same of trees, by rank.
+        self._drafters_ranks: dict[tuple[str, Kind], Ranks] = {}
+        self._requests_ranks: dict[tuple[str, str, Kind], Ranks] = {}
         self._expected = self._emitted = 0.0
-        self._known: dict[tuple[str, str, int, Kind], tuple[float, ...]] = {}  # chances since the last record
+        # Chances since the last record, by depth or, of a tree, by rank.
+        self._known: dict[tuple[str, str, Budget, Kind], tuple[float, ...]] = {}
 
-    def record(
-        self, request_id: str, drafter: str, depth: int, accepted: int, expected: float, kind: Kind = LATE
-    ) -> None:
+    def record(self, request_id: str, drafter: str, draft: Verified, expected: float, kind: Kind = LATE) -> None:
         """What became of a draft of which `expected` tokens had been hoped to be accepted."""
         self._known.clear()
-        self._drafters.setdefault((drafter, kind), Shares(DRAFTERS_FADE)).record(depth, accepted)
-        self._requests.setdefault((request_id, drafter, kind), Shares(OWN_FADES)).record(depth, accepted)
+        accepted = len(draft.path)
+        self._drafters.setdefault((drafter, kind), Shares(DRAFTERS_FADE)).record(draft.depth, accepted)
+        self._requests.setdefault((request_id, drafter, kind), Shares(OWN_FADES)).record(draft.depth, accepted)
+        if not draft.asked.is_chain:
+            self._drafters_ranks.setdefault((drafter, kind), Ranks(DRAFTERS_FADE)).record(draft.nodes, draft.path)
+            self._requests_ranks.setdefault((request_id, drafter, kind), Ranks(OWN_FADES)).record(
+                draft.nodes, draft.path
+            )
         self._expected = LATELY * self._expected + expected
         self._emitted = LATELY * self._emitted + accepted
 
+    def gains(self, request_id: str, drafter: str, allowed: Budget, kind: Kind = LATE) -> list[float]:
+        """Of each of the `cuts` of what is allowed, how many of its tokens will be accepted."""
+        sums = [*accumulate(self._chances_of(request_id, drafter, allowed, kind))]
+        return [sums[budget.nodes - 1] for budget in cuts(allowed)]
+
+    def expected(self, request_id: str, drafter: str, draft: Verified, kind: Kind = LATE) -> float:
+        """How many tokens of this draft it would have hoped to be accepted."""
+        nodes, depth = draft.asked
+        asked = Budget(draft.depth, draft.depth) if nodes == depth else draft.asked
+        return sum(self._chances_of(request_id, drafter, asked, kind)[: draft.nodes])
+
     def chances(self, request_id: str, drafter: str, depth: int, kind: Kind = LATE) -> tuple[float, ...]:
         """By depth from 1 to `depth`, the chance that a draft survives to it."""
-        asked = request_id, drafter, depth, kind
+        return self._chances_of(request_id, drafter, Budget(depth, depth), kind)
+
+    def _chances_of(self, request_id: str, drafter: str, allowed: Budget, kind: Kind) -> tuple[float, ...]:
+        asked = request_id, drafter, allowed, kind
         if asked not in self._known:
-            self._known[asked] = self._chances(*asked)
+            find = self._by_depth if allowed.is_chain else self._by_rank
+            self._known[asked] = find(*asked)
         return self._known[asked]
 
-    def _chances(self, request_id: str, drafter: str, depth: int, kind: Kind) -> tuple[float, ...]:
+    def _by_rank(self, request_id: str, drafter: str, allowed: Budget, kind: Kind) -> tuple[float, ...]:
+        known = self._drafters_ranks.get((drafter, kind)) or Ranks(DRAFTERS_FADE)
+        own = self._requests_ranks.get((request_id, drafter, kind))
+        chances: list[float] = []
+        for rank in range(allowed.nodes):
+            prior = NEXT_RANK * chances[-1] if chances else self.chances("", drafter, 1, kind)[0]
+            chances.append(known.chance(rank, prior, UNKNOWN_WEIGHT))
+        if own is not None:
+            chances = [own.chance(rank, chance, OWN_WEIGHT) for rank, chance in enumerate(chances)]
+        return tuple(descending(chances))
+
+    def _by_depth(self, request_id: str, drafter: str, allowed: Budget, kind: Kind) -> tuple[float, ...]:
+        depth = allowed.depth
         known = self._drafters.get((drafter, kind)) or Shares(DRAFTERS_FADE)
         measured = () if kind.sampled else self._priors.get(drafter, ())
         prior = known.conditional(depth, measured, PRIOR_WEIGHT if measured else UNKNOWN_WEIGHT)
@@ -119,6 +197,7 @@ class Survival:
 
     def forget(self, request_id: str) -> None:
         self._requests = {key: own for key, own in self._requests.items() if key[0] != request_id}
+        self._requests_ranks = {key: own for key, own in self._requests_ranks.items() if key[0] != request_id}
         self._known = {key: own for key, own in self._known.items() if key[0] != request_id}
 
     @property

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from infer.budget import Budget
 from infer.config import ProposerConfig
-from infer.proposers.base import Budget, Proposer
+from infer.proposers.base import Proposer
 from infer.proposers.combined import CombinedProposer
 from infer.proposers.draft_model import DraftModelProposer
 from infer.proposers.head import HeadProposer

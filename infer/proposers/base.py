@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from infer.budget import Budget
 from infer.kv_layers import LayerShape
 from infer.request import Request
 from infer.tree import DraftTree
-
-
-class Budget(NamedTuple):
-    """How far one request may be drafted for in one step, the root not counted."""
-
-    nodes: int
-    depth: int  # no node deeper than this could be emitted
-
-    def within(self, nodes: int) -> Budget:
-        return self if nodes >= self.nodes else Budget(nodes, min(self.depth, nodes))
-
-
-NOTHING = Budget(0, 0)
 
 
 class Proposer(Protocol):
@@ -44,7 +32,11 @@ class Proposer(Protocol):
         ...
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
-        """A tree per request, root included, of at most `budgets[b]` drafted nodes (NOTHING = the root alone)."""
+        """A tree per request, root included, of at most `budgets[b]` drafted nodes (NOTHING = the root alone).
+
+        Of a tree a smaller budget should hold the first nodes of what a larger one would: how much each brings is
+        learnt by its place (infer/survival.py).
+        """
         ...
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infer.proposers.base import Budget, Proposer
+from infer.budget import Budget
+from infer.proposers.base import Proposer
 from infer.request import Request
 from infer.tree import MAX_NODES, DraftTree
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from infer.budget import Budget
 from infer.kv_cache import KVPool
 from infer.kv_layers import LayerShape
-from infer.proposers.base import Budget
 from infer.request import Phase, Request
 from infer.sampling import choice_parameters
 from infer.tree import DraftTree

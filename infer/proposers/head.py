@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from infer.budget import Budget
 from infer.confidence import Confidence
 from infer.config import ProposerConfig
 from infer.kv_cache import KVPool
 from infer.kv_layers import LayerShape
-from infer.proposers.base import Budget
 from infer.proposers.levels import Levels, StepByStep
 from infer.proposers.shapes import Children, Run, StaticShape, TreeShape, grow, propose_best, tree_shape
 from infer.request import Phase, Request

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from infer.proposers.base import Budget
+from infer.budget import Budget
 from infer.proposers.head import HeadProposer
 from infer.proposers.shapes import Children, Run
 from infer.request import Request

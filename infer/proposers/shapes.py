@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from infer.budget import Budget
 from infer.config import MEASURED_TREE, ProposerConfig
-from infer.proposers.base import Budget
 from infer.tree import DraftTree
 
 
@@ -185,7 +185,8 @@ def grow(
 def propose_best(
     roots: Sequence[int], token: Tensor, parent: Tensor, level: Tensor, score: Tensor, budgets: Sequence[Budget]
 ) -> DraftTree:
-    """The tree of the best candidates. token, parent (candidate index, -1 = root), score `[B, C]`; level `[C]` from 1.
+    """The tree of the best candidates, best first. token, parent (candidate index, -1 = root), score `[B, C]`; level
+    `[C]` from 1.
 
     Keeps at most `budgets[b].nodes`, none deeper than `budgets[b].depth`. No candidate may be worth more than its
     parent, and none stands before it.
@@ -203,19 +204,14 @@ def best_nodes(
     roots: Tensor, token: Tensor, parent: Tensor, score: Tensor, nodes: Tensor, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """token, parent `[B, 1 + width]` and length `[B]` of trees of the `nodes[b]` <= `width` best candidates after
-    `roots` `[B]`; those at -inf are none. Asks nothing of the device.
+    `roots` `[B]`; those at -inf are none. Nodes stand in order of worth, in which parents come first. Asks nothing of
+    the device.
     """
-    device = token.device
     best = score.sort(dim=1, descending=True, stable=True)
-    rank = torch.arange(score.shape[1], device=device)
-    kept = (rank < nodes[:, None]) & (best.values > -torch.inf)
-    count = kept.sum(1)
-    # Back into candidate order, in which parents come first; what is not kept goes to the end.
-    C = score.shape[1]
-    chosen = best.indices.masked_fill(~kept, C).sort(dim=1).values[:, :width]
-    node_of = torch.zeros(len(token), C + 1, dtype=torch.int64, device=device)  # column C takes what is not kept
-    node_of.scatter_(1, chosen, (rank[:width] + 1).expand_as(chosen))
-    chosen = chosen.clamp(max=C - 1)
+    values, chosen = best.values[:, :width], best.indices[:, :width]
+    rank = torch.arange(chosen.shape[1], device=token.device)
+    count = ((rank < nodes[:, None]) & (values > -torch.inf)).sum(1)
+    node_of = torch.zeros_like(parent).scatter_(1, chosen, (rank + 1).expand_as(chosen))
     above = parent.gather(1, chosen)
     above = torch.where(above < 0, 0, node_of.gather(1, above.clamp(min=0)))
     root = roots[:, None]

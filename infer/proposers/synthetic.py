@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infer.proposers.base import Budget, WithoutLayers
+from infer.budget import Budget
+from infer.proposers.base import WithoutLayers
 from infer.request import Request
 from infer.tree import DraftTree
 

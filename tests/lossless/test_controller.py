@@ -8,14 +8,15 @@ from dataclasses import replace
 
 import pytest
 
+from infer.budget import NOTHING, Budget, Verified
 from infer.confidence import Confidence, Prices
 from infer.config import ProposerConfig
 from infer.controller import AsAllowed, Controller
 from infer.costs import Costs, CostTable, Curve
-from infer.proposers.base import NOTHING, Budget
 from infer.proposers.head import KEPT_ROWS, LEAST_SEEN
 from infer.request import SamplingParams, Upkeep
 from infer.survival import Kind, Survival
+from tests.drafts import chain
 from tests.lossless.leftovers import assert_nothing_left
 from tests.lossless.plain import GREEDY, SAMPLED, ids
 
@@ -89,9 +90,9 @@ class AtAnyPrice(AsAllowed):
     def plan(self, decoding, load, ask) -> None:
         self.confidence.prices = Prices(*(self.chance.random() ** 3 for _ in range(3)))
 
-    def drafted(self, request_id: str, drafter: str, kind: Kind, depth: int, accepted: int) -> None:
-        self.confidence.settle(request_id, depth, accepted)
-        self.depths.add(depth)
+    def drafted(self, request_id: str, drafter: str, kind: Kind, draft: Verified) -> None:
+        self.confidence.settle(request_id, draft.depth, len(draft.path))
+        self.depths.add(draft.depth)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +277,7 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     free = {"head": tuple(Curve(own.sizes, (0.0,) * len(own.sizes)) for own in table.drafts["head"])}
     controller.costs = Costs(replace(table, verify=flat, drafts=free))  # whatever this machine is like, drafting pays
     for _ in range(100):
-        controller.survival.record("another", "head", 4, 4, 4.0)
+        controller.survival.record("another", "head", chain(4, 4), 4.0)
     controller.forget("another")
     assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
     brier, by_history = engine.stats.forecast.errors

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from infer.budget import Budget
 from infer.config import EngineConfig
 from infer.engine import Engine
-from infer.proposers.base import Budget
 from infer.request import SamplingParams
 from models.targets import load_target
 from tests.heads import ONE_OF_EACH

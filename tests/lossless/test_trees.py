@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from infer.proposers.base import Budget
+from infer.budget import Budget
 from infer.request import SamplingParams
 from kernels.cpu.library import SWITCH, library
 from tests.heads import ONE_OF_EACH

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from infer.budget import Budget
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.proposers import head_proposer
-from infer.proposers.base import Budget
 from infer.request import SamplingParams, SpeculationStats
 from models.attention import CausalAttention
 from models.heads import HEADS, load_head, save_head

@@ -7,11 +7,12 @@ import random
 
 import pytest
 
+from infer.budget import Budget
 from infer.confidence import Confidence, Prices, Verdict
 from infer.controller import Candidate, Controller
-from infer.proposers.base import Budget
 from infer.request import Request, SamplingParams
 from infer.survival import LATE, Survival
+from tests.drafts import chain
 from tests.unit.test_controller import chains, make_costs, with_rates
 
 DEPTH = 4
@@ -38,7 +39,7 @@ def test_chances_learn_what_a_drafters_confidence_is_worth(temperature):
         right = next((place for place in range(DEPTH) if chance.random() > truth[said[place]]), DEPTH)
         expected = confidence.settle("0", DEPTH, right)
         assert expected is not None
-        confidence._survival.record("0", "head", DEPTH, right, expected)
+        confidence._survival.record("0", "head", chain(DEPTH, right), expected)
         if turn >= 1000:
             hoped, emitted = hoped + expected, emitted + right
     assert hoped == pytest.approx(emitted, rel=0.05)
@@ -98,7 +99,7 @@ def test_the_controller_opens_chains_at_the_prices_of_its_plan():
     assert prices.step == pytest.approx(0.0)
     assert prices.level == pytest.approx(0.3 * speed)
     draft(confidence, request("0"), [-0.1] * 3)
-    controller.drafted("0", "head", LATE, 3, 3)
+    controller.drafted("0", "head", LATE, chain(3, 3))
     assert confidence.errors is not None
     assert controller.forecast is not None
     assert controller.forecast.errors == confidence.errors

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infer import controller as planning
+from infer.budget import NOTHING, Budget, Verified, cuts
 from infer.card import describe_costs
 from infer.confidence import Confidence
 from infer.controller import (
@@ -28,9 +29,9 @@ from infer.controller import (
 )
 from infer.costs import FADES, ContextCost, Costs, CostTable, Curve
 from infer.measuring import LONG_TOKENS, MOST_REPEATS, PROMPT_TOKENS, Work, kept_table, measure, timed
-from infer.proposers.base import NOTHING, Budget
 from infer.settling import DRAFTED_STEPS, SETTLES_S
-from infer.survival import AGES, LATE, Kind, Survival
+from infer.survival import AGES, LATE, Kind, Survival, descending
+from tests.drafts import chain
 
 
 def make_costs(row: float, draft: float, fixed: float = 10.0, around: float = 1.0) -> Costs:
@@ -51,7 +52,7 @@ def with_rates(rates: list[float]) -> Survival:
     for index, rate in enumerate(rates):
         for _ in range(300):
             right = next((place for place in range(4) if chance.random() > rate), 4)
-            survival.record(str(index), "head", 4, right, 0.0)
+            survival.record(str(index), "head", chain(4, right), 0.0)
     return survival
 
 
@@ -457,11 +458,67 @@ def test_cheap_rows_are_drafted_and_dear_ones_are_not():
     assert best_plan(2, chains(2, 4), make_costs(row=0.1, draft=50.0), survival, 0).budgets == {}
 
 
-def test_a_tree_is_drafted_whole_or_not_at_all():
-    survival = with_rates([0.8])
-    tree = [Candidate("0", "head", Budget(12, 4))]
-    assert best_plan(1, tree, make_costs(row=0.1, draft=0.1), survival, 0).budgets == {"0": Budget(12, 4)}
-    assert best_plan(1, tree, make_costs(row=5.0, draft=0.1), survival, 0).budgets == {}
+def tree(path: list[int], nodes: int = 16) -> Verified:
+    """A draft of as many nodes, four deep, of which those were accepted."""
+    return Verified(Budget(nodes, 4), nodes, 4, path)
+
+
+def drawn(chance: random.Random, ranks: list[float], nodes: int) -> Verified:
+    return tree([node for node, rank in enumerate(ranks[:nodes], start=1) if chance.random() < rank], nodes)
+
+
+RANKS = [0.8, 0.5, 0.4, 0.2, 0.15, 0.1, 0.08, 0.06] + [0.01] * 8
+
+
+def test_of_a_tree_the_best_nodes_are_drafted_as_far_as_they_pay():
+    """Each of them brings as much as its rank was seen to, and costs a row."""
+    survival, chance, candidate = Survival(), random.Random(0), Candidate("0", "head", Budget(16, 4))
+    for _ in range(1000):
+        survival.record("0", "head", drawn(chance, RANKS, 16), 0.0)
+    sizes = []
+    for row in (0.01, 1.0, 3.0, 30.0):
+        costs = make_costs(row=row, draft=0.1)
+        plan = best_plan(1, [candidate], costs, survival, 0)
+        nodes = plan.budgets.get("0", NOTHING).nodes
+        speeds = {n: (1 + sum(RANKS[:n])) / (costs.verify(1, 1.0 + n) + 0.4) for n in range(2, 17, 2) if n != 4}
+        best = max(speeds.values())
+        assert (speeds[nodes] if nodes else plan.plain) >= (0.97 * best if best > 1.1 * plan.plain else plan.plain)
+        sizes.append(nodes)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] >= 12 > sizes[1] > sizes[2] > sizes[3] == 0
+
+
+def test_nodes_that_a_smaller_tree_leaves_out_are_tried_again_when_the_text_changes():
+    survival, chance, steps = Survival(), random.Random(0), []
+    candidate, costs = Candidate("0", "head", Budget(16, 4)), make_costs(row=0.3, draft=0.1)
+    for ranks in ([0.5, 0.2] + [0.0] * 14, [0.9, 0.8, 0.6] + [0.4] * 4 + [0.25] * 9):
+        for _ in range(1500):
+            nodes = best_plan(1, [candidate], costs, survival, 0).budgets.get("0", NOTHING).nodes
+            steps.append(nodes)
+            survival.record("0", "head", drawn(chance, ranks, nodes or 16), 0.0)
+    assert np.mean(steps[1000:1500]) < 6
+    assert np.mean(steps[2500:]) > 10
+
+
+def test_what_is_not_known_of_a_trees_ranks_is_taken_from_those_before():
+    survival = Survival({"head": [0.9, 0.8, 0.7, 0.6]})
+    gains = survival.gains("0", "head", Budget(16, 4))
+    assert gains == pytest.approx([0.9 * (1 - 0.8**own.nodes) / 0.2 for own in cuts(Budget(16, 4))])
+    for _ in range(2000):  # as often as the second node another one is right: they count alike
+        survival.record("0", "head", tree([1, 2, 5]), 0.0)
+    assert survival.expected("0", "head", tree([])) == pytest.approx(3.0, abs=0.1)
+    assert survival.gains("0", "head", Budget(16, 4))[:2] == pytest.approx([2.0, 3.0], abs=0.1)
+    survival.forget("0")
+    assert survival._requests_ranks == {}
+
+
+@given(st.lists(st.floats(0, 1), max_size=20))
+def test_values_in_descending_order_are_as_near_as_can_be(values):
+    found = descending(values)
+    assert sum(found) == pytest.approx(sum(values))
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(found))
+    if values == sorted(values, reverse=True):
+        assert found == pytest.approx(values)
 
 
 def test_the_plan_in_force_stays_while_another_is_hardly_better():
@@ -477,14 +534,14 @@ def test_chances_follow_a_request_and_start_from_what_its_drafter_showed():
     survival = Survival({"head": [0.9, 0.8]})
     assert survival.chances("a", "head", 3) == pytest.approx([0.9, 0.72, 0.576])
     for _ in range(16):  # a bad start does not outweigh what training measured
-        survival.record("a", "head", 3, 0, 0.0)
+        survival.record("a", "head", chain(3, 0), 0.0)
     assert survival.chances("b", "head", 1)[0] > 0.5
     for _ in range(300):
-        survival.record("a", "head", 3, 0, 0.0)
+        survival.record("a", "head", chain(3, 0), 0.0)
     assert survival.chances("a", "head", 1)[0] < 0.1
     assert survival.chances("b", "head", 1)[0] < 0.2
     for _ in range(60):
-        survival.record("b", "head", 3, 3, 0.0)
+        survival.record("b", "head", chain(3, 3), 0.0)
     assert survival.chances("b", "head", 3)[2] > 0.6 > 0.2 > survival.chances("a", "head", 1)[0]
     survival.forget("b")
     assert survival.chances("b", "head", 1)[0] < 0.8
@@ -497,11 +554,11 @@ def test_a_few_misses_in_a_row_end_no_drafts_but_many_do(misses, drafts):
     def others(count: int) -> None:  # right at a rate of 0.45, as drafts of sampled texts are
         for index in range(count):
             right = next((place for place in range(4) if chance.random() > 0.45), 4)
-            survival.record(f"other {index}", "head", 4, right, 0.0)
+            survival.record(f"other {index}", "head", chain(4, right), 0.0)
 
     others(1000)
     for _ in range(misses):
-        survival.record("0", "head", 4, 0, 0.0)
+        survival.record("0", "head", chain(4, 0), 0.0)
         others(20)  # so that the drafter's own share stays
     costs = make_costs(row=0.2, draft=0.2, fixed=2.1, around=0.7)
     assert bool(best_plan(1, chains(1, 4), costs, survival, 0).budgets) == drafts
@@ -510,7 +567,7 @@ def test_a_few_misses_in_a_row_end_no_drafts_but_many_do(misses, drafts):
 def test_what_a_texts_beginning_shows_says_nothing_of_its_end():
     survival = Survival({"head": [0.8]})
     for _ in range(300):
-        survival.record("a", "head", 1, 0, 0.0, Kind.of(0.0, emitted=0))
+        survival.record("a", "head", chain(1, 0), 0.0, Kind.of(0.0, emitted=0))
     assert survival.chances("b", "head", 1, Kind.of(0.0, AGES[0] - 1))[0] < 0.2
     assert survival.chances("a", "head", 1, Kind.of(0.0, AGES[-1])) == survival.chances("a", "head", 1, LATE) == (0.8,)
     assert survival.chances("b", "head", 1, Kind.of(0.7, 0)) == (0.5,)  # what training measured is of greedy drafts
@@ -530,7 +587,7 @@ def test_a_short_text_is_not_worth_following_for_what_only_its_end_would_gain():
     controller = Controller(make_costs(row=0.5, draft=0.5), Survival({"head": [0.9] * 4}))
     for age in range(len(AGES)):
         for _ in range(300):
-            controller.survival.record("a", "head", 4, 0, 0.0, Kind(False, age))
+            controller.survival.record("a", "head", chain(4, 0), 0.0, Kind(False, age))
     outlooks = [controller.outlook("head", Budget(4, 4), 4, Kind.counts(0.0, 0, end)) for end in (16, 32, 34, 256)]
     assert outlooks == [False, False, False, True]
 
@@ -575,7 +632,7 @@ def test_in_a_large_batch_others_are_drafted_for_at_their_own_ages():
     survival = Survival()
     for kind, right in ((Kind.of(0.0, 0), 0), (Kind.of(0.0, 40), 4)):
         for index in range(600):
-            survival.record(str(index), "head", 4, right, right, kind)
+            survival.record(str(index), "head", chain(4, right), right, kind)
     controller = Controller(make_costs(row=0.01, draft=0.01), survival)
     half = {Kind.of(0.0, 0): 16, Kind.of(0.0, 40): 16}
     (early, late), (young, old) = (controller._speedups("head", Budget(4, 4), batch, half) for batch in (1, 100))
@@ -605,7 +662,7 @@ def test_a_beginning_that_fails_does_not_end_drafting_for_what_follows():
         whole = controller.costs.verify(4, 4.0 + sum(asked.values())) + drafting
         for name, depth in asked.items():
             right = depth if lengths[name] >= AGES[-1] else 0
-            controller.drafted(name, "head", Kind.of(0.0, lengths[name]), depth, right)
+            controller.drafted(name, "head", Kind.of(0.0, lengths[name]), chain(depth, right))
             lengths[name] += 1 + right
             emitted += 1 + right
             if lengths[name] >= 96:
@@ -624,7 +681,7 @@ def test_who_comes_between_two_plans_is_judged_by_one_calculation(monkeypatch):
     assert all(controller.outlook("head", Budget(4, 4), 4, ahead) for _ in range(9))
     assert len(asked) == 1
     for _ in range(300):
-        controller.survival.record("a", "head", 4, 0, 0.0, LATE)
+        controller.survival.record("a", "head", chain(4, 0), 0.0, LATE)
     for _ in range(20):
         controller.plan(("0",), 1, lambda: [])
     assert not controller.outlook("head", Budget(4, 4), 4, ahead)
@@ -642,7 +699,7 @@ def run(controller: Controller, steps: int, rate: float, batch: int = 4, depth: 
         whole = costs.verify(batch, float(rows)) + drafting
         for name, drafted in asked.items():
             right = next((place for place in range(drafted) if chance.random() > rate), drafted)
-            controller.drafted(name, "head", LATE, drafted, right)
+            controller.drafted(name, "head", LATE, chain(drafted, right))
             tokens += 1 + right
         controller.stepped(batch, rows, drafting, whole)
         seconds, drafting_steps = seconds + whole, drafting_steps + (deepest > 0)
@@ -669,7 +726,7 @@ def test_a_probe_of_who_is_not_followed_lasts_until_it_has_drafted():
         asked = [name for name in ("0", "1") if controller.budget(name, Budget(4, 4)).nodes]
         assert asked == [name for name in ("0", "1") if not controller.passes_over(name)]
         if asked and drafted:
-            controller.drafted(asked[0], "head", LATE, drafted, 0)
+            controller.drafted(asked[0], "head", LATE, chain(drafted, 0))
         controller.stepped(2, 2 + drafted, 0.0, 12.0)
         return asked
 

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infer.budget import Budget
 from infer.drafting import Drafting
-from infer.proposers.base import Budget, NoProposer, WithoutLayers
+from infer.proposers.base import NoProposer, WithoutLayers
 from infer.proposers.combined import CombinedProposer, merge
 from infer.proposers.ngram import NgramProposer
 from infer.proposers.suffix import CountedTrie, Earlier, SuffixProposer, Text, count_nodes, follow

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infer.budget import Budget
 from infer.kv_cache import KVPool
 from infer.kv_layers import KVLayers, LayerShape
-from infer.proposers.base import Budget
 from infer.request import Phase, Request, SamplingParams
 from infer.scheduler import Scheduler
 

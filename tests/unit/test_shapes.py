@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.proposers.base import Budget
+from infer.budget import Budget
 from infer.proposers.shapes import DynamicShape, StaticShape, propose_best
 from infer.tree import DraftTree
 
