@@ -5,7 +5,7 @@ On a CPU a round runs when it is launched, which is before the host has read the
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import partial
 
@@ -81,12 +81,34 @@ def test_rounds_ahead_change_nothing(make_small_engine, rounds, dtype, proposer,
     ],
 )
 def test_drafts_that_are_often_right(make_engine, expected, prompts, rounds, head, shape):
-    engine = make_engine(head=head, shape=shape, max_batch=4, graph_batches=[4], **AHEAD)
-    for params in (plain.GREEDY, plain.SAMPLED):
-        found = engine.generate(prompts[2:5], params)
-        assert ids(found) == expected[torch.float32, params][2:5]
-    assert rounds["late"] > 10
-    assert engine.stats.speculation.accepted > 50
+    """The host hears what it would of steps, but of the last drafts, which rounds make as deep as any."""
+    engine, told = make_engine(head=head, shape=shape, max_batch=4, graph_batches=[4], **AHEAD), []
+    for ahead in (1, 0):
+        engine.config.rounds_ahead = ahead
+        engine.set_proposer("head")
+        told.append(heard(engine))
+        for params in (plain.GREEDY, plain.SAMPLED):
+            found = engine.generate(prompts[2:5], params)
+            assert ids(found) == expected[torch.float32, params][2:5]
+        assert (rounds["late"] > 10) == ahead
+        rounds.clear()
+    assert engine.stats.speculation.accepted > 100
+    assert told[0] == told[1]
+    assert max(len(path) for drafts in told[0].values() for *_, path in drafts) > 2
+
+
+def heard(engine):
+    """What is said of drafts from now on, by prompt and temperature."""
+    drafts, tell = defaultdict(list), engine._stepping._drafted
+
+    def hear(request, draft):
+        if request.remaining > 8:
+            own = tuple(request.prompt_ids), request.params.temperature
+            drafts[own].append((draft.nodes, draft.depth, [*draft.path]))
+        tell(request, draft)
+
+    engine._stepping._drafted = hear
+    return drafts
 
 
 def test_who_comes_and_what_ends_a_request(make_small_engine, make_plain, rounds):
