@@ -5,6 +5,7 @@
     eagle3  medusa  ...                    our engine with the exported head of that name
     head:chain5  medusa:tree16  ...        the same with a draft shape of its own
     head:auto5  ngram:auto3  ...           chains of up to that many tokens, as far as pays (infer/controller.py)
+    head:auto-tree16  ...                  of a beam's 16 best nodes as many as pay
     hf  hf_lookup  hf_assisted             transformers' generate: plain (a group of prompts after another), with
                                            prompt lookup and with proposer.draft_model (one prompt at a time)
     server  vllm  llama.cpp  ...           servers, ours among them (scripts/peer_servers.py)
@@ -41,12 +42,15 @@ class System(NamedTuple):
 
 def shaped(config: ProposerConfig, shape: str) -> ProposerConfig:
     """`chain5`: five tokens in a row. `auto5`: as many as pay, up to five. `tree16`: the 16 best nodes of a beam, 4
-    wide and 5 deep up to 16 nodes, else 8 wide and 7 deep. `fixed16`: the fixed tree of that many nodes that the head
-    was measured for. A named head that drafts less far does so. Raises ValueError for another word.
+    wide and 5 deep up to 16 nodes, else 8 wide and 7 deep. `auto-tree16`: as many of them as pay. `fixed16`: the fixed
+    tree of that many nodes that the head was measured for. A named head that drafts less far does so. Raises ValueError
+    for another word.
     """
-    found = re.fullmatch(r"(auto|chain|tree|fixed)(\d+)", shape)
+    found = re.fullmatch(r"(auto-tree|auto|chain|tree|fixed)(\d+)", shape)
     if found is None:
-        raise ValueError(f"systems: shape {shape}: must be chain<depth>, auto<depth>, tree<nodes> or fixed<nodes>")
+        raise ValueError(
+            f"systems: shape {shape}: must be chain<depth>, auto<depth>, tree<nodes>, auto-tree<nodes> or fixed<nodes>"
+        )
     kind, size = found[1], int(found[2])
     if kind == "fixed":
         return replace(config, max_draft_tokens=5, tree=MEASURED_TREE, tree_width=1, tree_nodes=size)
@@ -54,7 +58,8 @@ def shaped(config: ProposerConfig, shape: str) -> ProposerConfig:
         chain = replace(config, max_draft_tokens=size, tree_width=1, tree_nodes=None, tree=None)
         return replace(chain, adaptive=kind == "auto")
     width, depth = (4, 5) if size <= 16 else (8, 7)
-    return replace(config, max_draft_tokens=depth, tree_width=width, tree_nodes=size, tree=None)
+    tree = replace(config, max_draft_tokens=depth, tree_width=width, tree_nodes=size, tree=None)
+    return replace(tree, adaptive=kind == "auto-tree")
 
 
 def is_ours(name: str) -> bool:

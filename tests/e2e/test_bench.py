@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("tree16", ProposerConfig(name="head", max_draft_tokens=5, tree_width=4, tree_nodes=16)),
         ("auto4", ProposerConfig(name="head", max_draft_tokens=4, adaptive=True)),
         ("fixed9", ProposerConfig(name="head", max_draft_tokens=5, tree="measured", tree_nodes=9)),
+        ("auto-tree8", ProposerConfig(name="head", max_draft_tokens=5, tree_width=4, tree_nodes=8, adaptive=True)),
         ("tree48", ProposerConfig(name="head", max_draft_tokens=7, tree_width=8, tree_nodes=48)),
     ],
 )
@@ -34,7 +35,9 @@ def test_a_shape_replaces_whatever_was_configured(shape: str, expected: Proposer
 
 
 def test_another_shape_is_an_error() -> None:
-    with pytest.raises(ValueError, match="shape bush7: must be chain<depth>, auto<depth>, tree<nodes> or fixed<nodes>"):
+    with pytest.raises(
+        ValueError, match="shape bush7: must be chain<depth>, auto<depth>, tree<nodes>, auto-tree<nodes> or"
+    ):
         shaped(ProposerConfig(name="head"), "bush7")
 
 
