@@ -1,4 +1,4 @@
-"""What several training runs found, in one result file for the README's tables and plots.
+"""What several training runs found, in one result file for the tables and plots of train/README.md.
 
     python scripts/collect_runs.py save=curves outputs/base outputs/given outputs/steps-1 gsm8k.json
 

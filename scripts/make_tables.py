@@ -1,9 +1,10 @@
-"""Writes README.md's tables anew from the newest result files, so that no number in them is typed by hand.
+"""Writes the tables of README.md and of the manuals anew from the newest result files: no number is typed by hand.
 
     python scripts/make_tables.py            # rewrites what stands between <!-- table NAME --> and <!-- end -->
     python scripts/make_tables.py --check    # only says whether something would change; exit code 1 if so
 
 NAME is what a result was saved under: `python scripts/bench.py ... save=NAME` writes scripts/results/NAME-*.json.
+PAGES are the files that are read. Plots of a table are drawn anew too, beside the result files.
 """
 
 import os
@@ -19,7 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-README, RESULTS = Path(HERE).parent / "README.md", Path(HERE) / "results"
+ROOT, RESULTS = Path(HERE).parent, Path(HERE) / "results"
+FOLDERS = ("", "train", "infer", "infer/server", "models", "scripts")
+PAGES = tuple(ROOT / folder / "README.md" for folder in FOLDERS)
 BLOCK = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NAMES = {
     "off": "plain",
@@ -70,7 +73,7 @@ def rows_of(header: list[str], rows: list[list[str]]) -> str:
 
 def by_concurrency(result: Cell) -> str:
     """One row per number of requests, one column per system: tokens/s and the ratio to plain decoding."""
-    (cells,) = result["results"].values()
+    cells = result["results"].get("0", result["results"])  # the oldest results have no level of temperatures
     systems = list(next(iter(cells.values())))
     rows = [
         [count, *(speed(own[s]) if s == "off" else f"{speed(own[s])} ({ratio(own[s])})" for s in systems)]
@@ -335,7 +338,6 @@ TABLES: dict[str, Callable[[Cell], str]] = {
     "heads": by_head,
     "auto-code": by_batch,
     "auto-chat": by_batch,
-    "demo-programs": by_program,
     "wide-programs": by_program,
     "wide-batches": by_program,
     "wide-64": by_program,
@@ -359,8 +361,8 @@ PLOTS: dict[str, Callable[[Cell, Path], None]] = {
 }
 
 
-def rewrite(text: str) -> str:
-    """`text` with every table between its marks written anew."""
+def rewrite(page: Path) -> str:
+    """The page's text with every table between its marks written anew."""
 
     def table(found: re.Match[str]) -> str:
         name = found[2]
@@ -369,10 +371,10 @@ def rewrite(text: str) -> str:
         file = newest(name)
         result = json.loads(file.read_text(encoding="utf-8"))
         commit = (result["machine"]["commit"] or "unknown")[:7]
-        source = f"[{file.name}]({file.relative_to(README.parent)}), commit {commit}."
+        source = f"[{file.name}]({os.path.relpath(file, page.parent)}), commit {commit}."
         return f"{found[1]}{TABLES[name](result)}\n{source}\n{found[3]}"
 
-    return BLOCK.sub(table, text)
+    return BLOCK.sub(table, page.read_text(encoding="utf-8"))
 
 
 def main() -> int:
@@ -380,17 +382,17 @@ def main() -> int:
     if sys.argv[1:] and not check:
         print(__doc__)
         return 0 if sys.argv[1:] in (["-h"], ["--help"]) else 2
-    before = README.read_text(encoding="utf-8")
     try:
-        after = rewrite(before)
+        pages = {page: rewrite(page) for page in PAGES}
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if check:
-        return int(before != after)
-    README.write_text(after, encoding="utf-8")
+        return int(any(page.read_text(encoding="utf-8") != text for page, text in pages.items()))
+    for page, text in pages.items():
+        page.write_text(text, encoding="utf-8")
     for name, plot in PLOTS.items():
-        if f"<!-- table {name} -->" in after:
+        if any(f"<!-- table {name} -->" in text for text in pages.values()):
             plot(json.loads(newest(name).read_text(encoding="utf-8")), RESULTS / f"{name}.png")
     return 0
 

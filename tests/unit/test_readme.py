@@ -1,4 +1,4 @@
-"""The README's commands parse, its Python runs and its file tree is there."""
+"""README.md and the manuals: their commands parse, their Python runs, their tables, links and file tree are right."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import pytest
 
 from infer import config as infer_config
 from infer.cli import compose, quote_free_text
-from scripts.make_tables import rewrite
+from scripts.make_tables import PAGES, rewrite
 from train import config as train_config
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+TEXTS = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in PAGES}
+README = TEXTS["README.md"]
 SCHEMAS = {
     "train/run.py": ("train", train_config.TrainConfig),
     "infer/serve.py": ("serve", infer_config.ServeConfig),
@@ -24,8 +25,14 @@ SCHEMAS = {
     "scripts/bench.py": ("bench", infer_config.BenchConfig),
     "scripts/served.py": ("served", infer_config.ServedConfig),
     "scripts/evaluate.py": ("eval", infer_config.EvalConfig),
+    "scripts/step_time.py": ("step_time", infer_config.StepTimeConfig),
 }
-COMMANDS = re.findall(r"^    (python .*|\./scripts/\S+)", README, re.MULTILINE)
+COMMAND = re.compile(r"^    ((?:python |\./scripts/)(?:.*\\\n)*.*)", re.MULTILINE)  # a line that ends in \ goes on
+COMMANDS = [
+    pytest.param(command.replace("\\\n", " "), id=f"{page}-{number}")
+    for page, text in TEXTS.items()
+    for number, command in enumerate(COMMAND.findall(text))
+]
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -39,9 +46,9 @@ def test_commands_parse(line: str) -> None:
         assert isinstance(compose(command, schema, overrides), schema)
 
 
-def test_commands_were_found() -> None:
-    assert len(COMMANDS) >= 10
-    assert "./scripts/quickstart.sh" in COMMANDS
+@pytest.mark.parametrize("page", TEXTS)
+def test_every_page_shows_commands(page: str) -> None:
+    assert COMMAND.search(TEXTS[page])
 
 
 def test_the_engine_can_be_used_from_python_as_shown() -> None:
@@ -61,7 +68,8 @@ def test_the_tree_exists() -> None:
     for line in block.splitlines():
         names = re.match(r"\s*((?:[\w.]+[./]\S*\s)+)", line + " ")  # one or two names, before the role
         assert names, line
-        for name in names[1].split():
+        later = re.findall(r"([\w./]+\.py|[\w./]+/):", line)  # `; name.py: its role`
+        for name in [*names[1].split(), *later]:
             paths.append((folder if line.startswith(" ") else "") + name)
             if not line.startswith(" ") and name.endswith("/"):
                 folder = name
@@ -69,13 +77,27 @@ def test_the_tree_exists() -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_tables_are_what_the_result_files_say() -> None:
-    assert rewrite(README) == README
+@pytest.mark.parametrize("page", PAGES, ids=TEXTS)
+def test_tables_are_what_the_result_files_say(page: Path) -> None:
+    assert rewrite(page) == page.read_text(encoding="utf-8")
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls its headings: in small letters, without punctuation, hyphens for blanks."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 def test_links_lead_somewhere() -> None:
-    files = [ROOT / "README.md", *(ROOT / p for p in ("models", "infer", "kernels"))]
-    pages = [page for file in files for page in ([file] if file.is_file() else sorted(file.rglob("README.md")))]
-    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))]
-    assert links
-    assert [f"{page}: {link}" for page, link in links if not (page.parent / link).exists()] == []
+    folders = ("models", "infer", "kernels")
+    pages = {*PAGES, *(page for folder in folders for page in (ROOT / folder).rglob("README.md"))}
+    links = [
+        (page, *link)
+        for page in sorted(pages)
+        for link in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", page.read_text(encoding="utf-8"))
+    ]
+    assert len(links) > 50
+    for page, path, anchor in links:
+        where = (page.parent / path) if path else page
+        assert where.exists(), f"{page}: {path}"
+        assert not anchor or anchor in anchors(where), f"{page}: {path}#{anchor}"
