@@ -423,6 +423,8 @@ class Engine:
     def _use_head(self, head: Head) -> None:
         """Packs a copy of `head`; the pool is made anew only if the head keeps other layers than the last one."""
         before, self._head = self._head, self._packed(head)
+        if before is not None:
+            before.graphs = None  # which hold it
         self._learnt = Learnt(Survival())  # what another head's drafts were worth says nothing of this one's
         if before is not None and before.kv_layers == self._head.kv_layers:
             self._head.attach(self._pool)

@@ -7,7 +7,9 @@ Without a GPU a replay calls the computation, on the same tensors: padding and c
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -55,7 +57,8 @@ class Graph(Generic[T]):
     """
 
     def __init__(self, run: Callable[[], T], memory: GraphMemory) -> None:
-        self._run, self._recorded = run, None
+        self._run: Callable[[], T] | None = run
+        self._recorded: torch.cuda.CUDAGraph | None = None
         if memory.pool is None:
             return
         stream, current = torch.cuda.Stream(memory.device), torch.cuda.current_stream(memory.device)
@@ -66,12 +69,29 @@ class Graph(Generic[T]):
         self._recorded = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._recorded, pool=memory.pool, capture_error_mode="thread_local"):
             self._answer = run()
+        self._run = None  # what it closes over may hold this graph, whose memory would then outlast its owner
 
     def __call__(self) -> T:
         if self._recorded is None:
+            assert self._run is not None
             return self._run()
         self._recorded.replay()
         return self._answer
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """Whatever is garbage is collected before, and nothing meanwhile: a graph that ends while another one is recorded
+    spoils that one.
+    """
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class GraphMemory:
@@ -85,8 +105,9 @@ class GraphMemory:
     @torch.inference_mode()
     def record(self, work: Iterable[Callable[[], object]], name: str) -> int:
         """Does `work`, each a recording, with a progress bar. The bytes taken of the GPU since this was made, or 0."""
-        for record in tqdm(list(work), desc=f"recording graphs of {name}", unit="graph", disable=None, leave=False):
-            record()
+        with nothing_collected():
+            for record in tqdm(list(work), desc=f"recording graphs of {name}", unit="graph", disable=None, leave=False):
+                record()
         return self._reserved() - self._before
 
     def _reserved(self) -> int:

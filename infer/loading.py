@@ -41,6 +41,8 @@ def load_parts(
     rank 0's part of it.
     """
     device, dtype = ranks.device if ranks else resolve_device(model.device), getattr(torch, model.dtype)
+    if device.index is not None:
+        torch.cuda.set_device(device)  # Triton launches on the thread's device, wherever the tensors lie
     part = ranks.part if ranks else None
     folder = head_folder(model, head, proposer, output_dir)
     if folder is not None:

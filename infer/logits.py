@@ -76,14 +76,12 @@ def allowed_words(
     row = torch.ones(size, dtype=torch.bool)
     if allowed is not None:
         row.zero_()[torch.tensor(allowed)] = True
-    words = packed(row).expand(len(banned), -1)
+    words = packed(row).repeat(len(banned), 1)  # kernels read rows one after another
     if grammar is not None:
-        words = words & grammar
-    if any(banned):
-        words = words.clone()
-        for own, tokens in zip(words, banned, strict=True):
-            for token in tokens:
-                own[token // WORD] &= ~(1 << token % WORD) if token % WORD < WORD - 1 else (1 << WORD - 1) - 1
+        words &= grammar
+    for own, tokens in zip(words, banned, strict=True):
+        for token in tokens:
+            own[token // WORD] &= ~(1 << token % WORD) if token % WORD < WORD - 1 else (1 << WORD - 1) - 1
     return words
 
 

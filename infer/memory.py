@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,8 @@ def weight_bytes(*modules: nn.Module) -> int:
 
 def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
+        gc.collect()  # what is replaced may lie in cycles
+        torch.cuda.empty_cache()  # what torch only keeps for later can be taken
         return torch.cuda.mem_get_info(device)[0]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -47,6 +47,7 @@ def shape(logits: Tensor, shaping: Shaping) -> Tensor:
     """As kernels.shape.shape."""
     rows, size = logits.shape
     assert logits.stride(1) == 1, "columns beside each other"
+    assert shaping.allowed is None or shaping.allowed.is_contiguous()
     out = torch.empty(rows, size, device=logits.device)
     s, drafted = shaping, shaping.drafted
     if drafted is not None and not drafted.shape[1]:

@@ -43,13 +43,14 @@ class Blocking(NamedTuple):
 FORWARD = Blocking(128, 64, 4, 3), Blocking(128, 64, 8, 3), Blocking(64, 32, 8, 2)
 OF_QUERIES = Blocking(64, 64, 4, 2), Blocking(64, 64, 8, 2), Blocking(32, 64, 8, 1)
 OF_KEYS = Blocking(64, 64, 4, 2), Blocking(32, 64, 8, 2), Blocking(64, 32, 8, 1)
-FP32 = Blocking(32, 32, 8, 1)  # no tensor cores: small products
+FP32 = Blocking(32, 32, 8, 1), Blocking(16, 16, 8, 1), Blocking(16, 16, 8, 1)  # no tensor cores: small products
 OWN_ROWS = 16  # of `ttt_own_gradient`, which keeps six of `[OWN_ROWS, D]` in registers
 
 
 def blocking(sizes: Sequence[Blocking], q: Tensor) -> tuple[Blocking, dict[str, int | bool]]:
     """What suits q's head size and dtype, and the same as options of a launch."""
-    shape = FP32 if q.dtype == torch.float32 else sizes[bisect.bisect_left((64, 128), q.shape[3])]
+    own = FP32 if q.dtype == torch.float32 else sizes
+    shape = own[bisect.bisect_left((64, 128), q.shape[3])]
     upcast = q.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1"
     tiles = {"ROWS": shape.rows, "KEYS": shape.keys, "UPCAST": upcast}
     return shape, tiles | {"num_warps": shape.warps, "num_stages": shape.stages}

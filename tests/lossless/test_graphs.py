@@ -5,6 +5,8 @@ On a CPU a replay calls what would have been recorded, on the same buffers.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from infer.graphs import Buckets, Graph, doubling
 from infer.recording import wants_graphs
 from infer.request import SamplingParams, Upkeep
 from infer.shard import Shard
+from tests.heads import make_head
 from tests.lossless.plain import ids
 from tests.lossless.test_controller import Switch
 
@@ -186,3 +189,34 @@ def test_a_mixture_of_experts_is_not_recorded():
     assert not wants_graphs(EngineConfig(), shard)
     with pytest.raises(ValueError, match="engine.graphs=on: which experts"):
         wants_graphs(EngineConfig(graphs="on"), shard)
+
+
+def test_what_is_replaced_is_let_go_of_at_once(make_engine, monkeypatch):
+    """Graphs, heads and the pool, gigabytes of a GPU, without waiting for a collection; a recorded graph has dropped
+    what it ran.
+    """
+    made = []
+
+    def recorded(self, run, memory):
+        made.append(weakref.ref(self))
+        self._run = self._recorded = None
+
+    monkeypatch.setattr(Graph, "__init__", recorded)
+    engine = make_engine(proposer="none", graphs="on", rounds_ahead=1, threads=1)
+    heads = [make_head(engine.target, variant) for variant in ("eagle", "eagle", "eagle3, two layers", "mlp")]
+    gc.collect()
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+    gc.disable()
+    try:
+        for head in heads:
+            held, pool = (
+                [*made, weakref.ref(engine._runner.graphs), weakref.ref(engine.head)],
+                weakref.ref(engine._pool),
+            )
+            made.clear()
+            engine.set_proposer("head", head)
+            assert made
+            assert [own() for own in held if own() is not None] == []
+            assert pool() in (None, engine._pool)
+    finally:
+        gc.enable()

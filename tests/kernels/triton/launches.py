@@ -174,6 +174,7 @@ CASES = {
     "training-time test, head size 64": partial(unrolled, 64, dtype=torch.float16),
     "training-time test, head size 128": partial(unrolled, 128),
     "training-time test, head size 256": partial(unrolled, 256),
+    "training-time test, head size 128, single precision": partial(unrolled, 128, dtype=torch.float32),
     "training-time test, one slot": partial(unrolled, 128, short=True),
     "move": lambda: move_slots(
         empty(32, 2, 8, SLOTS, 128), empty(256, dtype=torch.int64), empty(256, dtype=torch.int64)

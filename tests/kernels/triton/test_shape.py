@@ -62,3 +62,4 @@ def test_words_of_a_mask():
         [32, 64, 65, 95],
         [31, 32, 64, 65, 95, 97],
     ]
+    assert allowed_words(100, (3,), [[], []], None).is_contiguous()  # as the kernel reads it
