@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.choose import ChoiceParameters
@@ -112,16 +113,17 @@ class Begun:
         going = width * chains  # rows of a level
         most = max(read, going)
         self._chains, self._rows = chains, read
-        self._state = state.new_empty(most, hidden)
-        self._state[:read] = state
-        self._numbers = torch.empty(len(NUMBERS), most, dtype=torch.int64)
-        for own, given in zip(self._numbers, (ids, positions, rows.committed, rows.offset, rows.request), strict=True):
-            own[:read] = given
+        # Copies, with room for the rows of further levels.
+        self._state = F.pad(state.contiguous(), (0, 0, 0, most - read))
+        given = torch.stack([ids, positions, rows.committed, rows.offset, rows.request])
+        self._numbers = F.pad(given, (0, most - read))  # [5, most]
         last = torch.tensor([end - 1 for end in accumulate(rows.counts)])
-        self._seeds, self._temperature = torch.zeros(2, going, dtype=torch.int64), torch.zeros(going)
-        if parameters is not None:
-            self._seeds[0, :chains], self._seeds[1, :chains] = parameters.seed_low, parameters.seed_high
-            self._temperature[:chains] = parameters.temperature
+        if parameters is None:
+            self._seeds, self._temperature = torch.zeros(2, going, dtype=torch.int64), torch.zeros(going)
+        else:
+            seeds = torch.stack([parameters.seed_low, parameters.seed_high])
+            self._seeds = F.pad(seeds, (0, going - chains))
+            self._temperature = F.pad(parameters.temperature, (0, going - chains))
         self._columns, self._keys = torch.empty(going * count, dtype=torch.int64), torch.empty(going * count)
         self._masses, self._table = torch.empty(going), rows.table.contiguous()
         first, step = self._numbers.data_ptr(), most * self._numbers.element_size()
