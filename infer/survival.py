@@ -132,12 +132,14 @@ class Survival:
         self._drafters_ranks: dict[tuple[str, Kind], Ranks] = {}
         self._requests_ranks: dict[tuple[str, str, Kind], Ranks] = {}
         self._expected = self._emitted = 0.0
-        # Chances since the last record, by depth or, of a tree, by rank.
-        self._known: dict[tuple[str, str, Budget, Kind], tuple[float, ...]] = {}
+        # Chances since the last record: of chains by depth, of trees by rank.
+        self._known: dict[tuple[str, str, int, Kind], tuple[float, ...]] = {}
+        self._known_ranks: dict[tuple[str, str, Budget, Kind], tuple[float, ...]] = {}
 
     def record(self, request_id: str, drafter: str, draft: Verified, expected: float, kind: Kind = LATE) -> None:
         """What became of a draft of which `expected` tokens had been hoped to be accepted."""
         self._known.clear()
+        self._known_ranks.clear()
         accepted = len(draft.path)
         self._drafters.setdefault((drafter, kind), Shares(DRAFTERS_FADE)).record(draft.depth, accepted)
         self._requests.setdefault((request_id, drafter, kind), Shares(OWN_FADES)).record(draft.depth, accepted)
@@ -151,39 +153,43 @@ class Survival:
 
     def gains(self, request_id: str, drafter: str, allowed: Budget, kind: Kind = LATE) -> list[float]:
         """Of each of the `cuts` of what is allowed, how many of its tokens will be accepted."""
-        sums = [*accumulate(self._chances_of(request_id, drafter, allowed, kind))]
+        if allowed.is_chain:
+            return [*accumulate(self.chances(request_id, drafter, allowed.depth, kind))]
+        sums = [*accumulate(self.ranks(request_id, drafter, allowed, kind))]
         return [sums[budget.nodes - 1] for budget in cuts(allowed)]
 
     def expected(self, request_id: str, drafter: str, draft: Verified, kind: Kind = LATE) -> float:
         """How many tokens of this draft it would have hoped to be accepted."""
-        nodes, depth = draft.asked
-        asked = Budget(draft.depth, draft.depth) if nodes == depth else draft.asked
-        return sum(self._chances_of(request_id, drafter, asked, kind)[: draft.nodes])
+        if draft.asked.is_chain:
+            return sum(self.chances(request_id, drafter, draft.depth, kind))
+        return sum(self.ranks(request_id, drafter, draft.asked, kind)[: draft.nodes])
 
     def chances(self, request_id: str, drafter: str, depth: int, kind: Kind = LATE) -> tuple[float, ...]:
         """By depth from 1 to `depth`, the chance that a draft survives to it."""
-        return self._chances_of(request_id, drafter, Budget(depth, depth), kind)
-
-    def _chances_of(self, request_id: str, drafter: str, allowed: Budget, kind: Kind) -> tuple[float, ...]:
-        asked = request_id, drafter, allowed, kind
+        asked = request_id, drafter, depth, kind
         if asked not in self._known:
-            find = self._by_depth if allowed.is_chain else self._by_rank
-            self._known[asked] = find(*asked)
+            self._known[asked] = self._chances(*asked)
         return self._known[asked]
 
-    def _by_rank(self, request_id: str, drafter: str, allowed: Budget, kind: Kind) -> tuple[float, ...]:
+    def ranks(self, request_id: str, drafter: str, asked: Budget, kind: Kind = LATE) -> tuple[float, ...]:
+        """By rank in a tree drafted under this budget, the chance that the node is accepted; they descend."""
+        key = request_id, drafter, asked, kind
+        if key not in self._known_ranks:
+            self._known_ranks[key] = self._ranks(*key)
+        return self._known_ranks[key]
+
+    def _ranks(self, request_id: str, drafter: str, asked: Budget, kind: Kind) -> tuple[float, ...]:
         known = self._drafters_ranks.get((drafter, kind)) or Ranks(DRAFTERS_FADE)
         own = self._requests_ranks.get((request_id, drafter, kind))
         chances: list[float] = []
-        for rank in range(allowed.nodes):
+        for rank in range(asked.nodes):
             prior = NEXT_RANK * chances[-1] if chances else self.chances("", drafter, 1, kind)[0]
             chances.append(known.chance(rank, prior, UNKNOWN_WEIGHT))
         if own is not None:
             chances = [own.chance(rank, chance, OWN_WEIGHT) for rank, chance in enumerate(chances)]
         return tuple(descending(chances))
 
-    def _by_depth(self, request_id: str, drafter: str, allowed: Budget, kind: Kind) -> tuple[float, ...]:
-        depth = allowed.depth
+    def _chances(self, request_id: str, drafter: str, depth: int, kind: Kind) -> tuple[float, ...]:
         known = self._drafters.get((drafter, kind)) or Shares(DRAFTERS_FADE)
         measured = () if kind.sampled else self._priors.get(drafter, ())
         prior = known.conditional(depth, measured, PRIOR_WEIGHT if measured else UNKNOWN_WEIGHT)
@@ -199,6 +205,7 @@ class Survival:
         self._requests = {key: own for key, own in self._requests.items() if key[0] != request_id}
         self._requests_ranks = {key: own for key, own in self._requests_ranks.items() if key[0] != request_id}
         self._known = {key: own for key, own in self._known.items() if key[0] != request_id}
+        self._known_ranks = {key: own for key, own in self._known_ranks.items() if key[0] != request_id}
 
     @property
     def bias(self) -> float:

@@ -57,6 +57,10 @@ def supported(parts: DraftParts) -> bool:
     return parts.lm_head.out_features % LANES == 0
 
 
+def padded(tensor: Tensor, *pads: int) -> Tensor:
+    return F.pad(tensor, pads) if any(pads) else tensor
+
+
 class NativeDraft:
     """Of parts that are `supported`; their tensors must stay where they are."""
 
@@ -114,16 +118,16 @@ class Begun:
         most = max(read, going)
         self._chains, self._rows = chains, read
         # Copies, with room for the rows of further levels.
-        self._state = F.pad(state.contiguous(), (0, 0, 0, most - read))
+        self._state = padded(state.clone(memory_format=torch.contiguous_format), 0, 0, 0, most - read)
         given = torch.stack([ids, positions, rows.committed, rows.offset, rows.request])
-        self._numbers = F.pad(given, (0, most - read))  # [5, most]
+        self._numbers = padded(given, 0, most - read)  # [5, most]
         last = torch.tensor([end - 1 for end in accumulate(rows.counts)])
         if parameters is None:
             self._seeds, self._temperature = torch.zeros(2, going, dtype=torch.int64), torch.zeros(going)
         else:
             seeds = torch.stack([parameters.seed_low, parameters.seed_high])
-            self._seeds = F.pad(seeds, (0, going - chains))
-            self._temperature = F.pad(parameters.temperature, (0, going - chains))
+            self._seeds = padded(seeds, 0, going - chains)
+            self._temperature = padded(parameters.temperature.clone(), 0, going - chains)
         self._columns, self._keys = torch.empty(going * count, dtype=torch.int64), torch.empty(going * count)
         self._masses, self._table = torch.empty(going), rows.table.contiguous()
         first, step = self._numbers.data_ptr(), most * self._numbers.element_size()
