@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-PARTS = 8  # of a tree's nodes that may be drafted: one, two, ... of them
+PARTS = 8  # a tree may be drafted by eighths of its nodes
 
 
 class Budget(NamedTuple):
@@ -26,7 +26,7 @@ NOTHING = Budget(0, 0)
 
 
 def cuts(limit: Budget) -> list[Budget]:
-    """What of it may be drafted, ascending: a chain down to any depth, the best nodes of a tree."""
+    """What of it may be drafted, ascending: a chain down to any depth, some of the best nodes of a tree."""
     nodes, depth = limit
     if limit.is_chain:
         return [Budget(level, level) for level in range(1, depth + 1)]

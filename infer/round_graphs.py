@@ -32,8 +32,8 @@ from kernels.rows import AttentionRows
 from kernels.verify import accept
 
 UNREAD = 2  # rounds launched and not yet read, at most: one that may run and the one that follows it
-LAST, DRAFTED, DEEPEST, PATH = range(4)  # what an answer says beside tokens
-SAID = 4
+SAID = 4  # numbers that an answer holds beside tokens
+LAST, DRAFTED, DEEPEST, PATH = range(SAID)
 
 
 class Outcome(NamedTuple):
