@@ -32,6 +32,7 @@ STAYS = 0.03  # by which a new plan must beat the one in force
 KEPT_STEPS = 16  # a plan stands that long while the batch stays about as it is
 LEARN_S = 0.01  # seconds between steps that teach what steps cost: learning takes a hundredth of the shortest ones
 REMEMBERED_S = 0.2  # seconds that what drafting for a whole batch would cost is not asked for again
+ROUNDING = 1e-9  # of sums of chances
 LEFT = 0.75  # of the requests it was made for, as many must be left
 # Judging chains costs the host so many seconds a token, and brings about such a share of a step.
 JUDGING_S, JUDGING_BRINGS = 100e-6, 0.05
@@ -473,12 +474,19 @@ class Piece(NamedTuple):
 
 
 def divided(candidates: Sequence[Candidate], survival: Survival) -> list[Piece]:
-    """What may be drafted: a chain node by node, of a tree its best nodes, some at a time."""
-    pieces = []
+    """What may be drafted: a chain node by node, of a tree its first nodes, some at a time. Those that bring more a row
+    than those before them are one piece with them, for they are not to be had without.
+    """
+    pieces: list[Piece] = []
     for own in candidates:
         gains = survival.gains(own.request_id, own.drafter, own.allowed, own.kind)
-        nodes, tokens = 0, 0.0
+        mine, nodes, tokens = list[Piece](), 0, 0.0
         for budget, gain in zip(cuts(own.allowed), gains, strict=True):
-            pieces.append(Piece(own.request_id, own.drafter, budget.depth, budget.nodes - nodes, gain - tokens, budget))
+            piece = Piece(own.request_id, own.drafter, budget.depth, budget.nodes - nodes, gain - tokens, budget)
             nodes, tokens = budget.nodes, gain
+            while mine and piece.gain * mine[-1].rows > mine[-1].gain * piece.rows + ROUNDING:
+                before = mine.pop()
+                piece = piece._replace(rows=before.rows + piece.rows, gain=before.gain + piece.gain)
+            mine.append(piece)
+        pieces += mine
     return pieces

@@ -109,18 +109,6 @@ class Ranks:
         return (right + weight * prior) / (tried + weight)
 
 
-def descending(values: Sequence[float]) -> list[float]:
-    """The nearest values none of which is above the one before it: means of those that are out of order."""
-    pools: list[tuple[float, int]] = []  # sum and number of those that have one value
-    for value in values:
-        total, count = value, 1
-        while pools and pools[-1][0] * count < total * pools[-1][1]:
-            before, others = pools.pop()
-            total, count = total + before, count + others
-        pools.append((total, count))
-    return [total / count for total, count in pools for _ in range(count)]
-
-
 class Survival:
     """`priors`: by drafter, the conditional acceptance by depth that its training measured of greedy drafts."""
 
@@ -172,7 +160,7 @@ class Survival:
         return self._known[asked]
 
     def ranks(self, request_id: str, drafter: str, asked: Budget, kind: Kind = LATE) -> tuple[float, ...]:
-        """By rank in a tree drafted under this budget, the chance that the node is accepted; they descend."""
+        """By rank in a tree drafted under this budget, the chance that the node is accepted."""
         key = request_id, drafter, asked, kind
         if key not in self._known_ranks:
             self._known_ranks[key] = self._ranks(*key)
@@ -187,7 +175,7 @@ class Survival:
             chances.append(known.chance(rank, prior, UNKNOWN_WEIGHT))
         if own is not None:
             chances = [own.chance(rank, chance, OWN_WEIGHT) for rank, chance in enumerate(chances)]
-        return tuple(descending(chances))
+        return tuple(chances)
 
     def _chances(self, request_id: str, drafter: str, depth: int, kind: Kind) -> tuple[float, ...]:
         known = self._drafters.get((drafter, kind)) or Shares(DRAFTERS_FADE)

@@ -26,11 +26,12 @@ from infer.controller import (
     Candidate,
     Controller,
     best_plan,
+    divided,
 )
 from infer.costs import FADES, ContextCost, Costs, CostTable, Curve
 from infer.measuring import LONG_TOKENS, MOST_REPEATS, PROMPT_TOKENS, Work, kept_table, measure, timed
 from infer.settling import DRAFTED_STEPS, SETTLES_S
-from infer.survival import AGES, LATE, Kind, Survival, descending
+from infer.survival import AGES, LATE, Kind, Survival
 from tests.drafts import chain
 
 
@@ -504,7 +505,7 @@ def test_what_is_not_known_of_a_trees_ranks_is_taken_from_those_before():
     survival = Survival({"head": [0.9, 0.8, 0.7, 0.6]})
     gains = survival.gains("0", "head", Budget(16, 4))
     assert gains == pytest.approx([0.9 * (1 - 0.8**own.nodes) / 0.2 for own in cuts(Budget(16, 4))])
-    for _ in range(2000):  # as often as the second node another one is right: they count alike
+    for _ in range(2000):
         survival.record("0", "head", tree([1, 2, 5]), 0.0)
     assert survival.expected("0", "head", tree([])) == pytest.approx(3.0, abs=0.1)
     assert survival.gains("0", "head", Budget(16, 4))[:2] == pytest.approx([2.0, 3.0], abs=0.1)
@@ -512,13 +513,21 @@ def test_what_is_not_known_of_a_trees_ranks_is_taken_from_those_before():
     assert survival._requests_ranks == {}
 
 
-@given(st.lists(st.floats(0, 1), max_size=20))
-def test_values_in_descending_order_are_as_near_as_can_be(values):
-    found = descending(values)
-    assert sum(found) == pytest.approx(sum(values))
-    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(found))
-    if values == sorted(values, reverse=True):
-        assert found == pytest.approx(values)
+def test_nodes_that_bring_more_than_those_before_them_are_drafted_with_them():
+    """As in a fixed tree, whose nodes stand level by level."""
+    survival, chance = Survival(), random.Random(0)
+    for _ in range(1000):
+        survival.record("0", "head", drawn(chance, [0.5, 0.02, 0.02, 0.02, 0.9, 0.8] + [0.02] * 10, 16), 0.0)
+    pieces = divided([Candidate("0", "head", Budget(16, 4))], survival)
+    assert pieces[0].budget.nodes == 6
+    assert pieces[0].gain == pytest.approx(2.26, abs=0.15)
+    shares = [piece.gain / piece.rows for piece in pieces]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(piece.rows for piece in pieces) == 16
+    assert sum(piece.gain for piece in pieces) == pytest.approx(sum(survival.ranks("0", "head", Budget(16, 4))))
+    for row, nodes in ((0.5, 6), (9.0, 0)):
+        plan = best_plan(1, [Candidate("0", "head", Budget(16, 4))], make_costs(row=row, draft=0.1), survival, 0)
+        assert plan.budgets.get("0", NOTHING).nodes == nodes
 
 
 def test_the_plan_in_force_stays_while_another_is_hardly_better():
