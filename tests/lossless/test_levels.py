@@ -144,11 +144,8 @@ def prompts_of(count):
     return [torch.randint(1, 384, (5 + 13 * b,), generator=generator).tolist() for b in range(count)]
 
 
-@pytest.mark.parametrize("weights", ["same", "int8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
-def test_in_one_call_it_drafts_the_same_tokens(folder, kind, dtype, weights):
-    engine = serve(folder, kind, dtype, weights)
+def check(engine, compare):
+    """Texts of several lengths, greedy and sampled."""
     prompts = prompts_of(4)
     params = [
         SamplingParams(max_tokens=9 + 3 * b, temperature=0.7 * (b % 2), seed=2**40 + b, ignore_eos=True)
@@ -160,8 +157,16 @@ def test_in_one_call_it_drafts_the_same_tokens(folder, kind, dtype, weights):
     notes = compare(engine)
     assert [own.token_ids for own in engine.generate(prompts, params)] == plain
     assert all(same for _, same in notes)
-    assert {count for count, _ in notes} == {1, 2, 3, 4}  # chains that end as texts do leave the others
+    assert {count for count, _ in notes} == {1, 2, 3, 4}  # drafts that end as texts do leave the others
     assert engine._drafting.failures == 0
+
+
+@pytest.mark.parametrize("weights", ["same", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_one_call_it_drafts_the_same_tokens(folder, kind, dtype, weights):
+    engine = serve(folder, kind, dtype, weights)
+    check(engine, compare)
 
 
 @pytest.mark.parametrize(
@@ -176,19 +181,7 @@ def test_in_one_call_it_drafts_the_same_tokens(folder, kind, dtype, weights):
 )
 def test_in_one_call_a_level_it_grows_the_same_trees(folder, kind, shape, dtype, threads):
     engine = serve(folder, kind, dtype, "int8" if shape == "beam" else "same", TREES[shape], threads=threads)
-    prompts = prompts_of(4)
-    params = [
-        SamplingParams(max_tokens=9 + 3 * b, temperature=0.7 * (b % 2), seed=2**40 + b, ignore_eos=True)
-        for b in range(4)
-    ]
-    engine.set_proposer("none")
-    plain = [own.token_ids for own in engine.generate(prompts, params)]
-    engine.set_proposer("head")
-    notes = compare_trees(engine)
-    assert [own.token_ids for own in engine.generate(prompts, params)] == plain
-    assert all(same for _, same in notes)
-    assert {count for count, _ in notes} == {1, 2, 3, 4}  # trees that end as texts do leave the others
-    assert engine._drafting.failures == 0
+    check(engine, compare_trees)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
