@@ -73,7 +73,7 @@ def record_graphs(
     adaptive: bool,
 ) -> Recorded | None:
     """Of every number of rows that the `default` proposer may ask for, of the drafts of `head` if that is it, and of
-    whole rounds where these need no host. With `adaptive` a round may draft less deep than `default` says, or nobody.
+    whole rounds where these need no host. With `adaptive` a round may draft less than `default` says, or nothing.
 
     In place of others. None where graphs are not in use. Raises ValueError where engine.graphs=on, or
     engine.rounds_ahead=1, cannot be had.

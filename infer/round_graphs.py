@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
 class Launched(NamedTuple):
     """A round's answer on its way to the host. To be read before the next round but one is launched."""
 
-    host: Tensor  # [B, W + 4] tokens, of which the first `LAST` + 1 count, and the numbers named above
+    host: Tensor  # [B, W + SAID] tokens, of which the first `LAST` + 1 count, and the numbers named above
     arrived: torch.cuda.Event | None
 
     def read(self) -> list[Outcome]:

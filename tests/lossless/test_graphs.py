@@ -195,7 +195,7 @@ def test_what_is_replaced_is_let_go_of_at_once(make_engine, monkeypatch):
     """Graphs, heads and the pool, gigabytes of a GPU, without waiting for a collection; a recorded graph has dropped
     what it ran.
     """
-    made = []
+    made, pools = [], []
 
     def recorded(self, run, memory):
         made.append(weakref.ref(self))
@@ -209,14 +209,13 @@ def test_what_is_replaced_is_let_go_of_at_once(make_engine, monkeypatch):
     gc.disable()
     try:
         for head in heads:
-            held, pool = (
-                [*made, weakref.ref(engine._runner.graphs), weakref.ref(engine.head)],
-                weakref.ref(engine._pool),
-            )
+            held = [*made, weakref.ref(engine._runner.graphs), weakref.ref(engine.head)]
+            pools.append(weakref.ref(engine._pool))
             made.clear()
             engine.set_proposer("head", head)
             assert made
             assert [own() for own in held if own() is not None] == []
-            assert pool() in (None, engine._pool)
+            assert pools[-1]() in (None, engine._pool)
+        assert [own() for own in pools].count(None) >= 2  # heads that keep other layers have a pool of their own
     finally:
         gc.enable()
