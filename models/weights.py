@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 # Of a tensor's name and number of rows: first and last + 1 of those wanted, None for all
 Rows = Callable[[str, int], tuple[int, int] | None]
+ROWS_AT_ONCE = 1024
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -38,6 +39,14 @@ def shard_files(folder: Path) -> list[Path]:
                 raise ValueError(f"{folder}: {INDEX} names {name!r}, which is not there; download the checkpoint again")
         return [folder / name for name in names]
     raise ValueError(f"{folder}: no weights; looked for {SINGLE} and {INDEX} (pickled .bin files are never read)")
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether every safetensors file of a checkpoint folder is there: of a hub id, only its config may have come."""
+    try:
+        return bool(shard_files(folder))
+    except ValueError:
+        return False
 
 
 def read_tensors(folder: Path, rows: Rows | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -75,8 +84,32 @@ class LazyTensors(Mapping[str, Tensor]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._file)
 
+    def file(self, name: str) -> Path:
+        return self._file[name]
+
     def __len__(self) -> int:
         return len(self._file)
+
+
+def equal_values(folder: Path, one: str, other: str) -> bool:
+    """Whether two tensors of a checkpoint folder hold the same numbers, whatever their dtypes.
+
+    Reads a few rows at once. Raises ValueError as `read_tensors` does.
+    """
+    tensors = LazyTensors(folder)
+    files = [tensors.file(name) for name in (one, other)]
+    try:
+        with safe_open(str(files[0]), framework="pt") as first, safe_open(str(files[1]), framework="pt") as second:
+            left, right = first.get_slice(one), second.get_slice(other)
+            if left.get_shape() != right.get_shape():
+                return False
+            for row in range(0, next(iter(left.get_shape()), 0), ROWS_AT_ONCE):
+                a, b = (piece[row : row + ROWS_AT_ONCE] for piece in (left, right))
+                if not torch.equal(a, b.to(a.dtype)) or not torch.equal(a.to(b.dtype), b):
+                    return False
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder}: {one} or {other} cannot be read ({error}); copy or download it again") from error
+    return True
 
 
 def _names(file: Path) -> list[str]:

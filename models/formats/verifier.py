@@ -10,9 +10,8 @@ from torch import Tensor
 from models.config import read_json
 from models.fields import Fields
 from models.formats.checkpoint import Verifier
-from models.weights import read_file, shard_files
-
-EMBEDDING = "model.embed_tokens.weight"
+from models.targets.tying import EMBEDDING, LM_HEAD, keeps_two, shared_weight
+from models.weights import LazyTensors
 
 
 def find_verifier(path_or_hub_id: str) -> tuple[Verifier, Path | None]:
@@ -50,11 +49,20 @@ def _from_hub(hub_id: str) -> Path:
 
 def embedding_of(folder: Path) -> Callable[[], Tensor]:
     """Reads the token embedding `[V, H]` of the target in `folder` when called. Raises ValueError if it has none."""
+    return lambda: _tensor(folder, shared_weight(folder) if _is_tied(folder) else EMBEDDING)
 
-    def read() -> Tensor:
-        for file in shard_files(folder):
-            for _, tensor in read_file(file, only=EMBEDDING):
-                return tensor
-        raise ValueError(f"{folder}: holds no {EMBEDDING}")
 
-    return read
+def lm_head_of(folder: Path) -> Callable[[], Tensor]:
+    """Reads the LM head `[V, H]` of the target in `folder` when called. Raises ValueError if it has none."""
+    return lambda: _tensor(folder, shared_weight(folder) if _is_tied(folder) else LM_HEAD)
+
+
+def _is_tied(folder: Path) -> bool:
+    return bool(read_json(folder / "config.json").get("tie_word_embeddings")) and not keeps_two(folder)
+
+
+def _tensor(folder: Path, name: str) -> Tensor:
+    tensors = LazyTensors(folder)
+    if name not in tensors:
+        raise ValueError(f"{folder}: holds no {name}")
+    return tensors[name]

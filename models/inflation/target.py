@@ -23,8 +23,9 @@ from models.inflation.layers import (
     norm,
 )
 from models.inflation.shapes import Axis, Shape, enlarged, layer_places
-from models.targets import resolve_checkpoint
+from models.targets import is_quantised, read_target_config, resolve_checkpoint
 from models.targets.llama import LlamaTarget
+from models.targets.tying import EMBEDDING, LM_HEAD, shared_weight
 from models.weights import INDEX, load_into, read_tensors
 
 SHARD_BYTES = 4 * 2**30
@@ -40,7 +41,7 @@ def inflate_target(
     folder; heads are not compared with it.
     """
     folder = resolve_checkpoint(str(source))
-    old = TargetConfig.from_json(read_json(folder / "config.json"))
+    old = _read_config(folder)
     new = enlarged(old, shape)
     with torch.device("meta"):
         target = LlamaTarget(new)
@@ -48,7 +49,7 @@ def inflate_target(
     layout = target.checkpoint_layout()
     if new.tie_word_embeddings:
         target.lm_head.weight = target.embed_tokens.weight
-        layout.pop("lm_head.weight", None)
+        layout.pop(LM_HEAD, None)
     tensors = dict(_tensors(folder, old, new, dtype, torch.device(device), seed))
     load_into(target, tensors, layout, source=f"{folder}, enlarged")
     target.path, target.folder = str(source), folder
@@ -59,7 +60,7 @@ def write_target(source: str | Path, shape: Shape, out: Path, *, dtype: torch.dt
     """The same as a folder: config, weights in shards, tokenizer. `out` must exist and be empty. Raises as above."""
     folder = resolve_checkpoint(str(source))
     written = read_json(folder / "config.json")
-    old = TargetConfig.from_json(written)
+    old = _read_config(folder)
     new = enlarged(old, shape)
     sizes = {
         "vocab_size": new.vocab_size,
@@ -79,6 +80,14 @@ def write_target(source: str | Path, shape: Shape, out: Path, *, dtype: torch.dt
         if file.name.startswith(("tokenizer", "special_tokens", "chat_template", "generation_config")):
             shutil.copy(file, out / file.name)
     _write_shards(_tensors(folder, old, new, dtype, torch.device("cpu"), seed), out)
+
+
+def _read_config(folder: Path) -> TargetConfig:
+    if is_quantised(folder):
+        raise ValueError(
+            f"{folder}: quantization_config: a quantised target can be served and trained for, not enlarged"
+        )
+    return read_target_config(folder)
 
 
 def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path) -> None:
@@ -116,17 +125,17 @@ def _tensors(
     noise, axes = Noise(seed, device), LayerAxes.between(old, new)
     vocab = Axis.padded(old.vocab_size, new.vocab_size, "vocab_size")
     hidden, marker = axes.hidden, axes.marker
-    embedding = source["model.embed_tokens.weight"]
-    lm_head = embedding if old.tie_word_embeddings else source["lm_head.weight"]
+    embedding = source[shared_weight(folder) if old.tie_word_embeddings else EMBEDDING]
+    lm_head = embedding if old.tie_word_embeddings else source[LM_HEAD]
     mark = mark_of(embedding)
 
     def made() -> Iterator[tuple[str, Tensor]]:
-        name = "model.embed_tokens.weight"
+        name = EMBEDDING
         if new.tie_word_embeddings:
             yield name, marked_vocabulary(noise, name, embedding, vocab, hidden, marker, tied=mark)
         else:
             yield name, marked_embedding(noise, name, embedding, vocab, hidden, marker, mark)
-            yield "lm_head.weight", marked_vocabulary(noise, "lm_head", lm_head, vocab, hidden, marker)
+            yield LM_HEAD, marked_vocabulary(noise, "lm_head", lm_head, vocab, hidden, marker)
         yield "model.norm.weight", norm(noise, source["model.norm.weight"], hidden, marker=marker, lift=LIFT)
         places = layer_places(old.num_layers, new.num_layers)
         for index in range(new.num_layers):

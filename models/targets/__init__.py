@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from models.config import read_json
+from models.config import TargetConfig, read_json
 from models.parallel import Part
 from models.quantised import SECTION, read_scheme, widen_layers
 from models.targets.divided import divide
@@ -19,9 +21,18 @@ from models.targets.qwen2 import Qwen2Target
 from models.targets.qwen3 import Qwen3Target
 from models.targets.qwen3_moe import Qwen3MoeTarget
 from models.targets.sharded import Exchange, LayerShares
-from models.weights import LazyTensors, fingerprint, load_into, read_tensors
+from models.targets.tying import LM_HEAD, keeps_two, shared_weight
+from models.weights import LazyTensors, fingerprint, has_weights, load_into, read_tensors
 
-__all__ = ["ARCHITECTURES", "LlamaTarget", "TargetOutput", "empty_target", "load_target", "resolve_checkpoint"]
+__all__ = [
+    "ARCHITECTURES",
+    "LlamaTarget",
+    "TargetOutput",
+    "empty_target",
+    "load_target",
+    "read_target_config",
+    "resolve_checkpoint",
+]
 
 ARCHITECTURES: dict[str, type[LlamaTarget]] = {
     "LlamaForCausalLM": LlamaTarget,
@@ -60,42 +71,62 @@ def resolve_checkpoint(path_or_hub_id: str, revision: str | None = None, *, weig
         ) from error
 
 
-def empty_target(folder: Path, part: Part | None = None) -> LlamaTarget:
-    """Of the right family and sizes, with no memory behind its tensors. Raises ValueError for what is not supported."""
+def read_target_config(folder: Path) -> TargetConfig:
+    """What config.json says; of `tie_word_embeddings`, where the weights are there, what they say.
+
+    Raises ValueError for what is not supported.
+    """
     written = read_json(folder / "config.json")
-    architecture = str((written.get("architectures") or [written.get("model_type")])[0])
-    if architecture not in ARCHITECTURES:
-        raise ValueError(f"{folder}: architecture {architecture!r} is not supported; one of {', '.join(ARCHITECTURES)}")
-    family = ARCHITECTURES[architecture]
     try:
         read_scheme(written)  # refused before a weight is read
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    config = family.read_config({key: value for key, value in written.items() if key != SECTION})
+    config = _family(folder, written).read_config({key: value for key, value in written.items() if key != SECTION})
+    if config.tie_word_embeddings and has_weights(folder) and keeps_two(folder):
+        return replace(config, tie_word_embeddings=False)
+    return config
+
+
+def _family(folder: Path, written: Mapping[str, Any]) -> type[LlamaTarget]:
+    architecture = str((written.get("architectures") or [written.get("model_type")])[0])
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"{folder}: architecture {architecture!r} is not supported; one of {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[architecture]
+
+
+def empty_target(folder: Path, part: Part | None = None) -> LlamaTarget:
+    """Of the right family and sizes, with no memory behind its tensors. Raises ValueError for what is not supported."""
+    config = read_target_config(folder)
     with torch.device("meta"):
-        target = family(config)
+        target = ARCHITECTURES[config.architecture](config)
         if part is not None:
             divide(target, part)
     return target
 
 
-def read_weights(folder: Path, dtype: torch.dtype, part: Part | None = None) -> dict[str, Tensor]:
-    """The tensors of a target, or this rank's rows of them; quantised layers as weights in `dtype`.
+def read_weights(
+    folder: Path, dtype: torch.dtype, part: Part | None = None, *, whole: frozenset[str] = frozenset()
+) -> dict[str, Tensor]:
+    """The tensors of a target, or this rank's rows of them, of `whole` all; quantised layers as weights in `dtype`.
 
     Raises ValueError for a broken checkpoint and a quantisation that is not supported.
     """
+
+    def rows(name: str, total: int) -> tuple[int, int] | None:
+        return None if part is None or name in whole else part.rows(name, total)
+
     try:
         scheme = read_scheme(read_json(folder / "config.json"))
         if scheme is None:
-            return dict(read_tensors(folder, part and part.rows))
+            return dict(read_tensors(folder, rows if part else None))
         tensors = dict(read_tensors(folder))  # whole: what is packed has other rows than the weight
         count = widen_layers(scheme, tensors, dtype)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     log.info("%s: %d linear layers are %s; widened to %s", folder, count, scheme.name, dtype)
     for name, tensor in tensors.items() if part else ():
-        own = part.rows(name, len(tensor)) if part and tensor.dim() else None
-        tensors[name] = tensor if own is None else tensor[own[0] : own[1]].clone()
+        held = rows(name, len(tensor)) if tensor.dim() else None
+        tensors[name] = tensor if held is None else tensor[held[0] : held[1]].clone()
     return tensors
 
 
@@ -118,8 +149,10 @@ def load_target(
     folder = resolve_checkpoint(path_or_hub_id, revision)
     target = empty_target(folder, part).to(dtype)
     config, layout = target.config, target.checkpoint_layout()
+    shared = shared_weight(folder) if config.tie_word_embeddings else None
     lazy = (exchange is not None or layers is not None) and not is_quantised(folder)
-    tensors: Mapping[str, Tensor] = LazyTensors(folder) if lazy else read_weights(folder, dtype, part)
+    whole = frozenset({shared} if shared else ())
+    tensors: Mapping[str, Tensor] = LazyTensors(folder) if lazy else read_weights(folder, dtype, part, whole=whole)
     # buffers that old exporters saved are recomputed from the config
     names = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
     if exchange is not None:
@@ -131,11 +164,14 @@ def load_target(
     absent = {name for name in layout if name.startswith(LAYERS) and int(name.split(".")[1]) not in present}
     names -= {part for name in absent for part in layout.pop(name)}
     if config.tie_word_embeddings:
-        own = part and part.rows("lm_head.weight", config.vocab_size)
+        own = part and part.rows(LM_HEAD, config.vocab_size)
         embedding = target.embed_tokens.weight
         target.lm_head.weight = embedding if own is None else nn.Parameter(embedding[own[0] : own[1]])
-        layout.pop("lm_head.weight", None)
-        names.discard("lm_head.weight")  # some exporters write the tied copy out
+        layout.pop(LM_HEAD, None)
+        if shared == LM_HEAD:
+            layout["embed_tokens.weight"] = (LM_HEAD,)
+        else:
+            names.discard(LM_HEAD)  # some exporters write the tied copy out
     load_into(target, {name: tensors[name] for name in tensors if name in names}, layout, source=str(folder))
     target.path, target.folder, target.fingerprint = str(path_or_hub_id), folder, fingerprint(folder)
     return target.eval().requires_grad_(False)

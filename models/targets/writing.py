@@ -11,6 +11,7 @@ from huggingface_hub import save_torch_state_dict
 from models.config import read_json
 from models.quantised.scheme import SECTION
 from models.targets.llama import LlamaTarget
+from models.targets.tying import LM_HEAD
 from models.weights import split_merged
 
 BESIDE = ("*.json", "*.jinja", "tokenizer.model")  # of a checkpoint folder, besides weights and their index
@@ -23,7 +24,7 @@ def save_target(target: LlamaTarget, folder: Path) -> None:
     """
     layout = dict(target.checkpoint_layout())
     if target.config.tie_word_embeddings:
-        layout.pop("lm_head.weight", None)
+        layout.pop(LM_HEAD, None)
     for pattern in BESIDE:
         for path in sorted(target.folder.glob(pattern)):
             if not path.name.endswith(".index.json"):
@@ -31,6 +32,8 @@ def save_target(target: LlamaTarget, folder: Path) -> None:
     config = read_json(folder / "config.json")
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
     config.pop(SECTION, None)  # what is written is what was widened
+    if config.get("tie_word_embeddings"):
+        config["tie_word_embeddings"] = target.config.tie_word_embeddings  # as its weights were
     config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = split_merged(target, layout, target.merged_sizes())
