@@ -1,12 +1,14 @@
 """The draft vocabulary: the target's tokens that an EAGLE-3 head predicts, as the two maps that its checkpoint stores.
 
 `d2t` is an OFFSET: target id = draft id + d2t[draft id]. Draft ids ascend with target ids, so ties in a top-k or an
-argmax fall the same way in either vocabulary. Knows nothing about heads or data.
+argmax fall the same way in either vocabulary. Files of others may hold one map alone, which says all that the other
+does, or target ids in place of offsets. Knows nothing about heads or data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +37,53 @@ def build_draft_vocab(counts: Tensor, size: int, forced_ids: Iterable[int] = ())
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[used] = True
     return used - torch.arange(size), t2d
+
+
+class Maps(NamedTuple):
+    """`remarks`: by the name of a map, what was done to it."""
+
+    d2t: Tensor
+    t2d: Tensor
+    remarks: dict[str, str]
+
+
+def complete_maps(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int) -> Maps:
+    """Both maps from one or two: `d2t` whole numbers `[Vd]`, offsets or target ids, and `t2d` bool `[V]`.
+
+    Where `t2d` is there it decides which of the two `d2t` holds. Alone, `d2t` holds offsets, as its format has it,
+    unless only target ids are distinct tokens of the vocabulary. `t2d` alone means draft ids that ascend with target
+    ids. Raises ValueError that names the maps which contradict each other, or the one that is no map.
+    """
+    assert d2t is not None or t2d is not None
+    if d2t is None:
+        assert t2d is not None
+        used = t2d.nonzero()[:, 0]
+        return Maps(used - torch.arange(len(used)), t2d, {"d2t": "follows from t2d"})
+    places, values = torch.arange(d2t.numel()), d2t.long()
+    read = [(ids, _marks(ids, vocab_size)) for ids in (places + values, values)]
+    fitting = [(ids, marks) for ids, marks in read if marks is not None and (t2d is None or torch.equal(marks, t2d))]
+    if not fitting and t2d is not None:
+        raise ValueError(
+            "d2t and t2d do not describe one vocabulary: neither as offsets nor as target ids does d2t name the "
+            f"{int(t2d.sum())} tokens of t2d"
+        )
+    if not fitting:
+        raise ValueError(
+            f"d2t: neither as offsets nor as target ids does it name {len(values)} distinct tokens of the target's "
+            f"{vocab_size}"
+        )
+    ids, marks = fitting[0]
+    remarks = {} if torch.equal(ids - places, values) else {"d2t": "target ids in the source, made offsets"}
+    return Maps(ids - places, marks, remarks if t2d is not None else remarks | {"t2d": "follows from d2t"})
+
+
+def _marks(ids: Tensor, vocab_size: int) -> Tensor | None:
+    """bool `[V]` of the tokens `ids`; None unless these are distinct tokens."""
+    if not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        return None
+    marks = torch.zeros(vocab_size, dtype=torch.bool)
+    marks[ids] = True
+    return marks if int(marks.sum()) == ids.numel() else None
 
 
 def target_ids(d2t: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from models.formats import FORMATS, Checkpoint, Given, Written, detect, read_checkpoint, render, save
-from models.formats.verifier import embedding_of, find_verifier
+from models.formats.verifier import find_verifier, weights_of
 from models.weights import fingerprint
 from train import atomic
 from train.provenance import provenance
@@ -80,7 +80,7 @@ def convert(args: argparse.Namespace) -> tuple[Checkpoint, Written]:
     if args.target == "headway" and checkpoint.provenance is None:
         checkpoint = replace(checkpoint, provenance=record(args, checkpoint, folder))
     target = FORMATS[args.target]
-    written = render(target, checkpoint, embedding=embedding_of(folder) if folder else None)
+    written = render(target, checkpoint, of_target=weights_of(folder) if folder else None)
     with destination(args.out, dry_run=args.dry_run) as staging:
         save(target, checkpoint, written, staging)
     return checkpoint, written

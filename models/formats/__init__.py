@@ -21,8 +21,8 @@ from models.fields import Fields
 from models.formats import headway, ibm_mlp, medusa, safeailab_eagle, safeailab_eagle3, speculators, vllm_medusa
 from models.formats.checkpoint import Checkpoint, Format, Given, Verifier
 from models.formats.files import find_weights, read_weights
-from models.formats.matching import expected_tensors, head_kind, match, without_prefix
-from models.heads import EMBEDDING, PROVENANCE
+from models.formats.matching import bare_names, expected_tensors, head_kind, match
+from models.heads import EMBEDDING, LM_HEAD, PROVENANCE
 from models.heads.base import HeadShape
 
 __all__ = [
@@ -89,7 +89,7 @@ def interpret(form: Format, config: Mapping[str, Any], tensors: Mapping[str, Ten
         value = getattr(given, option)
         if value is not None and option not in form.asks:
             raise ValueError(f"--{option.replace('_', '-')} {value}: {form.name} does not leave that open")
-    bare, names = without_prefix(tensors, form.prefixes)
+    bare, names = bare_names(tensors, form.prefixes, form.aliases)
     fields = Fields(config)
     stated = form.read(fields, {name: tuple(tensor.shape) for name, tensor in bare.items()}, given)
     if form is not headway.FORMAT:  # which compares the whole
@@ -113,10 +113,10 @@ def interpret(form: Format, config: Mapping[str, Any], tensors: Mapping[str, Ten
 
 
 def write_checkpoint(
-    form: Format, checkpoint: Checkpoint, folder: Path, *, embedding: Callable[[], Tensor] | None = None
+    form: Format, checkpoint: Checkpoint, folder: Path, *, of_target: Mapping[str, Callable[[], Tensor]] | None = None
 ) -> Written:
     """`render`, and then `save`."""
-    written = render(form, checkpoint, embedding=embedding)
+    written = render(form, checkpoint, of_target=of_target)
     save(form, checkpoint, written, folder)
     return written
 
@@ -138,11 +138,13 @@ def save(form: Format, checkpoint: Checkpoint, written: Written, folder: Path) -
     assert all(torch.equal(value, written.tensors[name]) for name, value in again.tensors.items())
 
 
-def render(form: Format, checkpoint: Checkpoint, *, embedding: Callable[[], Tensor] | None = None) -> Written:
+def render(
+    form: Format, checkpoint: Checkpoint, *, of_target: Mapping[str, Callable[[], Tensor]] | None = None
+) -> Written:
     """What a file of this format will hold, the inverse of `interpret`.
 
-    `embedding` is the target's `[V, H]`, asked for only when the checkpoint shares it and the format does not. Raises
-    ValueError when the format cannot hold this head.
+    `of_target` reads the target's embedding and LM head, `[V, H]` each, by our names; called only when the checkpoint
+    shares one and the format does not. Raises ValueError when the format cannot hold this head.
     """
     if checkpoint.head not in form.heads:
         homes = [name for name, other in FORMATS.items() if checkpoint.head in other.heads]
@@ -150,15 +152,15 @@ def render(form: Format, checkpoint: Checkpoint, *, embedding: Callable[[], Tens
             f"{form.name} holds {', '.join(form.heads)}; this head is {checkpoint.head}: one of {', '.join(homes)}"
         )
     config, tensors = form.write(checkpoint), dict(checkpoint.tensors)
-    missing = set(expected_tensors(checkpoint.config)) - set(tensors) - form.optional
-    assert missing <= {EMBEDDING}, missing
-    if missing and embedding is None:
-        raise ValueError(
-            f"{EMBEDDING}: not in the checkpoint, which shares the target's, and {form.name} needs it; give --verifier "
-            "(a folder with its weights)"
-        )
-    if missing and embedding is not None:
-        tensors[EMBEDDING] = embedding()
+    missing = set(expected_tensors(checkpoint.config)) - set(tensors) - form.optional(checkpoint.config)
+    assert missing <= {EMBEDDING, LM_HEAD}, missing
+    for name in sorted(missing):
+        if of_target is None:
+            raise ValueError(
+                f"{name}: not in the checkpoint, which shares the target's, and {form.name} needs it; give --verifier "
+                "(a folder with its weights)"
+            )
+        tensors[name] = of_target[name]()
     names = {ours: form.written_prefix + form.spell(ours, checkpoint.config) for ours in tensors}
     notes = form.losses(checkpoint)
     if not form.states_tokens:

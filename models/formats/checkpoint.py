@@ -111,7 +111,8 @@ class Format:
     spell: Callable[[str, HeadShape], str] = lambda name, config: name
     prefixes: tuple[str, ...] = ()  # that names may bear
     written_prefix: str = ""
-    optional: frozenset[str] = frozenset()  # our names
+    aliases: tuple[tuple[str, str], ...] = ()  # how names may begin, and how this format begins them
+    optional: Callable[[HeadShape], frozenset[str]] = lambda config: frozenset()  # our names; the target's if absent
     blame: Blame = ()
     incoming: Callable[[dict[str, Tensor], HeadShape], dict[str, str]] = lambda tensors, config: {}
     losses: Callable[[Checkpoint], list[str]] = lambda checkpoint: []  # what a written file does not say or serve

@@ -8,9 +8,11 @@ from torch import Tensor
 from models.fields import Fields
 from models.formats import llama
 from models.formats.checkpoint import Given
+from models.heads import EMBEDDING, LM_HEAD
 from models.heads.base import HeadShape
+from models.vocab import complete_maps
 
-OPTIONAL = frozenset({"embed_tokens.weight"})  # shared with the target where it is absent
+WHOLE = (torch.int64, torch.int32)
 FALSE_IF_ABSENT = ("norm_before_fc", "fc_norm", "norm_output")  # norm_before_residual is for each format to say
 BLAME = (
     (r"^fc\.weight", ("hidden_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")),
@@ -21,6 +23,13 @@ BLAME = (
     (r"^mask_hidden", ("target_hidden_size", "eagle_aux_hidden_state_layer_ids")),
     *llama.BLAME,
 )
+
+
+def shared_with_target(config: HeadShape) -> frozenset[str]:
+    """Tensors that a file may leave out, because they are then the target's: those that the target has as well."""
+    if config.hidden_size != config.target_hidden_size:
+        return frozenset()
+    return frozenset({EMBEDDING, LM_HEAD} if config.draft_vocab_size == config.vocab_size else {EMBEDDING})
 
 
 def read_aux_layers(fields: Fields, given: Given, notes: list[str], *, raw: bool) -> tuple[int, ...]:
@@ -109,32 +118,27 @@ def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
 
 def _vocabulary_maps(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
-    if d2t is None or t2d is None or not _fits(d2t, t2d, config):
+    if (d2t is None and t2d is None) or not _fits(d2t, t2d, config):
         return {}  # what is wrong is found with the rest
-    offsets, wrong = as_offsets(d2t.long(), t2d), "d2t and t2d do not describe one vocabulary"
-    if offsets is None:
-        raise ValueError(f"{wrong}: neither as offsets nor as target ids does d2t name the tokens of t2d")
+    maps = complete_maps(d2t, t2d, config.vocab_size)
+    if d2t is None and maps.d2t.numel() != config.draft_vocab_size:
+        raise ValueError(
+            f"t2d marks {maps.d2t.numel()} tokens, though config.json states draft_vocab_size="
+            f"{config.draft_vocab_size}, and there is no d2t"
+        )
     if config.draft_vocab_size == config.vocab_size:
-        if offsets.any():
-            raise ValueError(f"{wrong}: a draft vocabulary of the whole {config.vocab_size} tokens needs no map")
-        del tensors["d2t"], tensors["t2d"]
-        return {name: "maps every token to itself" for name in ("d2t", "t2d")}
-    tensors["d2t"] = offsets
-    return {} if torch.equal(offsets, d2t.long()) else {"d2t": "target ids in the source, made offsets"}
+        if maps.d2t.any():
+            raise ValueError(
+                f"d2t: maps tokens to others, though a draft vocabulary of the whole {config.vocab_size} tokens needs "
+                "no map"
+            )
+        held = [name for name in ("d2t", "t2d") if tensors.pop(name, None) is not None]
+        return dict.fromkeys(held, "maps every token to itself")
+    tensors["d2t"], tensors["t2d"] = maps.d2t, maps.t2d
+    return maps.remarks
 
 
-def _fits(d2t: Tensor, t2d: Tensor, config: HeadShape) -> bool:
-    sizes = tuple(d2t.shape) == (config.draft_vocab_size,) and tuple(t2d.shape) == (config.vocab_size,)
-    return sizes and d2t.dtype in (torch.int64, torch.int32) and t2d.dtype == torch.bool
-
-
-def as_offsets(d2t: Tensor, t2d: Tensor) -> Tensor | None:
-    """`d2t` int64 `[Vd]` as an offset per draft id, whether it holds those or target ids; None if it is neither.
-
-    `t2d` bool `[V]` decides: the target ids must be the marked tokens, each once.
-    """
-    places = torch.arange(d2t.numel())
-    for ids in (places + d2t, d2t):
-        if torch.equal(ids.sort().values, t2d.nonzero()[:, 0]):
-            return ids - places
-    return None
+def _fits(d2t: Tensor | None, t2d: Tensor | None, config: HeadShape) -> bool:
+    offsets = d2t is None or (tuple(d2t.shape) == (config.draft_vocab_size,) and d2t.dtype in WHOLE)
+    marks = t2d is None or (tuple(t2d.shape) == (config.vocab_size,) and t2d.dtype == torch.bool)
+    return offsets and marks

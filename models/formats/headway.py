@@ -61,12 +61,14 @@ def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
 
 
 def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
-    """Our own files need nothing of what is done for those of others."""
+    """Nothing in our own files is changed as is done for those of others; what is absent may follow from the rest."""
     (kind,) = (name for name, head in HEADS.items() if head.config_class is type(config))
     layout = next((layout for layout in LAYOUTS if kind in layout.heads), safeailab_eagle.FORMAT)
-    for name, remark in layout.incoming(tensors, config).items():
-        raise ValueError(f"{name}: {remark}; Headway would not write that")
-    return {}
+    held = set(tensors)
+    remarks = layout.incoming(tensors, config)
+    for name in sorted(held & remarks.keys()):
+        raise ValueError(f"{name}: {remarks[name]}; Headway would not write that")
+    return remarks
 
 
 def write(checkpoint: Checkpoint) -> dict[str, Any]:

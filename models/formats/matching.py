@@ -30,15 +30,20 @@ def expected_tensors(config: HeadShape) -> dict[str, Tensor]:
     return split_merged(head, head.checkpoint_layout(), head.merged_sizes())
 
 
-def without_prefix(
-    tensors: Mapping[str, Tensor], prefixes: tuple[str, ...]
+def bare_names(
+    tensors: Mapping[str, Tensor], prefixes: tuple[str, ...], aliases: tuple[tuple[str, str], ...]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors by their bare names, and the name of each in the file. Raises ValueError for two that become one."""
+    """Tensors without a prefix and with the format's own names, and the name of each in the file.
+
+    Raises ValueError for two that become one.
+    """
     bare: dict[str, Tensor] = {}
     names: dict[str, str] = {}
     for name, tensor in tensors.items():
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
         short = name.removeprefix(prefix)
+        for other, own in aliases:
+            short = own + short.removeprefix(other) if short.startswith(other) else short
         if short in bare:
             raise ValueError(f"{name} and {names[short]}: one tensor, doubled")
         bare[short], names[short] = tensor, name
@@ -59,7 +64,7 @@ def match(
     for theirs, (ours, like) in wanted.items():
         tensor, says = tensors.get(theirs), because(blame, theirs, written)
         if tensor is None:
-            if ours not in form.optional:
+            if ours not in form.optional(config):
                 problems.append(f"{theirs}: missing, though config.json states {says}")
         elif tensor.shape != like.shape:
             problems.append(f"{theirs} {list(tensor.shape)}: expected {list(like.shape)}, as config.json states {says}")

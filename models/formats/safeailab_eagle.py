@@ -8,6 +8,7 @@ from typing import Any, cast
 from models.fields import Fields
 from models.formats import llama
 from models.formats.checkpoint import Checkpoint, Format, Given, Shapes, Stated
+from models.formats.safeailab_eagle3 import KEYS as EAGLE3_KEYS
 from models.heads.eagle_config import EagleConfig
 from models.heads.layer_config import layer_json
 
@@ -17,7 +18,7 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
 
 
 def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
-    foreign = ("draft_vocab_size", "speculators_model_type", "medusa_num_heads")
+    foreign = (*EAGLE3_KEYS, "speculators_model_type", "medusa_num_heads")
     return (
         config.get("num_hidden_layers") == 1
         and config.get("model_type") in MODEL_TYPES

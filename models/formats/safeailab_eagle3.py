@@ -19,13 +19,14 @@ from models.heads.layer_config import layer_json
 
 SPECFORGE = "LlamaForCausalLMEagle3"
 ARCHITECTURES = ("LlamaForCausalLM", SPECFORGE, "Eagle3LlamaForCausalLM")
-FIRST_LAYER = "layers.0."
+FIRST_LAYER, MIDLAYER = "layers.0.", "midlayer."
+KEYS = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")  # that no other flat config has
 
 
 def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
     flat = "speculators_model_type" not in config and "medusa_num_heads" not in config
     named = any(name in ARCHITECTURES[1:] for name in config.get("architectures") or ())
-    return flat and (named or "draft_vocab_size" in config)
+    return flat and (named or any(key in config for key in KEYS))
 
 
 def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
@@ -76,7 +77,7 @@ def read_norm_output(fields: Fields, architecture: str, given: Given, notes: lis
 
 
 def spell(name: str, config: HeadShape) -> str:
-    return name.replace(FIRST_LAYER, "midlayer.", 1) if name.startswith(FIRST_LAYER) else name
+    return name.replace(FIRST_LAYER, MIDLAYER, 1) if name.startswith(FIRST_LAYER) else name
 
 
 def write(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -116,7 +117,8 @@ FORMAT = Format(
     read=read,
     write=write,
     spell=spell,
-    optional=eagle3.OPTIONAL,
+    aliases=((FIRST_LAYER, MIDLAYER),),
+    optional=eagle3.shared_with_target,
     blame=((r"^midlayer\.", ("num_hidden_layers", "hidden_size")), *eagle3.BLAME),
     incoming=eagle3.incoming,
     losses=losses,

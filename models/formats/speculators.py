@@ -84,7 +84,8 @@ FORMAT = Format(
     matches=matches,
     read=read,
     write=write,
-    optional=eagle3.OPTIONAL,
+    aliases=(("midlayer.", "layers.0."),),
+    optional=eagle3.shared_with_target,
     blame=eagle3.BLAME,
     incoming=eagle3.incoming,
 )

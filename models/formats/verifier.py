@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from models import heads
 from models.config import read_json
 from models.fields import Fields
 from models.formats.checkpoint import Verifier
@@ -47,22 +48,17 @@ def _from_hub(hub_id: str) -> Path:
         ) from error
 
 
-def embedding_of(folder: Path) -> Callable[[], Tensor]:
-    """Reads the token embedding `[V, H]` of the target in `folder` when called. Raises ValueError if it has none."""
-    return lambda: _tensor(folder, shared_weight(folder) if _is_tied(folder) else EMBEDDING)
+def weights_of(folder: Path) -> dict[str, Callable[[], Tensor]]:
+    """By the names of a head: what reads the embedding and the LM head, `[V, H]` each, of the target in `folder`.
 
+    These raise ValueError if the target has none.
+    """
 
-def lm_head_of(folder: Path) -> Callable[[], Tensor]:
-    """Reads the LM head `[V, H]` of the target in `folder` when called. Raises ValueError if it has none."""
-    return lambda: _tensor(folder, shared_weight(folder) if _is_tied(folder) else LM_HEAD)
+    def read(name: str) -> Tensor:
+        tied = bool(read_json(folder / "config.json").get("tie_word_embeddings")) and not keeps_two(folder)
+        tensors, name = LazyTensors(folder), shared_weight(folder) if tied else name
+        if name not in tensors:
+            raise ValueError(f"{folder}: holds no {name}")
+        return tensors[name]
 
-
-def _is_tied(folder: Path) -> bool:
-    return bool(read_json(folder / "config.json").get("tie_word_embeddings")) and not keeps_two(folder)
-
-
-def _tensor(folder: Path, name: str) -> Tensor:
-    tensors = LazyTensors(folder)
-    if name not in tensors:
-        raise ValueError(f"{folder}: holds no {name}")
-    return tensors[name]
+    return {heads.EMBEDDING: lambda: read(EMBEDDING), heads.LM_HEAD: lambda: read(LM_HEAD)}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from models.heads.base import Head, HeadShape
 from models.heads.eagle import EagleHead
@@ -28,7 +30,7 @@ __all__ = ["HEADS", "Head", "HeadShape", "check_exported", "load_head", "read_he
 
 HEADS: dict[str, type[Head]] = {head.name: head for head in (EagleHead, Eagle3Head, MedusaHead, MlpHead, PEagleHead)}
 PROVENANCE = "provenance.json"
-EMBEDDING = "embed_tokens.weight"
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def save_head(
@@ -84,16 +86,28 @@ def load_head(
     checkpoint = read_head(folder, name=name, target=target, allow_mismatch=allow_mismatch)
     config, tensors = checkpoint.config, checkpoint.tensors
     head = HEADS[checkpoint.head](config)
-    if EMBEDDING in dict(head.named_parameters()) and EMBEDDING not in tensors:
-        if target is None:
-            raise ValueError(f"{folder}: {EMBEDDING} is not there, the head shares its target's; load it with a target")
-        tensors = tensors | {EMBEDDING: target.embedding_weight}
+    for shared, of_target in ((EMBEDDING, attrgetter("embedding_weight")), (LM_HEAD, _whole_lm_head)):
+        if shared in dict(head.named_parameters()) and shared not in tensors:
+            if target is None:
+                raise ValueError(
+                    f"{folder}: {shared} is not there, the head shares its target's; load it with a target"
+                )
+            tensors = tensors | {shared: of_target(target)}
     load_into(head, tensors, head.checkpoint_layout(), source=str(folder))
     _check_vocabulary(folder, head)
     head = head.to(device=device, dtype=dtype).eval().requires_grad_(False)
     if target is not None:
         head.borrow(target)
     return head
+
+
+def _whole_lm_head(target: LlamaTarget) -> Tensor:
+    """`[V, H]`; from the checkpoint where this process holds some of its rows, or fewer bits."""
+    from models.formats.verifier import weights_of  # built on this package
+
+    weight = target.lm_head.whole_weight()
+    whole = weight is not None and len(weight) == target.config.vocab_size
+    return weight if weight is not None and whole else weights_of(target.folder)[LM_HEAD]()
 
 
 def read_head(

@@ -124,6 +124,9 @@ def test_every_tensor_of_every_format_is_needed():
             rest = {key: value for key, value in tensors.items() if key != theirs}
             if theirs == "embed_tokens.weight":  # shared with the target where it is absent
                 assert theirs not in interpret(FORMATS[source.form], source.config, rest, asked).tensors
+            elif theirs in ("d2t", "t2d"):  # each follows from the other
+                complete = interpret(FORMATS[source.form], source.config, rest, asked)
+                assert torch.equal(complete.tensors[theirs], tensors[theirs])
             else:
                 with pytest.raises(ValueError, match=re.escape(theirs.removeprefix("speculator.")) + ": missing"):
                     interpret(FORMATS[source.form], source.config, rest, asked)
@@ -150,10 +153,18 @@ DISAGREEMENTS: list[tuple[str, dict[str, Any], dict[str, torch.Tensor | None], l
     (EAGLE, {}, {"lm_head.weight": torch.ones(384, 64)}, ["lm_head.weight: not part of this head"]),
     (EAGLE3, {"draft_vocab_size": 100}, {}, ["lm_head.weight [96, 64]: expected [100, 64]", "draft_vocab_size=100"]),
     (EAGLE3, {"draft_vocab_size": 384}, {}, ["lm_head.weight [96, 64]: expected [384, 64]", "d2t: not part"]),
+    (EAGLE3, {}, {"lm_head.weight": None}, ["lm_head.weight: missing", "draft_vocab_size=96"]),
+    (EAGLE3, {}, {"d2t": None, "t2d": None}, ["d2t: missing", "t2d: missing", "draft_vocab_size=96"]),
+    (EAGLE3, {"target_hidden_size": 128}, {"embed_tokens.weight": None}, ["embed_tokens.weight: missing"]),
     (EAGLE3, {"target_hidden_size": 128}, {}, ["fc.weight [64, 192]: expected [64, 384]", "target_hidden_size=128"]),
     (EAGLE3, {"fc_norm": True}, {}, ["fc_norm.0.weight: missing", "fc_norm=True"]),
     (EAGLE3, {}, {"input_norm.weight": torch.ones(192)}, ["input_norm.weight: not part", "no norm_before_fc"]),
-    (EAGLE3, {}, {"layers.0.hidden_norm.weight": torch.ones(64)}, ["layers.0.hidden_norm.weight: not part"]),
+    (
+        EAGLE3,
+        {},
+        {"layers.0.hidden_norm.weight": torch.ones(64)},
+        ["layers.0.hidden_norm.weight", "midlayer", "doubled"],
+    ),
     (EAGLE3, {}, {"fc.bias": torch.ones(64)}, ["fc.bias: not part of this head"]),
     (
         SPECULATORS,
@@ -179,7 +190,7 @@ DISAGREEMENTS: list[tuple[str, dict[str, Any], dict[str, torch.Tensor | None], l
         {},
         ["embed_tokens.weight [384, 64]: expected [400, 64]", "t2d [384]: expected [400]", "vocab_size=400"],
     ),
-    (SPECULATORS, {}, {"midlayer.hidden_norm.weight": torch.ones(64)}, ["midlayer.hidden_norm.weight: not part"]),
+    (SPECULATORS, {}, {"midlayer.hidden_norm.weight": torch.ones(64)}, ["midlayer.hidden_norm.weight", "doubled"]),
     ("speculators p-eagle", {}, {"mask_hidden": None}, ["mask_hidden: missing"]),
     (MEDUSA, {"medusa_num_heads": 4}, {}, ["3.0.linear.weight: missing", "medusa_num_heads=4"]),
     (MEDUSA, {"medusa_num_heads": 2}, {}, ["2.0.linear.weight: not part", "medusa_num_heads=2"]),
@@ -207,6 +218,9 @@ DISAGREEMENTS: list[tuple[str, dict[str, Any], dict[str, torch.Tensor | None], l
     # the draft vocabulary
     (SPECULATORS, {}, {"d2t": torch.zeros(96, dtype=torch.int64)}, ["d2t and t2d do not describe one vocabulary"]),
     (EAGLE3, {}, {"t2d": torch.ones(384, dtype=torch.bool)}, ["d2t and t2d do not describe one vocabulary"]),
+    (EAGLE3, {}, {"d2t": torch.arange(96) * 9, "t2d": None}, ["d2t: neither as offsets nor as target ids", "384"]),
+    (SPECULATORS, {}, {"d2t": -torch.ones(96, dtype=torch.int64), "t2d": None}, ["d2t: neither as offsets nor"]),
+    (SPECULATORS, {}, {"d2t": None, "t2d": torch.arange(384) < 95}, ["t2d marks 95 tokens", "draft_vocab_size=96"]),
     (SMALL, {}, {"token_map": torch.arange(96) + 300}, ["token_map: must hold distinct tokens of the target's 384"]),
     (SMALL, {}, {"token_map": torch.zeros(96, dtype=torch.int64)}, ["token_map: must hold distinct tokens"]),
 ]

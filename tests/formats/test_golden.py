@@ -156,6 +156,9 @@ def embedding():
     return torch.full((384, 64), 0.5)
 
 
+OF_TARGET = {"embed_tokens.weight": embedding}
+
+
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_tensor_arrives_under_our_name_with_its_bits(tmp_path, name):
     source = SOURCES[name]
@@ -175,7 +178,7 @@ def test_every_tensor_leaves_under_their_name_with_its_bits(tmp_path, name):
     source, form = SOURCES[name], FORMATS[SOURCES[name].form]
     checkpoint = read(source, tmp_path / "in")
     (tmp_path / "ours").mkdir()
-    write_checkpoint(FORMATS["headway"], checkpoint, tmp_path / "ours", embedding=embedding)
+    write_checkpoint(FORMATS["headway"], checkpoint, tmp_path / "ours", of_target=OF_TARGET)
     ours = read_checkpoint(FORMATS["headway"], tmp_path / "ours")
     (tmp_path / "out").mkdir()
     write_checkpoint(form, ours, tmp_path / "out")
@@ -192,7 +195,7 @@ def test_every_tensor_leaves_under_their_name_with_its_bits(tmp_path, name):
 def test_every_key_of_a_written_config(tmp_path, name, form):
     checkpoint = read(SOURCES[name], tmp_path / "in")
     (tmp_path / "out").mkdir()
-    write_checkpoint(FORMATS[form], checkpoint, tmp_path / "out", embedding=embedding)
+    write_checkpoint(FORMATS[form], checkpoint, tmp_path / "out", of_target=OF_TARGET)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == CONFIGS[name, form]
 
 
@@ -209,7 +212,7 @@ def test_a_folder_says_what_it_is(tmp_path, name):
     assert detect(folder).name == source.form
     (tmp_path / "ours").mkdir()
     checkpoint = read_checkpoint(FORMATS[source.form], folder, given_for(source))
-    write_checkpoint(FORMATS["headway"], checkpoint, tmp_path / "ours", embedding=embedding)
+    write_checkpoint(FORMATS["headway"], checkpoint, tmp_path / "ours", of_target=OF_TARGET)
     assert detect(tmp_path / "ours").name == "headway"
 
 
@@ -309,3 +312,51 @@ def test_mask_hidden_of_two_dimensions_is_the_same(tmp_path):
     save_file(tensors | {"mask_hidden": tensors["mask_hidden"][0].clone()}, folder / source.file)
     checkpoint = read_checkpoint(FORMATS["speculators"], folder)
     assert torch.equal(checkpoint.tensors["mask_hidden"], tensors["mask_hidden"])
+
+
+@pytest.mark.parametrize("name", ["safeailab-eagle3", "speculators", "speculators p-eagle"])
+def test_one_map_of_a_draft_vocabulary_says_what_the_other_does(tmp_path, name):
+    source = SOURCES[name]
+    whole = read(source, tmp_path / "in")
+    for missing, present in (("t2d", "d2t"), ("d2t", "t2d")):
+        folder, tensors = source.write(tmp_path / f"no {missing}"), source.tensors()
+        del tensors[missing]
+        save_file(tensors, folder / source.file)
+        checkpoint = read_checkpoint(FORMATS[source.form], folder, given_for(source))
+        assert all(torch.equal(checkpoint.tensors[key], value) for key, value in whole.tensors.items())
+        assert checkpoint.remarks == {missing: f"follows from {present}"}
+    ids = tensors_with_target_ids(source)
+    save_file(ids, folder / source.file)
+    checkpoint = read_checkpoint(FORMATS[source.form], folder, given_for(source))
+    assert torch.equal(checkpoint.tensors["d2t"], whole.tensors["d2t"])
+    assert torch.equal(checkpoint.tensors["t2d"], whole.tensors["t2d"])
+
+
+def tensors_with_target_ids(source):
+    """Without t2d, and with ids in d2t that as offsets would lead out of the vocabulary."""
+    tensors = source.tensors()
+    tensors["d2t"] += torch.arange(96)
+    del tensors["t2d"]
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "other"),
+    [("safeailab-eagle3", "midlayer.", "layers.0."), ("speculators", "layers.0.", "midlayer.")],
+)
+def test_the_first_layer_has_two_names(tmp_path, name, theirs, other):
+    source = SOURCES[name]
+    whole, folder = read(source, tmp_path / "in"), source.write(tmp_path / "renamed")
+    tensors = {key.replace(theirs, other): value for key, value in source.tensors().items()}
+    save_file(tensors, folder / source.file)
+    checkpoint = read_checkpoint(FORMATS[source.form], folder, given_for(source))
+    assert all(torch.equal(checkpoint.tensors[key], value) for key, value in whole.tensors.items())
+    assert set(checkpoint.sources.values()) == set(tensors)  # the report names what is in the file
+
+
+def test_a_flat_config_without_a_draft_vocabulary_may_be_of_eagle3(tmp_path):
+    source = SOURCES["safeailab-eagle3"]
+    folder = source.write(tmp_path / "in")
+    config = {key: value for key, value in source.config.items() if key != "draft_vocab_size"}
+    (folder / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}))
+    assert detect(folder).name == "safeailab-eagle3"

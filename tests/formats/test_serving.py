@@ -7,15 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from infer.cli import compose
 from infer.config import GenerateConfig
 from infer.generate import run
 from models.config import RopeConfig
-from models.heads import load_head
+from models.formats import FORMATS, render
+from models.heads import load_head, read_head
 from models.heads.layer_config import reaching
 from models.layers import rope_frequencies
+from models.parallel import Part
 from models.targets import load_target
+from scripts import convert
 from tests.formats.sources import SOURCES
 
 
@@ -59,6 +63,42 @@ def test_a_shared_embedding_is_the_targets(tmp_path, tiny_target_folder):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="the head shares its target's; load it with a target"):
         load_head(folder)
+
+
+def whole_vocabulary(folder):
+    """An EAGLE-3 head over the target's vocabulary, which leaves out what it shares and calls its layer layers.0."""
+    source = SOURCES["safeailab-eagle3"]
+    source.write(folder)
+    config = {**source.config, "draft_vocab_size": 384, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+    (folder / "config.json").write_text(json.dumps(config))
+    shared = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d")
+    tensors = {key: value for key, value in source.tensors().items() if key not in shared}
+    save_file({key.replace("midlayer.", "layers.0."): value for key, value in tensors.items()}, folder / source.file)
+    return folder
+
+
+def test_an_lm_head_that_is_not_there_is_the_targets(tmp_path, capsys, make_target_folder, tiny_target_folder):
+    target = load_target(str(tiny_target_folder))
+    folder = whole_vocabulary(tmp_path / "in")
+    with pytest.raises(ValueError, match=r"\.weight is not there, the head shares its target's; load it with a target"):
+        load_head(folder)
+    head = load_head(folder, target=target)
+    assert torch.equal(head.lm_head.weight, target.lm_head.weight)
+    for rank in range(2):  # of a target that is divided each holds a part
+        part = load_target(str(tiny_target_folder), part=Part(rank, 2, lambda x, sizes, everywhere=True: x))
+        assert torch.equal(load_head(folder, target=part).lm_head.weight, target.lm_head.weight)
+    other = make_target_folder(tie_word_embeddings=True)  # an LM head that differs from the embedding it is tied to
+    tensors = load_file(other / "model.safetensors") | {"lm_head.weight": target.lm_head.weight}
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(load_head(folder, target=load_target(str(other))).lm_head.weight, target.lm_head.weight)
+    words = ["--from", "auto", "--to", "headway", "--verifier", str(other), str(folder), str(tmp_path / "ours")]
+    assert convert.main(words) == 0
+    assert torch.equal(load_head(tmp_path / "ours").lm_head.weight, target.lm_head.weight)
+    with pytest.raises(ValueError, match=r"(?s)not in the checkpoint, which shares the target's.*--verifier"):
+        render(FORMATS["headway"], read_head(folder, target=target))
+    words = [f"model.path={tiny_target_folder}", "model.device=cpu", "head=eagle3", f"head.path={folder}"]
+    run(compose("generate", GenerateConfig, [*words, "compare=true", "num_prompts=1", "max_tokens=8"]))
+    assert "acceptance" in capsys.readouterr().out
 
 
 def test_a_short_context_is_stretched_to_the_targets_without_turning_anything(tmp_path, tiny_target_folder):

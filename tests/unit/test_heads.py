@@ -152,6 +152,9 @@ def test_tensors_are_strict(tiny_target, tmp_path, variant):
     tensors = load_file(path)
     for name, value in tensors.items():
         save_file({other: tensor for other, tensor in tensors.items() if other != name}, path)
+        if name in ("d2t", "t2d"):  # each follows from the other
+            assert torch.equal(load_head(folder).get_buffer(name), value)
+            continue
         with pytest.raises(ValueError, match=f"{name}: missing"):
             load_head(folder)
         save_file(tensors | {name: value[:-1].contiguous() if value.shape[0] > 1 else value[..., :-1]}, path)

@@ -18,7 +18,7 @@ from infer.config import EngineConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
 from models.config import read_json
-from models.formats.verifier import embedding_of, lm_head_of
+from models.formats.verifier import weights_of
 from models.heads.eagle import EagleHead
 from models.heads.eagle_config import EagleConfig
 from models.inflation import inflate_target, shape_of, write_target
@@ -103,8 +103,8 @@ def test_one_weight_is_held_once(tied: Path, change: Any, tmp_path: Path, caplog
         assert storages[0].data_ptr() == storages[1].data_ptr()
     save_target(wanted, tmp_path)
     assert set(load_file(tmp_path / "model.safetensors")) == set(load_file(tied / "model.safetensors"))
-    assert torch.equal(embedding_of(folder)(), wanted.embed_tokens.weight)
-    assert torch.equal(lm_head_of(folder)(), wanted.embed_tokens.weight)
+    for read in weights_of(folder).values():
+        assert torch.equal(read(), wanted.embed_tokens.weight)
     enlarged = inflate_target(folder, shape_of("num_layers=6", wanted.config), dtype=torch.float32, device="cpu")
     assert torch.equal(enlarged.lm_head.weight, wanted.lm_head.weight)
     assert not [record for record in caplog.records if record.name == "headway.targets"]
@@ -187,6 +187,9 @@ def test_a_head_borrows_the_lm_head_that_is_kept(contradicting: Path) -> None:
         engine = Engine(target, head=head, proposer=proposer, config=EngineConfig(max_batch=2))
         texts.append([completion.token_ids for completion in engine.generate(prompts, params)])
     assert texts[0] == texts[1]
+    read = weights_of(contradicting)  # what a conversion takes of the target
+    assert torch.equal(read["lm_head.weight"](), target.lm_head.whole_weight())
+    assert torch.equal(read["embed_tokens.weight"](), target.embedding_weight)
 
 
 def test_values_are_compared_across_shards_and_dtypes(contradicting: Path, tied: Path, tmp_path: Path) -> None:
