@@ -20,7 +20,6 @@ from typing import Any, TypeVar, cast
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
@@ -28,6 +27,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from infer.config import COMMANDS
 from infer.config_checks import REPO_ROOT, resolve_path
 from infer.head_config import HeadConfig
+from infer.literal_text import encode_all, literal_words, restore_missing
 
 CONF = str(REPO_ROOT / "conf")
 USER_ERROR = 2
@@ -45,7 +45,7 @@ def to_config(config: DictConfig, schema: type[T]) -> T:
         key = error.full_key
         raise ValueError(f"{key}: must be given, as {key}=...") from None
     assert isinstance(result, schema)
-    return result
+    return restore_missing(result)
 
 
 def compose(command: str, schema: type[T], overrides: Sequence[str] = ()) -> T:
@@ -69,11 +69,13 @@ def entry_point(command: str, schema: type[T]) -> Callable[[Callable[[T], Any]],
 
     def decorate(task: Callable[[T], Any]) -> Callable[[], None]:
         full_error = os.environ.get("HYDRA_FULL_ERROR")
+        typed: list[str] = []
 
         @functools.wraps(task)
         def run(config: DictConfig) -> Any:
             _set_full_error(full_error)  # processes that the task starts see the user's setting
             with _user_errors(full_error == "1"):  # inside Hydra too, which would print half a traceback
+                sys.argv[1:] = typed
                 refuse_keys_without_effect(command, HydraConfig.get().overrides.task)
                 return task(to_config(config, schema))
 
@@ -81,7 +83,8 @@ def entry_point(command: str, schema: type[T]) -> Callable[[Callable[[T], Any]],
             if {"-h", "--help"} & set(sys.argv[1:]):
                 print(help_text(command, schema))
                 return
-            sys.argv[1:] = [quote_free_text(argument, schema) for argument in sys.argv[1:]]
+            typed[:] = sys.argv[1:]
+            sys.argv[1:] = literal_words(typed, schema)  # for Hydra, which reads them there
             _set_full_error("1")  # so that Hydra raises its errors instead of printing them
             try:
                 with _user_errors(full_error == "1"):
@@ -123,15 +126,6 @@ def take_words(words: Sequence[str], own: dict[str, str]) -> list[str]:
         else:
             others.append(word)
     return others
-
-
-def quote_free_text(argument: str, schema: type) -> str:
-    """`prompt=def main(x):` is not Hydra's grammar; quoted for Hydra it is, and means what was typed."""
-    key, equals, text = argument.partition("=")
-    free = {field.name for field in fields(cast(Any, schema)) if field.metadata.get("free_text")}
-    if not equals or key not in free or text == "null":
-        return argument
-    return key + equals + QuotedString(text=text.replace("${", "\\${"), quote=Quote.single).with_quotes()
 
 
 @contextmanager
@@ -214,7 +208,7 @@ def _set_full_error(value: str | None) -> None:
 
 
 def save_config(config: Any, path: Path) -> None:
-    OmegaConf.save(OmegaConf.structured(config), path)
+    OmegaConf.save(OmegaConf.create(encode_all(config)), path)
 
 
 def load_config(path: Path, schema: type[T], schemas: dict[str, dict[str, type]]) -> T:

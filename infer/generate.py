@@ -60,10 +60,10 @@ def given_prompts(config: GenerateConfig) -> list[str] | None:
         return [config.prompt]
     if config.prompts_file is not None:
         try:
-            lines = resolve_path(config.prompts_file).read_text(encoding="utf-8").splitlines()
+            text = resolve_path(config.prompts_file).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"prompts_file={config.prompts_file}: cannot be read ({error})") from error
-        texts = [line for line in lines if line.strip()][: config.num_prompts]
+        texts = [line for line in text.split("\n") if line.strip()][: config.num_prompts]
         if not texts:
             raise ValueError(f"prompts_file={config.prompts_file}: holds no prompt; write one per line")
         return texts

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from infer.config_checks import resolve_path
+from infer.literal_text import literal_words
 from models.targets.llama import LlamaTarget
 
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -63,7 +64,7 @@ def read_config(schema: type[C], argv: Sequence[str], doc: str | None) -> C:
         print("Options, key=value:\n" + OmegaConf.to_yaml(structured))
         raise SystemExit(0)
     try:
-        return OmegaConf.to_object(OmegaConf.merge(structured, OmegaConf.from_dotlist(list(argv))))  # type: ignore[return-value]
+        return OmegaConf.to_object(OmegaConf.merge(structured, OmegaConf.from_dotlist(literal_words(argv, schema))))  # type: ignore[return-value]
     except MissingMandatoryValue as error:
         raise SystemExit(f"error: {error.full_key} must be given, as {error.full_key}=...") from error
     except (OmegaConfBaseException, ValueError) as error:

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from infer import config as infer_config
-from infer.cli import CONF, compose, groups_of, help_text, load_config, quote_free_text, save_config
+from infer.cli import CONF, compose, groups_of, help_text, load_config, save_config
 from train import config as train_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -256,33 +256,6 @@ def test_the_traceback_is_there_when_asked_for(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert "Traceback" in result.stderr
     assert result.stderr.endswith("error: precision=fp16: must be one of fp32, bf16\n")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def main():",
-        "Hello, world!",
-        "x = {1: [2]}",
-        "it's",
-        "a\\",
-        "\\'",
-        '"""doc"""',
-        "${x}",
-        "a\nb",
-        "τ",
-        "",
-        "null ",
-    ],
-)
-def test_a_prompt_is_taken_as_typed(text: str) -> None:
-    argument = quote_free_text(f"prompt={text}", infer_config.GenerateConfig)
-    assert compose("generate", infer_config.GenerateConfig, [argument]).prompt == text
-
-
-def test_only_a_prompt_is_quoted() -> None:
-    for argument in ("prompt=null", "prompts_file=a,b", "seed=1", "--cfg", "job"):
-        assert quote_free_text(argument, infer_config.GenerateConfig) == argument
 
 
 @pytest.mark.parametrize("command", COMMANDS)

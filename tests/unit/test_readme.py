@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from infer import config as infer_config
-from infer.cli import compose, quote_free_text
+from infer.cli import compose
+from infer.literal_text import literal_words
 from scripts.make_tables import PAGES, rewrite
 from train import config as train_config
 
@@ -42,7 +43,7 @@ def test_commands_parse(line: str) -> None:
     assert (ROOT / file).is_file()
     if file in SCHEMAS and "-m" not in arguments:
         command, schema = SCHEMAS[file]
-        overrides = [quote_free_text(word, schema) for word in arguments if "=" in word]
+        overrides = literal_words([word for word in arguments if "=" in word], schema)
         assert isinstance(compose(command, schema, overrides), schema)
 
 

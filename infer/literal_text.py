@@ -1,0 +1,131 @@
+"""Text on a command line and in a written config means what was typed, whatever it holds.
+
+Two languages would read it otherwise: Hydra's grammar of overrides (quotes, commas, braces, numbers) and OmegaConf's
+interpolation (`${...}`, with backslashes that count). Neither is escaped case by case. What could be read as anything
+but itself is written as `${text:x<its bytes in hexadecimal>}`, which both pass on, and which the resolver below turns
+back before a schema sees it. Knows dataclasses and no command.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast, get_type_hints
+
+from omegaconf import OmegaConf
+
+T = TypeVar("T")
+TEXT, NULL = (str, str | None), "null"
+# no interpolation, escape or control character, and nothing that is alone in meaning something
+PLAIN = re.compile(r"(?!\?\?\?$)(?:(?!\$\{)[^\\\x00-\x1f\x7f-\x9f\ud800-\udfff])*")
+MISSING, STANDS_FOR_MISSING = "???", "\ue000???"  # OmegaConf takes even a resolved ??? for a value that is not there
+SWEEP = re.compile(r",|^(?:choice|range|interval|glob|sort|shuffle)\(")
+
+
+def encode(text: str) -> str:
+    """`text` as OmegaConf has to be given it."""
+    return text if PLAIN.fullmatch(text) else _in_hexadecimal(text)
+
+
+def _in_hexadecimal(text: str) -> str:
+    """Surrogates stand for bytes of a file name that are no UTF-8."""
+    return f"${{text:x{text.encode('utf-8', 'surrogateescape').hex()}}}"
+
+
+def _decode(encoded: str) -> str:
+    text = bytes.fromhex(encoded.removeprefix("x")).decode("utf-8", "surrogateescape")
+    return STANDS_FOR_MISSING if text == MISSING else text
+
+
+OmegaConf.register_new_resolver("text", _decode, replace=True)
+
+
+def encode_all(value: Any) -> Any:
+    """A config as plain containers whose texts are encoded, for writing it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: encode_all(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: encode_all(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [encode_all(item) for item in value]
+    return encode(value) if isinstance(value, str) else value
+
+
+def restore_missing(value: T) -> T:
+    """After OmegaConf: what stands for `???` is that again. Dataclasses are changed in place."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            setattr(value, field.name, restore_missing(getattr(value, field.name)))
+    if isinstance(value, dict):
+        return cast(T, {key: restore_missing(item) for key, item in value.items()})
+    if isinstance(value, list):
+        return cast(T, [restore_missing(item) for item in value])
+    return cast(T, MISSING) if value == STANDS_FOR_MISSING else value
+
+
+def literal_words(words: Sequence[str], schema: type) -> list[str]:
+    """The words of a command line, those that set a text of `schema` in such a form that Hydra leaves it alone.
+
+    `null` stays the value that it is everywhere. A list of texts is `[a,b]`, with quotes around an item that holds a
+    comma. With `-m` a comma sweeps, but for fields whose metadata say FREE_TEXT.
+    """
+    sweeps = bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(words))
+    return [_literal_word(word, schema, sweeps=sweeps) for word in words]
+
+
+def _literal_word(word: str, schema: type, *, sweeps: bool) -> str:
+    key, equals, text = word.partition("=")
+    kinds = list(_kinds(schema, key.lstrip("+").split("."))) if equals and not word.startswith("-") else []
+    free = any(field.metadata.get("free_text") for field, _ in kinds)
+    if not kinds or text == NULL or (sweeps and not free and SWEEP.search(text)):
+        return word
+    types = [kind for _, kind in kinds]
+    if all(kind in TEXT for kind in types) or (Any in types and text[:1] not in ("[", "{")):
+        return key + equals + _quote(text)
+    if text[:1] == "[" and text[-1:] == "]" and (set(types) == {list[str]} or (Any in types and _lists_texts(text))):
+        return key + equals + "[" + ",".join(map(_quote, _items(text[1:-1]))) + "]"
+    return word
+
+
+def _kinds(schema: type, keys: Sequence[str]) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
+    """What a key is declared as: in the schema, or in any option of its group."""
+    hints = _hints(schema)
+    for field in dataclasses.fields(schema):
+        if field.name != keys[0]:
+            continue
+        kind = hints[field.name]
+        if len(keys) == 1 and not dataclasses.is_dataclass(kind):
+            yield field, kind
+        elif len(keys) > 1 and dataclasses.is_dataclass(kind):
+            for option in _options(cast(type, kind)):
+                yield from _kinds(option, keys[1:])
+
+
+@functools.cache
+def _hints(schema: type) -> dict[str, Any]:
+    return get_type_hints(schema)
+
+
+def _options(kind: type) -> Iterator[type]:
+    yield kind
+    for option in kind.__subclasses__():
+        yield from _options(option)
+
+
+def _quote(text: str) -> str:
+    """A string between quotes, in which neither Hydra nor YAML finds anything to unescape."""
+    return "'" + (_in_hexadecimal(text) if "'" in text else encode(text)) + "'"
+
+
+def _lists_texts(text: str) -> bool:
+    """Of a value of any type: whether it is a list with something in it that is not Hydra's grammar, and not nested."""
+    return text[1:2] not in ("[", "{") and re.search(r"[^\w,. /*\[\]-]", text) is not None
+
+
+def _items(text: str) -> list[str]:
+    """The items of a list: what stands between commas, without blanks and quotes around it."""
+    parts = re.findall(r"""\s*(?:'([^']*)'|"([^"]*)"|([^,]*?))\s*(?:,|$)""", text)
+    items = [single or double or bare for single, double, bare in parts]
+    return items[:-1] if items and not items[-1] else items
