@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from infer.config_checks import FREE_TEXT, at_least, one_of, resolve_path
+from infer.config_checks import FREE_TEXT, at_least, check_origins, one_of, resolve_path
 from infer.head_config import HEAD_NAMES, HEADS, HeadConfig
 from infer.tracker_config import TRACKERS, TrackerConfig
 
@@ -194,6 +194,8 @@ class ServerConfig:
     replicas: int = 1  # engines behind one address, each in a process of its own; more than one needs Ray (extra `ray`)
     api_keys_file: str | None = None  # one key a line; beside HEADWAY_API_KEY
     insecure: bool = False  # listen beyond this machine without an API key
+    strict: bool = False  # refuse request fields of no schema, which are otherwise ignored with a warning
+    cors_origins: list[str] = field(default_factory=list)  # whose pages may call from a browser; ["*"]: all
     max_body_bytes: int = 4 * 2**20
     max_prompts: int = 32  # prompts in one completions request
     max_waiting: int = 256  # requests queued before a 429
@@ -211,6 +213,7 @@ class ServerConfig:
             raise ValueError(f"server.port={self.port}: must be 0 to 65535")
         for key in ("max_body_bytes", "max_prompts", "max_waiting", "max_grammar_bytes", "max_schema_depth"):
             at_least(f"server.{key}", getattr(self, key), 1)
+        check_origins("server.cors_origins", self.cors_origins)
         one_of("server.tool_parser", self.tool_parser, TOOL_PARSERS)
         one_of("server.reasoning_parser", self.reasoning_parser, ("auto", "think", "none"))
         at_least("server.replicas", self.replicas, 1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
+ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?")
 FREE_TEXT = {"free_text": True}  # a field whose value on the command line is taken as typed, whatever it holds
 
 
@@ -17,6 +20,15 @@ def at_least(key: str, value: float | None, low: float) -> None:
     """None passes: for a key that may be null, null has its own meaning."""
     if value is not None and not value >= low:  # written so that NaN fails
         raise ValueError(f"{key}={value}: must be at least {low}")
+
+
+def check_origins(key: str, origins: Sequence[str]) -> None:
+    """What a browser sends as `origin`: scheme, host and port, without a path."""
+    for origin in origins:
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            raise ValueError(f"{key}={origin}: must be *, or http(s)://host[:port], without a path")
+    if "*" in origins and len(origins) > 1:
+        raise ValueError(f"{key}={list(origins)}: * stands for every origin; leave out the others")
 
 
 def resolve_path(path: str) -> Path:

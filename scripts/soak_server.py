@@ -38,8 +38,8 @@ STRUCTURES: list[dict[str, Any]] = [
 MISTAKES: list[dict[str, Any]] = [  # of every endpoint
     {"temperature": -1},
     {"top_p": 2},
-    {"seed": -1},
-    {"colour": "red"},
+    {"seed": -2},
+    {"moderation": {"model": "m"}},
     {"structured_outputs": {"regex": "("}},
     {"speculative": {"proposer": "oracle"}},
 ]
@@ -100,7 +100,7 @@ def request(random_: random.Random, model: str) -> tuple[str, dict[str, Any], bo
         if body.pop("top_logprobs", None):
             body["logprobs"] = 2
         return f"/v1/{kind}", body | {"prompt": text}, wrong
-    for other in ("n", "stop", "logprobs"):
+    for other in ("n", "logprobs"):
         body.pop(other, None)
     body["max_output_tokens"] = body.pop("max_tokens")
     return f"/v1/{kind}", body | {"input": text}, wrong

@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from infer.server import chat, completions, errors, responses, tokens
@@ -22,6 +23,16 @@ def create_app(service: Service, *, api_keys: Sequence[str]) -> FastAPI:
     app = FastAPI(title="Headway", docs_url=None, redoc_url=None)
     errors.install(app)
     app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=service.config.max_body_bytes)
+    if origins := service.config.cors_origins:  # before the gate: a browser's preflight carries no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+            allow_private_network=True,
+            allow_credentials=False,  # keys come in a header that the page sets, never with a browser's own cookies
+        )
     app.include_router(completions.router(service))
     app.include_router(chat.router(service))
     app.include_router(responses.router(service))

@@ -94,7 +94,9 @@ def router(service: Service) -> APIRouter:
     @routes.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         service.check(body)
-        conversation = Conversation.of(service, body.messages, body, body.structure, body.chat_template_kwargs)
+        conversation = Conversation.of(
+            service, body.messages, body, body.structure, body.chat_template_kwargs, body.reasoning_effort
+        )
         session = await conversation.start(request, body, param="messages", max_tokens=body.limit)
         return await answer(request, session, ChatFormat(body, conversation, service.names), body)
 

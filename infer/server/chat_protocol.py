@@ -3,47 +3,57 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from infer.server.errors import field_error
-from infer.server.fields import Strict, drop_nothing
+from infer.server.errors import field_error, shown
+from infer.server.fields import Strict, Unless
 from infer.server.protocol import Count, GenerationRequest
 from infer.server.tool_protocol import MAX_CALLS, ToolCall, ToolFields
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 256  # of one message
 
-MESSAGE_NOTHING: dict[str, tuple[Any, ...]] = {
-    "name": (),
-    "refusal": (),
-    "audio": (),
-    "annotations": ([],),
-    "function_call": (),
-}
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class TextPart(Strict):
+    accepted = frozenset({"cache_control", "prompt_cache_breakpoint", "annotations", "citations", "id"})
+
     type: Literal["text"]
     text: str
-
-
-class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)] | None = None
-    reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
-    tool_call_id: str | None = Field(default=None, max_length=256)
+    refusal: str | None = None  # the text of a part of type refusal
 
     @model_validator(mode="before")
     @classmethod
-    def refuse(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            calls = values.get("role") == "assistant" and values.get("tool_calls")
-            if values.get("content") is not None or not calls:
-                check_content(values.get("content"))
-        return drop_nothing(values, set(cls.model_fields), MESSAGE_NOTHING)
+    def check_type(cls, values: Any) -> Any:
+        """A refusal that is sent back is text like any other."""
+        kind = values.get("type", "text") if isinstance(values, dict) else "text"
+        if kind not in ("text", "refusal"):
+            raise field_error("type", f"{shown(kind)} is not read; this server reads text only")
+        return values | {"type": "text", "text": values.get("refusal")} if kind == "refusal" else values
+
+
+class Message(Strict):
+    accepted = frozenset(
+        {
+            *("id", "status", "type", "index", "annotations", "metadata", "parsed", "phase"),
+            *("cache_control", "prompt_cache_breakpoint", "provider_specific_fields"),
+            *("thinking_blocks", "reasoning_details"),  # of gateways; the text is in `reasoning_content`
+        }
+    )
+    refused: ClassVar[Mapping[str, Unless]] = {"audio": Unless(), "function_call": Unless(hint="say tool_calls")}
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
+    refusal: str | None = None  # what an assistant said in place of a content
+    name: str | None = Field(default=None, max_length=256)
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's newer name of it
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
+    tool_call_id: str | None = Field(default=None, max_length=256)
 
     @model_validator(mode="after")
     def check_role(self) -> Message:
@@ -51,7 +61,19 @@ class Message(Strict):
             if getattr(self, name) and self.role != role:
                 raise field_error(name, f"only in a message of role {role}")
         if self.role == "tool" and not self.tool_call_id:
-            raise field_error("tool_call_id", "missing; it says which call this answers")
+            raise field_error("tool_call_id", "missing; it says which call this answers", "missing_required_parameter")
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            raise field_error("content", "missing; this field is required", "missing_required_parameter")
+        return self
+
+    @model_validator(mode="after")
+    def merge_synonyms(self) -> Message:
+        """A refusal is a content, `reasoning` a `reasoning_content`. Only a turn of calls may be without a content."""
+        if self.reasoning_content is None:
+            self.reasoning_content = self.reasoning
+        if not self.content:
+            self.content = self.refusal or (None if self.tool_calls else "")
+        self.reasoning = self.refusal = None
         return self
 
     @property
@@ -63,6 +85,8 @@ class Message(Strict):
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: arguments of calls are objects. Raises ValueError for ones that are not."""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.name is not None:
+            message["name"] = self.name
         if self.reasoning_content is not None:
             message["reasoning_content"] = self.reasoning_content
         if self.tool_call_id is not None:
@@ -89,40 +113,44 @@ def arguments(call: ToolCall) -> dict[str, Any]:
     return value
 
 
-def check_content(content: Any) -> None:
-    """Before pydantic tries the two forms of a content and reports both failures."""
-    if isinstance(content, str):
-        return
-    if not isinstance(content, list) or not content:
-        raise field_error("content", "must be a string or a list of text parts")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise field_error(
-                "content", 'every part must be {"type": "text", "text": ...}; this server reads text only'
-            )
-
-
-class TemplateOptions(Strict):
-    """Of a chat template's many variables, those that a client may set."""
-
-    enable_thinking: bool | None = None
-    thinking: bool | None = None
+# Variables of a chat template. `infer/server/conversation.py` says which of them a client may set.
+TemplateOptions = Annotated[
+    dict[Annotated[str, Field(max_length=64)], bool | Annotated[str, Field(max_length=256)] | None],
+    Field(max_length=16),
+]
 
 
 class ChatRequest(ToolFields, GenerationRequest):
+    # A prediction is a hint for speed, and nothing here says how long an answer should be.
+    accepted = GenerationRequest.accepted | {"prediction", "verbosity"}
+    refused = GenerationRequest.refused | {
+        **dict.fromkeys(("audio", "documents", "chat_template", "functions"), Unless()),
+        "function_call": Unless(("none", "auto"), "say tools and tool_choice"),
+        "modalities": Unless((["text"],)),
+        "best_of": Unless((1,), "say n"),
+        "suffix": Unless(),
+        "echo": Unless((False,)),
+        "add_special_tokens": Unless((False,)),
+        "add_generation_prompt": Unless((True,)),
+        "continue_final_message": Unless((False,)),
+        "max_output_tokens": Unless(hint="say max_completion_tokens"),
+    }
+    absent = GenerationRequest.absent | {"tool_choice": ("", {})}
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    reasoning_effort: ReasoningEffort | None = None  # for templates that read it
     include_reasoning: bool | None = None  # false: a reasoning span is left out of the answer
 
     @model_validator(mode="after")
     def check_limits(self) -> ChatRequest:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise field_error("max_tokens", "contradicts max_completion_tokens; give one of them")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "only together with logprobs: true")
         if self.must_call and super().structure is not None:
             raise field_error("tool_choice", "the output cannot be a call and of another form as well")

@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
 
 from infer.grammar import Grammar
-from infer.server.chat_protocol import Message, TemplateOptions
+from infer.server.chat_protocol import Message
 from infer.server.errors import ApiError
 from infer.server.parsing import THINK, ChatParser
 from infer.server.protocol import GenerationRequest
 from infer.server.service import Service
 from infer.server.session import Prompt, Session
 from infer.server.tool_protocol import FunctionTool, ToolFields
+
+# Variables that published chat templates read and that a client may set. The others are the server's.
+TEMPLATE_OPTIONS = (
+    *("enable_thinking", "thinking", "reasoning_effort", "preserve_thinking", "clear_thinking"),
+    *("date_string", "model_identity"),
+)
+
+
+def template_options(template: str, options: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
+    """Of what a request says to the template, what the template reads: `chat_template_kwargs`, and the effort of
+    reasoning under the names that templates have for it. Raises ApiError for a variable that is the server's.
+    """
+    wanted = {name: value for name, value in options.items() if value is not None}
+    if effort is not None:
+        thinks = effort != "none"
+        wanted = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks} | wanted
+    mentioned = set(re.findall(r"[A-Za-z_]\w*", template))
+    wanted = {name: value for name, value in wanted.items() if name in mentioned}
+    for name in wanted:
+        if name not in TEMPLATE_OPTIONS:
+            param = f"chat_template_kwargs.{name}"
+            message = f"{param}: not for a client to set; these are: {', '.join(TEMPLATE_OPTIONS)}"
+            raise ApiError(400, message, param=param, code="unsupported_parameter")
+    return wanted
 
 
 class Conversation:
@@ -39,9 +64,13 @@ class Conversation:
         messages: Sequence[Message],
         fields: ToolFields,
         structure: tuple[str, Grammar] | None,
-        options: TemplateOptions | None,
+        options: Mapping[str, Any] | None,
+        effort: str | None,
     ) -> Conversation:
-        """Raises ApiError where tools are asked for and this model knows none."""
+        """`effort`: how much the model should reason, for templates that read it.
+
+        Raises ApiError where tools are asked for and this model knows none.
+        """
         tools = fields.tools_in_use
         if tools and service.tool_style is None:
             message = "tools: this model's chat template has no tools (or server.tool_parser=none)"
@@ -51,8 +80,8 @@ class Conversation:
             assert style is not None
             parallel, begin_id = fields.parallel_tool_calls is not False, service.special_id(style.begin)
             structure = "tools", style.grammar(tools, parallel=parallel, begin_id=begin_id)
-        given = {} if options is None else options.model_dump(exclude_none=True)
-        return cls(service, messages, tools, structure, given)
+        variables = template_options(service.tokenizer.chat_template or "", options or {}, effort)
+        return cls(service, messages, tools, structure, variables)
 
     async def start(self, request: Request, body: GenerationRequest, *, param: str, max_tokens: int | None) -> Session:
         style = self._service.tool_style

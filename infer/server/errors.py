@@ -1,11 +1,15 @@
 """Errors in OpenAI's shape: what may go wrong with a request, and how FastAPI's own errors are put into that shape.
 
-A message names the field and what to do; it never carries a prompt, and an internal error tells a client nothing.
+A message names the field, the value (shortened) and what is allowed, and nothing of the validator behind it. An
+internal error tells a client nothing.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, LiteralString
 
 from fastapi import FastAPI, Request
@@ -64,24 +68,114 @@ def field_error(field: str, message: str, code: LiteralString = "invalid_value")
     return PydanticCustomError(code, "{message}", {"field": printable(field), "message": message})
 
 
-def from_validation(error: dict[str, Any]) -> ApiError:
-    """Pydantic's first complaint, as one sentence that begins with the field."""
-    kind, place = error["type"], [str(part) for part in error["loc"] if part != "body"]
-    if kind == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON ({error['ctx']['error']})", code="invalid_json")
-    if "field" in error.get("ctx", {}):
-        place.append(error["ctx"]["field"])
-    if not place:
+def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """Pydantic's first complaint about `body`, as one sentence that begins with the field.
+
+    A union complains once per alternative: what is wrong deepest inside the value counts, and alternatives that fail
+    at the same place are named together.
+    """
+    if errors[0]["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON ({errors[0]['ctx']['error']})", code="invalid_json")
+    places = [place_of(error, body) for error in errors]
+    same_field = [place for place in places if place[: len(places[0])] == places[0]]
+    deepest = max(same_field, key=len)  # the first of them
+    chosen = [error for error, place in zip(errors, places, strict=True) if place == deepest]
+    param = ""
+    for part in deepest:
+        param = join_path(param, part)
+    kind = chosen[0]["type"]
+    if not param:
         return ApiError(400, "the body must be a JSON object, sent with content-type: application/json")
-    param = ".".join(place)
     if kind == "missing":
-        return ApiError(
-            400, f"{param}: missing; this field is required", param=param, code="missing_required_parameter"
-        )
-    if kind == "extra_forbidden":
-        return ApiError(400, f"{param}: unknown field", param=param, code="unknown_parameter")
-    message = error["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{param}: {message}", param=param, code=kind if kind.startswith("un") else "invalid_value")
+        return ApiError(400, f"{param}: missing; this field is required", param=param, code=CODES[0])
+    message = chosen[0]["msg"].removeprefix("Value error, ")
+    if kind not in (*CODES, "invalid_value", "value_error", "assertion_error"):
+        options = dict.fromkeys(map(expectation, chosen))
+        message = f"must be {' or '.join(options)}, not {shown(chosen[0]['input'])}"
+    return ApiError(400, f"{param}: {message}", param=param, code=kind if kind in CODES else "invalid_value")
+
+
+def place_of(error: Mapping[str, Any], body: Any) -> tuple[str | int, ...]:
+    """Where in the body an error is. Pydantic's own place also has the names of types that were tried there."""
+    loc = error["loc"][1:] if error["loc"][:1] == ("body",) else error["loc"]
+    place: list[str | int] = []
+    inside = body
+    for part in loc:
+        if isinstance(inside, list) and isinstance(part, int) and part < len(inside):
+            inside = inside[part]
+        elif isinstance(inside, dict) and (name := str(part)) in inside:
+            inside, part = inside[name], name
+        else:
+            continue
+        place.append(part)
+    if error["type"] == "missing" and loc:
+        place.append(loc[-1])
+    if "field" in error.get("ctx", {}):
+        place += [error["ctx"]["field"]] if error["ctx"]["field"] else []
+    return tuple(place or loc[:1])
+
+
+def join_path(path: str, part: str | int) -> str:
+    """`messages`, 0 -> `messages[0]`; `messages[0]`, `role` -> `messages[0].role`."""
+    if isinstance(part, int):
+        return f"{path}[{part}]"
+    if not PATH.fullmatch(part):
+        return f"{path}[{shown(part)}]"
+    return f"{path}.{part}" if path else part
+
+
+def shown(value: Any) -> str:
+    """A value as JSON, shortened."""
+    if isinstance(value, dict | list):
+        return ("an object" if isinstance(value, dict) else "a list") if value else json.dumps(value)
+    if isinstance(value, str):
+        text = json.dumps(value[:MAX_SHOWN])
+        return text if len(value) <= MAX_SHOWN else f"{text[:-1]}..."
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def expectation(error: Mapping[str, Any]) -> str:
+    """What would have been right, to follow "must be"."""
+    phrase = EXPECTED.get(error["type"], "another value")
+    return phrase if isinstance(phrase, str) else phrase(error.get("ctx", {}))
+
+
+CODES: tuple[LiteralString, ...] = ("missing_required_parameter", "unknown_parameter", "unsupported_parameter")
+MAX_SHOWN = 40  # characters of a value
+PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}(?:(?:\.[A-Za-z_][A-Za-z0-9_]{0,63})|\[\d+\])*")
+EXPECTED: dict[str, str | Callable[[Mapping[str, Any]], str]] = {
+    "string_type": "a string",
+    "string_unicode": "a string of valid Unicode",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a whole number of fewer digits",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "literal_error": lambda ctx: ctx["expected"],
+    "greater_than": lambda ctx: f"greater than {number(ctx['gt'])}",
+    "greater_than_equal": lambda ctx: f"at least {number(ctx['ge'])}",
+    "less_than": lambda ctx: f"less than {number(ctx['lt'])}",
+    "less_than_equal": lambda ctx: f"at most {number(ctx['le'])}",
+    "string_too_short": lambda ctx: f"a string of at least {count(ctx['min_length'], 'character')}",
+    "string_too_long": lambda ctx: f"a string of at most {count(ctx['max_length'], 'character')}",
+    "string_pattern_mismatch": lambda ctx: f"a string that matches {ctx['pattern']}",
+    "too_short": lambda ctx: f"of at least {count(ctx['min_length'], 'item')}",
+    "too_long": lambda ctx: f"of at most {count(ctx['max_length'], 'item')}",
+}
+
+
+def number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
 
 
 def install(app: FastAPI) -> None:
@@ -91,14 +185,16 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return from_validation(error.errors()[0]).response()
+        return from_validation(error.errors(), error.body).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 404:
             return ApiError(404, f"{request.method} {request.url.path}: no such endpoint", code="not_found").response()
+        allowed = (error.headers or {}).get("Allow")
+        if error.status_code == 405 and allowed is not None:
+            message = f"{request.method} {request.url.path}: this endpoint takes {allowed}"
+            response = ApiError(405, message, code="method_not_allowed").response()
+            response.headers["allow"] = allowed
+            return response
         return ApiError(error.status_code, str(error.detail)).response()
-
-    @app.exception_handler(Exception)
-    async def unexpected(_: Request, __: Exception) -> JSONResponse:
-        return internal_error().response()  # Starlette raises it again, so that uvicorn logs it

@@ -1,5 +1,7 @@
 """What every request passes before any endpoint: a request id, an API key, the bound on the body.
 
+Paths mean the same with a slash at their end, and HEAD is GET without the body.
+
 Plain ASGI, because Starlette's middleware base class hides a client's hang-up from the endpoint.
 """
 
@@ -16,7 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infer.server.errors import ApiError
+from infer.server.errors import ApiError, internal_error
 
 OPEN_PATHS = {"/health"}  # everything else needs a key, known endpoint or not
 PAGE_PATH = "/"  # a browser asks its user for a password there, and sends it along from then on
@@ -34,12 +36,17 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        scope = normalise(scope)
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
+        started = False
+
         async def send_with_id(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
@@ -52,7 +59,12 @@ class Gate:
                 response.headers["www-authenticate"] = 'Basic realm="Headway, password: an API key"'
             await response(scope, receive, send_with_id)
             return
-        await self.app(scope, receive, send_with_id)
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception:
+            if not started:
+                await internal_error().response()(scope, receive, send_with_id)
+            raise  # so that uvicorn logs it
 
     def tenant(self, path: str, headers: Headers) -> str:
         """Whose key was given. Raises ApiError for none of ours."""
@@ -90,6 +102,12 @@ class Gate:
             return whole.pop() if whole else await receive()
 
         return replay
+
+
+def normalise(scope: Scope) -> Scope:
+    """uvicorn keeps the method as it came, and sends no body after HEAD."""
+    method = "GET" if scope["method"] == "HEAD" else scope["method"]
+    return {**scope, "method": method, "path": scope["path"].rstrip("/") or "/"}
 
 
 def tenant_of(request: Request) -> str:

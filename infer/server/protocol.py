@@ -6,20 +6,21 @@ Every list is bounded. Knows the wire and `SamplingParams`; knows nothing about 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from infer.grammar import Grammar
 from infer.params import SamplingParams
 from infer.server.errors import field_error
-from infer.server.fields import NOTHING, Strict, drop_nothing
+from infer.server.fields import EMPTY, Strict, Unless
 from infer.server.structure import ResponseFormat, StructuredOutputs
 
 MAX_PROMPTS = 4096  # of the wire; server.max_prompts and the context are what counts
 MAX_PROMPT_TOKENS = 2**22
-MAX_STOPS = 4  # OpenAI's bound
+MAX_STOPS = 32  # OpenAI's bound is 4; evaluation harnesses send more
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
@@ -29,6 +30,7 @@ MAX_BIASES = 1024
 MAX_N = 32
 MAX_LOGPROBS = 20  # OpenAI's bound for chats
 MAX_PRIORITY = 2**31
+GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object")}
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat may fill the context
 
 Count = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
@@ -37,14 +39,10 @@ BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]
 
 
 class StreamOptions(Strict):
+    accepted = frozenset({"include_obfuscation"})  # padding is optional
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # the usage so far in every chunk
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse(cls, values: Any) -> Any:
-        options = {"include_obfuscation": (False, True)}  # padding is optional
-        return drop_nothing(values, set(cls.model_fields), options)
 
 
 class Speculative(Strict):
@@ -99,6 +97,42 @@ LogitBias = Annotated[
 
 
 class GenerationRequest(Strict):
+    accepted: ClassVar[frozenset[str]] = frozenset(
+        {
+            # OpenAI's: identifiers, storage, billing, caching by key
+            *("user", "safety_identifier", "metadata", "client_metadata", "store", "service_tier"),
+            *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+            # vLLM's: identifiers (`x-request-id` names a request here), how text is cut into chunks, media
+            *("request_id", "session_id", "stream_interval", "media_io_kwargs", "mm_processor_kwargs"),
+            # vLLM's: only together with what is refused, or only of its rendering endpoints
+            *("length_penalty", "routed_experts_prompt_start", "return_token_offsets", "return_mm_kwargs"),
+            *("guided_decoding_backend", "truncation_side"),
+        }
+    )
+    refused: ClassVar[Mapping[str, Unless]] = {
+        **dict.fromkeys(("moderation", "web_search_options", "logits_processors", "prompt_embeds"), Unless()),
+        **dict.fromkeys(("watermarking", "use_beam_search", "include_stop_str_in_output"), Unless((False,))),
+        **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "repetition_detection"), Unless()),
+        **dict.fromkeys(("logprob_token_ids", "return_tokens_as_token_ids", "return_prompt_text"), Unless((False,))),
+        **dict.fromkeys(("truncate_prompt_tokens", "guided_whitespace_pattern"), Unless()),
+        "spaces_between_special_tokens": Unless((True,)),
+        "thinking_token_budget": Unless((-1,)),
+    }
+    absent: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "seed": (-1,),
+        "structured_outputs": ({},),
+        "response_format": ({},),
+    }
+
+    @classmethod
+    def select(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """With vLLM's older names of structured outputs under the newer one."""
+        guided = {GUIDED[name]: value for name, value in values.items() if name in GUIDED and value not in EMPTY}
+        others = {name: value for name, value in values.items() if name not in GUIDED}
+        if guided and others.get("structured_outputs") is not None:
+            raise field_error("structured_outputs", "not together with guided_json and the like")
+        return others | ({"structured_outputs": guided} if guided else {})
+
     model: str
     max_tokens: int | None = Field(default=None, ge=0)
     min_tokens: int | None = Field(default=None, ge=0)
@@ -117,6 +151,7 @@ class GenerationRequest(Strict):
     stop: Stop | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None  # false: the answer's text shows them
     prompt_logprobs: Count | None = None
     return_token_ids: bool | None = None
     priority: int | None = Field(default=None, gt=-MAX_PRIORITY, lt=MAX_PRIORITY)  # as vLLM: lower goes first
@@ -128,15 +163,10 @@ class GenerationRequest(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def refuse(cls, values: Any) -> Any:
-        return drop_nothing(values, set(cls.model_fields), NOTHING)
-
     @model_validator(mode="after")
     def check_combinations(self) -> GenerationRequest:
-        if self.stream_options is not None and not self.stream:
-            raise field_error("stream_options", "only together with stream: true")
+        if self.skip_special_tokens is False and self.stop:  # which are looked for in the text without them
+            raise field_error("skip_special_tokens", "false not together with stop; use stop_token_ids")
         if self.prompt_logprobs is not None and self.stream:
             raise field_error("prompt_logprobs", "not together with stream: true")
         if self.response_format is not None and self.structured_outputs is not None:
@@ -201,6 +231,15 @@ class GenerationRequest(Strict):
 
 
 class CompletionRequest(GenerationRequest):
+    refused = GenerationRequest.refused | {
+        "suffix": Unless(),
+        "best_of": Unless((1,)),
+        "max_completion_tokens": Unless(hint="say max_tokens"),
+        "top_logprobs": Unless(hint="say logprobs: N"),
+        **dict.fromkeys(("tools", "functions", "reasoning_effort"), Unless(hint="it is a field of chats")),
+    }
+    absent = GenerationRequest.absent | {"logprobs": (False,)}
+
     prompt: Prompt
     logprobs: Count | None = None
     echo: bool | None = None

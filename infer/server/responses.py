@@ -233,7 +233,7 @@ def router(service: Service) -> APIRouter:
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         service.check(body)
         conversation = Conversation.of(
-            service, body.messages, body.tool_fields, body.structure, body.chat_template_kwargs
+            service, body.messages, body.tool_fields, body.structure, body.chat_template_kwargs, body.effort
         )
         session = await conversation.start(request, body, param="input", max_tokens=body.max_output_tokens)
         answer = Answer(body, session, conversation, service.names)

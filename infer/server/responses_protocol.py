@@ -7,14 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from infer.grammar import Grammar
-from infer.server.chat_protocol import MAX_MESSAGES, MAX_PARTS, Message, TemplateOptions
-from infer.server.errors import field_error
-from infer.server.fields import ANY, Strict, drop_nothing
+from infer.server.chat_protocol import MAX_MESSAGES, MAX_PARTS, Message, ReasoningEffort, TemplateOptions
+from infer.server.errors import field_error, shown
+from infer.server.fields import Strict, Unless
 from infer.server.protocol import Count, GenerationRequest
 from infer.server.structure import JsonSchemaFormat, ResponseFormat
 from infer.server.tool_protocol import (
     MAX_ARGUMENTS,
     MAX_TOOLS,
+    AnyTool,
     CalledFunction,
     FunctionTool,
     NamedFunction,
@@ -26,51 +27,62 @@ from infer.server.tool_protocol import (
 )
 
 MAX_METADATA = 16  # OpenAI's bounds
-RESPONSES_NOTHING: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (),
-    "conversation": (),
-    "prompt": (),
-    "background": (False,),
-    "reasoning": ({},),
-    "truncation": ("disabled",),
-    "max_tool_calls": (),
-    "context_management": (),
-    "moderation": (),
-    "prompt_cache_key": (),
-    "prompt_cache_retention": (),
-    "prompt_cache_options": (),
-    "service_tier": ("auto", "default"),
-    "store": (False, True),  # it is never stored, and the answer says so
-    "user": (ANY,),
-    "safety_identifier": (ANY,),
-}
-# Of the fields of other endpoints, those that /v1/responses does not have.
-ELSEWHERE = {"max_tokens", "n", "stop", "logprobs", "stream_options", "prompt_logprobs", "response_format"}
-TEXT_PARTS = ("input_text", "output_text", "text")
-INCLUDABLE = Literal["message.output_text.logprobs"]
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+LOGPROBS = "message.output_text.logprobs"
+# What OpenAI's API can add to a response. All but the log-probabilities are of tools and formats that are not here.
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+NOTHING_STORED = "nothing is stored here; send the items themselves (clients do with store: false)"
 
 
 class InputPart(Strict):
     """`annotations` and `logprobs` come with parts that this server wrote itself, and are sent back."""
 
+    accepted = frozenset({"annotations", "logprobs", "cache_control", "prompt_cache_breakpoint", "id"})
+
     type: Literal["input_text", "output_text", "text"]
     text: str
-    annotations: list[Any] | None = Field(default=None, max_length=MAX_PARTS)
-    logprobs: list[Any] | None = Field(default=None, max_length=2**20)
+    refusal: str | None = None  # the text of a part of type refusal
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_type(cls, values: Any) -> Any:
+        kind = values.get("type", "text") if isinstance(values, dict) else "text"
+        if kind not in TEXT_PARTS:
+            raise field_error("type", f"{shown(kind)} is not read; this server reads text only")
+        return values | {"type": "text", "text": values.get("refusal")} if kind == "refusal" else values
+
+
+Content = str | Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
+NEEDED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
 
 
 class InputItem(Strict):
     """A message, a call that the model made, or what came of one. OpenAI has three types; their fields differ."""
 
+    accepted = frozenset(
+        {"id", "status", "phase", "namespace", "caller", "created_by", "async", "metadata", "cache_control"}
+    )
+
     type: Literal["message", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Annotated[list[InputPart], Field(min_length=1, max_length=MAX_PARTS)] | None = None
-    id: str | None = Field(default=None, max_length=256)
-    status: str | None = Field(default=None, max_length=64)
+    content: Content | None = None
     call_id: str | None = Field(default=None, max_length=256)
     name: ToolName | None = None
     arguments: str | None = Field(default=None, max_length=MAX_ARGUMENTS)
-    output: str | None = None
+    output: Content | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -78,37 +90,24 @@ class InputItem(Strict):
         if not isinstance(values, dict):
             return values
         kind = values.get("type", "message")
-        needed = {
-            "message": ("role", "content"),
-            "function_call": ("call_id", "name", "arguments"),
-            "function_call_output": ("call_id", "output"),
-        }.get(kind if isinstance(kind, str) else "", ())
-        for name in needed:
-            if values.get(name) is None:
+        if kind == "item_reference":
+            raise field_error("type", f"item_reference: {NOTHING_STORED}", "unsupported_parameter")
+        if not isinstance(kind, str) or kind not in NEEDED:
+            raise field_error("type", f"{shown(kind)} is not implemented by this server; it reads {', '.join(NEEDED)}")
+        for name in NEEDED[kind]:
+            if name not in values or (values[name] is None and name != "content"):
                 raise field_error(name, f"missing; an item of type {kind} needs it", "missing_required_parameter")
-        content = values.get("content")
-        if isinstance(content, list) and content:
-            for part in content:
-                if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
-                    raise field_error("content", f"every part must be text ({', '.join(TEXT_PARTS)})")
-        nothing = {"phase": (), "namespace": (), "caller": (), "created_by": (), "async": (), "async_": ()}
-        return drop_nothing(values, set(cls.model_fields), nothing)
+        return values
 
     @property
     def text(self) -> str:
-        assert self.content is not None
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        """Of a message, or of what came of a call."""
+        content = self.output if self.type == "function_call_output" else self.content
+        return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
 
 
 class ResponsesTool(FunctionTool):
     type: Literal["function"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def check_type(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("type") != "function":
-            raise field_error("type", "must be function; this server has no tools of its own")
-        return values
 
 
 class ResponsesNamedTool(Strict):
@@ -138,22 +137,49 @@ class TextFormat(Strict):
 
 
 class TextOptions(Strict):
+    accepted = frozenset({"verbosity"})
+
     format: TextFormat | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def refuse(cls, values: Any) -> Any:
-        return drop_nothing(values, set(cls.model_fields), {"verbosity": ("medium",)})
+
+class Reasoning(Strict):
+    accepted = frozenset({"summary", "generate_summary", "context", "mode"})
+
+    effort: ReasoningEffort | None = None  # for templates that read it
 
 
 class ResponsesRequest(GenerationRequest):
+    """OpenAI's `truncation: auto` shortens inputs that do not fit; here they are refused, whatever it says. A limit on
+    calls of built-in tools limits nothing, for there are none.
+    """
+
+    accepted = (GenerationRequest.accepted - {"metadata"}) | {
+        *("truncation", "max_tool_calls", "access_programs", "background_options", "image", "enable_response_messages"),
+    }
+    refused = GenerationRequest.refused | {
+        **dict.fromkeys(("previous_response_id", "conversation"), Unless(hint=NOTHING_STORED)),
+        **dict.fromkeys(("previous_response", "previous_input_messages"), Unless(hint="send the items as input")),
+        "prompt": Unless(hint="there are no stored prompts here; send instructions and input"),
+        "background": Unless((False,), "nothing is stored here; wait for the response, or stream it"),
+        "context_management": Unless(),
+        # fields of other endpoints
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), Unless(hint="say max_output_tokens")),
+        **dict.fromkeys(("logprobs", "prompt_logprobs"), Unless(hint=f"say include: [{LOGPROBS}]")),
+        "response_format": Unless(hint="say text.format"),
+        "messages": Unless(hint="say input"),
+        "reasoning_effort": Unless(hint="say reasoning.effort"),
+        "n": Unless((1,)),
+    }
+    absent = GenerationRequest.absent | {"tool_choice": ("", {})}
+
     input: Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]  # a string is one user message
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
     top_logprobs: Count | None = None
-    include: Annotated[list[INCLUDABLE], Field(max_length=8)] | None = None
+    include: Annotated[list[Includable], Field(max_length=16)] | None = None
+    reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool[ResponsesTool]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesNamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
@@ -161,12 +187,12 @@ class ResponsesRequest(GenerationRequest):
 
     @model_validator(mode="before")
     @classmethod
-    def refuse(cls, values: Any) -> Any:
-        if isinstance(values, dict) and not isinstance(values.get("input"), list):
-            if not isinstance(values.get("input"), str):
-                raise field_error("input", "must be a string or a list of items")
-            values = values | {"input": [{"role": "user", "content": values["input"]}]}
-        return drop_nothing(values, set(cls.model_fields) - ELSEWHERE, RESPONSES_NOTHING)
+    def check_input(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "input" not in values or isinstance(values["input"], list):
+            return values
+        if not isinstance(values["input"], str):
+            raise field_error("input", f"must be a string or a list of items, not {shown(values['input'])}")
+        return values | {"input": [{"role": "user", "content": values["input"]}]}
 
     @model_validator(mode="after")
     def check_tools(self) -> ResponsesRequest:
@@ -179,6 +205,10 @@ class ResponsesRequest(GenerationRequest):
         return self
 
     @property
+    def effort(self) -> ReasoningEffort | None:
+        return None if self.reasoning is None else self.reasoning.effort
+
+    @property
     def messages(self) -> list[Message]:
         """As a chat has them; calls that stand beside each other are one turn."""
         found = [Message(role="system", content=self.instructions)] if self.instructions else []
@@ -187,7 +217,7 @@ class ResponsesRequest(GenerationRequest):
                 assert item.role is not None
                 found.append(Message(role=item.role, content=item.text))
             elif item.type == "function_call_output":
-                found.append(Message(role="tool", content=item.output, tool_call_id=item.call_id))
+                found.append(Message(role="tool", content=item.text, tool_call_id=item.call_id))
             else:
                 assert item.call_id is not None
                 assert item.name is not None
@@ -205,6 +235,7 @@ class ResponsesRequest(GenerationRequest):
         tools = [
             Tool(type="function", function=FunctionTool(**tool.model_dump(exclude={"type"})))
             for tool in self.tools or ()
+            if isinstance(tool, ResponsesTool)
         ]
         choice = self.tool_choice
         if isinstance(choice, ResponsesNamedTool):
@@ -219,4 +250,6 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def asked_logprobs(self) -> int | None:
-        return self.top_logprobs if self.top_logprobs is not None else (0 if self.include else None)
+        if LOGPROBS in (self.include or ()):
+            return self.top_logprobs or 0
+        return self.top_logprobs or None

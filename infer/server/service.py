@@ -17,6 +17,7 @@ from infer.grammar import Grammar
 from infer.request import SamplingParams
 from infer.server.chat_protocol import Message
 from infer.server.errors import ApiError
+from infer.server.fields import UnknownFields
 from infer.server.grammar_check import GrammarCheck
 from infer.server.logprobs import TokenNames
 from infer.server.metrics import Metrics
@@ -40,6 +41,7 @@ class Service:
         self.model_id, self.config = model_id, config
         self.runtime = Runtime(load, max_waiting=config.max_waiting)
         self.metrics = Metrics(model_id, lambda: self.runtime.snapshot)
+        self.unknown_fields = UnknownFields(strict=config.strict)
         self.created = int(time.time())
         self.context = 0
 
@@ -85,6 +87,7 @@ class Service:
 
     def check(self, body: GenerationRequest) -> None:
         self.runtime.check_open()
+        self.unknown_fields.check(body)
         self.check_model(body.model)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self.check_ids(name, getattr(body, name) or ())
@@ -120,8 +123,10 @@ class Service:
     ) -> Session:
         """`encode` runs in a worker thread. `default_max_tokens=None` lets the answer fill the context.
 
-        `structure`: the output's grammar and the field that asks for it. `with_special`: the text shows special tokens.
+        `structure`: the output's grammar and the field that asks for it. `with_special`: the text shows special tokens,
+        also where the request does not ask for it.
         """
+        with_special = with_special or body.skip_special_tokens is False
         arrival = time.monotonic()
         self.runtime.check_room(len(prompts) * (body.n or 1))
         try:

@@ -56,7 +56,7 @@ class StructuredOutputs(Strict):
     def check_one(self) -> StructuredOutputs:
         asked = [self.json_ is not None, self.regex, self.choice, self.grammar_, self.json_object]
         if sum(map(bool, asked)) != 1:
-            raise field_error("structured_outputs", "give one of json, regex, choice, grammar, json_object")
+            raise field_error("", "give one of json, regex, choice, grammar, json_object")
         if isinstance(self.json_, str):
             try:
                 Grammar("json_schema", self.json_)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
 from pydantic import Field, model_validator
 
 from infer.server.chat_protocol import MAX_MESSAGES, Message
 from infer.server.errors import field_error
-from infer.server.fields import Strict, drop_nothing
+from infer.server.fields import Strict, Unless
 from infer.server.service import Service
 
 MAX_TOKENS = 2**20  # of one /detokenize
@@ -19,17 +20,18 @@ MAX_TOKENS = 2**20  # of one /detokenize
 class TokenizeRequest(Strict):
     """A text, or a conversation through the chat template."""
 
+    accepted = frozenset({"mm_processor_kwargs", "media_io_kwargs", "return_token_offsets"})
+    refused: ClassVar[Mapping[str, Unless]] = {
+        **dict.fromkeys(("chat_template", "chat_template_kwargs", "tools"), Unless()),
+        "add_generation_prompt": Unless((True,)),
+        "continue_final_message": Unless((False,)),
+    }
+
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse(cls, values: Any) -> Any:
-        nothing = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
-        return drop_nothing(values, set(cls.model_fields), nothing)
 
     @model_validator(mode="after")
     def check_one(self) -> TokenizeRequest:
@@ -51,6 +53,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         service.runtime.check_open()
+        service.unknown_fields.check(body)
         if body.model is not None:
             service.check_model(body.model)
 
@@ -68,6 +71,7 @@ def router(service: Service) -> APIRouter:
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         service.runtime.check_open()
+        service.unknown_fields.check(body)
         if body.model is not None:
             service.check_model(body.model)
         service.check_ids("tokens", body.tokens)

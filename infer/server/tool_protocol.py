@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from infer.server.errors import field_error
 from infer.server.fields import Strict
@@ -15,7 +15,13 @@ MAX_ARGUMENTS = 2**20
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
+# Where a tool may be called from, when its definition is loaded, what its result looks like: all of OpenAI's own tools.
+TOOL_ACCEPTED = frozenset({"async", "allowed_callers", "defer_loading", "output_schema", "cache_control"})
+
+
 class FunctionTool(Strict):
+    accepted = TOOL_ACCEPTED
+
     name: ToolName
     description: str | None = Field(default=None, max_length=16384)
     parameters: dict[str, Any] | None = None  # null: takes none
@@ -23,8 +29,36 @@ class FunctionTool(Strict):
 
 
 class Tool(Strict):
+    accepted = TOOL_ACCEPTED
+
     type: Literal["function"]
     function: FunctionTool
+
+
+class OtherTool(Strict):
+    """A tool of another type (`web_search`, `namespace`, `custom`, ...). The model is not told of it."""
+
+    type: str = Field(max_length=64)
+
+    @classmethod
+    def select(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return {"type": values["type"]}
+
+    @property
+    def remark(self) -> str:
+        return f"tools of type {self.type!r} are left out; this server has functions only"
+
+
+AnyFunction = TypeVar("AnyFunction")
+AnyTool = Annotated[
+    Annotated[AnyFunction, Tag("function")] | Annotated[OtherTool, Tag("other")],
+    Discriminator(lambda tool: "other" if is_other_tool(tool) else "function"),
+]
+
+
+def is_other_tool(tool: Any) -> bool:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return isinstance(kind, str) and kind != "function"
 
 
 class NamedFunction(Strict):
@@ -37,11 +71,15 @@ class NamedTool(Strict):
 
 
 class CalledFunction(Strict):
+    accepted = frozenset({"parsed_arguments", "provider_specific_fields"})
+
     name: ToolName
     arguments: str = Field(max_length=MAX_ARGUMENTS)
 
 
 class ToolCall(Strict):
+    accepted = frozenset({"index", "provider_specific_fields", "extra_content", "cache_control"})
+
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -50,29 +88,32 @@ class ToolCall(Strict):
 class ToolFields(Strict):
     """What a request with tools has; `tools_in_use` are those that may be called, none where nothing may."""
 
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool[Tool]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
     def check_tools(self) -> ToolFields:
-        names = [tool.function.name for tool in self.tools or ()]
+        names = [function.name for function in self.functions]
         if len(set(names)) < len(names):
             raise field_error("tools", "two functions have one name")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             raise field_error("tool_choice", f"{self.tool_choice.function.name!r} is not among the tools")
         if self.tool_choice == "required" and not names:
-            raise field_error("tool_choice", "required needs tools")
+            raise field_error("tool_choice", "required needs tools that are functions")
         return self
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        return [tool.function for tool in self.tools or () if isinstance(tool, Tool)]
 
     @property
     def tools_in_use(self) -> list[FunctionTool]:
         if self.tool_choice == "none":
             return []
-        functions = [tool.function for tool in self.tools or ()]
         if isinstance(self.tool_choice, NamedTool):
-            return [function for function in functions if function.name == self.tool_choice.function.name]
-        return functions
+            return [function for function in self.functions if function.name == self.tool_choice.function.name]
+        return self.functions
 
     @property
     def must_call(self) -> bool:

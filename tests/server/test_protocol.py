@@ -1,8 +1,9 @@
-"""Which fields pass: the ones implemented, the ones that ask for nothing; every other one is refused by name."""
+"""What the fields of completions and chats may hold, and that everything else is refused by name."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from pydantic import ValidationError
 
 from infer.server.chat_protocol import MAX_MESSAGES, MAX_PARTS, ChatRequest
 from infer.server.errors import from_validation
-from infer.server.fields import NOTHING
 from infer.server.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
@@ -32,45 +32,9 @@ CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "
 def refusal(kind: type[GenerationRequest], body: Any) -> dict[str, Any]:
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(body)
-    error = from_validation(dict(caught.value.errors()[0]))
+    error = from_validation(caught.value.errors(), body)
     assert error.status == 400
     return error.body["error"]
-
-
-ASKING: dict[str, Any] = {
-    "best_of": 2,
-    "suffix": "end",
-    "functions": [{}],
-    "function_call": "f",
-    "modalities": ["audio"],
-    "skip_special_tokens": False,
-    "spaces_between_special_tokens": False,
-    "include_stop_str_in_output": True,
-    "use_beam_search": True,
-    "length_penalty": 1.5,
-    "add_generation_prompt": False,
-    "continue_final_message": True,
-    "store": True,
-    "service_tier": "flex",
-}
-
-
-@pytest.mark.parametrize("name", sorted(set(NOTHING) - {"user", "safety_identifier"}))
-def test_a_field_that_is_not_implemented_is_refused_by_name(name: str) -> None:
-    value = ASKING.get(name, "something")
-    for kind, body in ((CompletionRequest, PLAIN), (ChatRequest, CHAT)):
-        error = refusal(kind, body | {name: value})
-        assert error["param"] == name
-        assert error["code"] == "unsupported_parameter"
-        assert error["message"].startswith(f"{name}: not implemented")
-        assert error["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize(("name", "values"), sorted(NOTHING.items()))
-def test_what_asks_for_nothing_passes(name: str, values: tuple[Any, ...]) -> None:
-    for value in (None, *values):
-        CompletionRequest.model_validate(PLAIN | {name: value})
-        ChatRequest.model_validate(CHAT | {name: value})
 
 
 def test_a_boolean_is_no_number() -> None:
@@ -91,7 +55,7 @@ def test_a_boolean_is_no_number() -> None:
         ("top_p", 1.1),
         ("top_k", -2),
         ("top_k", 1.5),
-        ("seed", -1),
+        ("seed", -2),
         ("seed", 2**63),
         ("seed", 1.0),
         ("max_tokens", 0),
@@ -129,7 +93,6 @@ def test_a_boolean_is_no_number() -> None:
         ("speculative", True),
         ("speculative", {"max_draft_tokens": 0}),
         ("speculative", {"max_draft_tokens": 64}),
-        ("speculative", {"colour": 1}),
         ("model", 5),
         ("prompt", ""),
         ("prompt", []),
@@ -147,30 +110,31 @@ def test_values_out_of_bounds_are_refused_by_name(field: str, value: Any) -> Non
         CompletionRequest.model_validate(PLAIN | {"prompt": ""})  # some tokenizers make a begin token of it
         return
     error = refusal(CompletionRequest, PLAIN | {field: value})
-    assert error["param"].split(".")[0] == field
+    assert re.split(r"[.\[]", error["param"])[0] == field
     assert error["message"].startswith(field)
 
 
 @pytest.mark.parametrize(
     ("message", "param"),
     [
-        ({"role": "robot", "content": "x"}, "messages.0.role"),
-        ({"role": "tool", "content": "x"}, "messages.0.tool_call_id"),
-        ({"role": "user", "content": "x", "tool_call_id": "a"}, "messages.0.tool_call_id"),
-        ({"role": "user", "content": "x", "reasoning_content": "a"}, "messages.0.reasoning_content"),
-        ({"content": "x"}, "messages.0.role"),
-        ({"role": "user"}, "messages.0.content"),
-        ({"role": "user", "content": None}, "messages.0.content"),
-        ({"role": "user", "content": []}, "messages.0.content"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}, "messages.0.content"),
-        ({"role": "user", "content": "x", "name": "me"}, "messages.0.name"),
-        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages.0.tool_calls.0.id"),
-        ({"role": "user", "content": "x", "extra": 1}, "messages.0.extra"),
-        ("hello", "messages.0"),
+        ({"role": "robot", "content": "x"}, "role"),
+        ({"role": "tool", "content": "x"}, "tool_call_id"),
+        ({"role": "user", "content": "x", "tool_call_id": "a"}, "tool_call_id"),
+        ({"role": "user", "content": "x", "reasoning_content": "a"}, "reasoning_content"),
+        ({"content": "x"}, "role"),
+        ({"role": "user"}, "content"),
+        ({"role": "user", "content": 5}, "content"),
+        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "content[0].text"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}, "content[0].type"),
+        ({"role": "user", "content": "x", "name": 5}, "name"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "tool_calls[0].id"),
+        ({"role": "assistant", "function_call": {"name": "f", "arguments": ""}}, "function_call"),
+        ("hello", ""),
     ],
 )
 def test_messages_are_checked(message: Any, param: str) -> None:
-    assert refusal(ChatRequest, CHAT | {"messages": [message]})["param"] == param
+    expected = f"messages[0].{param}" if param else "messages[0]"
+    assert refusal(ChatRequest, CHAT | {"messages": [message]})["param"] == expected
 
 
 def test_an_answer_may_be_sent_back_as_openai_s_client_dumps_it() -> None:
@@ -184,12 +148,11 @@ def test_lists_are_bounded() -> None:
     assert refusal(ChatRequest, CHAT | {"messages": [message] * (MAX_MESSAGES + 1)})["param"] == "messages"
     assert refusal(ChatRequest, CHAT | {"messages": []})["param"] == "messages"
     many = {"role": "user", "content": [part] * (MAX_PARTS + 1)}
-    assert refusal(ChatRequest, CHAT | {"messages": [many]})["param"].startswith("messages.0.content")
+    assert refusal(ChatRequest, CHAT | {"messages": [many]})["param"] == "messages[0].content"
     CompletionRequest.model_validate(PLAIN | {"stop_token_ids": [1] * MAX_STOP_TOKEN_IDS})
 
 
 def test_contradictions_are_refused() -> None:
-    assert refusal(CompletionRequest, PLAIN | {"stream_options": {"include_usage": True}})["param"] == "stream_options"
     assert refusal(ChatRequest, CHAT | {"max_tokens": 1, "max_completion_tokens": 2})["param"] == "max_tokens"
     assert ChatRequest.model_validate(CHAT | {"max_tokens": 2, "max_completion_tokens": 2}).limit == 2
     assert refusal(ChatRequest, CHAT | {"top_logprobs": 2})["param"] == "top_logprobs"
@@ -225,7 +188,9 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-FIELDS = st.sampled_from(sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, *NOTHING}))
+FIELDS = st.sampled_from(
+    sorted({name for kind in (ChatRequest, CompletionRequest) for name in (*kind.model_fields, *kind.refused)})
+)
 
 
 @settings(max_examples=300, deadline=None)

@@ -106,13 +106,11 @@ def test_openai_s_client_parses_a_model(client: openai.OpenAI, no_space: dict[st
     [
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_object", "colour": 1}}, "response_format.colour"),
         ({"response_format": format_of({"type": "wibble"})}, "response_format"),
         ({"response_format": format_of({"$ref": "https://example.org/schema"})}, "response_format"),
         ({"response_format": format_of({"$ref": "#/nowhere"})}, "response_format"),
         ({"response_format": format_of({"type": "string", "pattern": "(?=a)"})}, "response_format"),
-        ({"structured_outputs": {}}, "structured_outputs.structured_outputs"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "(a{1000}){1000}"}}, "structured_outputs"),
         ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs"),
@@ -121,7 +119,9 @@ def test_openai_s_client_parses_a_model(client: openai.OpenAI, no_space: dict[st
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"guided_json": {}, "guided_regex": "("}, "structured_outputs"),
+        ({"guided_json": {"type": "wibble"}}, "structured_outputs"),
+        ({"guided_choice": ["a"], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ],
 )
 def test_a_bad_grammar_is_a_400(server: Server, fields: dict[str, Any], param: str) -> None:

@@ -175,16 +175,17 @@ def test_where_no_reasoning_can_be_none_is_counted(talking: dict[str, Server]) -
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "web"}]}, "tools.0.type"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "web"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web"}], "tool_choice": {"type": "web"}}, "tool_choice.type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [ADD, ADD]}, "tools"),
         ({"tools": [ADD] * 200}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "rm"}}}, "tool_choice"),
         ({"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tools": [ADD], "tool_choice": "sometimes"}, "tool_choice"),
-        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs.tokenize"),
-        ({"messages": [*MESSAGES, {"role": "tool", "content": "3"}]}, "messages.1.tool_call_id"),
+        ({"chat_template_kwargs": {"messages": "mine"}}, "chat_template_kwargs.messages"),
+        ({"messages": [*MESSAGES, {"role": "tool", "content": "3"}]}, "messages[1].tool_call_id"),
         (
             {"tools": [ADD | {"function": {"name": "x", "parameters": {"type": "wibble"}}}], "tool_choice": "required"},
             "tools",

@@ -75,7 +75,6 @@ def test_the_request_id_is_echoed(server: Server) -> None:
         (b"[" * 100_000, {"content-type": "application/json"}, None),
         (b'{"model": "tiny", "prompt": "\\ud800"}', {"content-type": "application/json"}, None),
         (b'{"model": "tiny", "prompt": ["a", "\\ud800"]}', {"content-type": "application/json"}, None),
-        (b'{"model": "tiny", "prompt": "x", "\\ud800": 1}', {"content-type": "application/json"}, None),
         (b'{"model": "tiny", "prompt": "x", "seed": ' + b"9" * 5000 + b"}", {"content-type": "application/json"}, None),
     ],
 )
