@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -11,6 +10,7 @@ from infer.server.errors import field_error
 from infer.server.fields import Strict, drop_nothing
 from infer.server.protocol import Count, GenerationRequest
 from infer.server.tool_protocol import MAX_CALLS, ToolCall, ToolFields
+from models.json_text import read
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 256  # of one message
@@ -61,7 +61,7 @@ class Message(Strict):
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: arguments of calls are objects. Raises ValueError for ones that are not."""
+        """As chat templates expect it: arguments of calls are objects."""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.reasoning_content is not None:
             message["reasoning_content"] = self.reasoning_content
@@ -79,14 +79,13 @@ class Message(Strict):
         return message
 
 
-def arguments(call: ToolCall) -> dict[str, Any]:
+def arguments(call: ToolCall) -> dict[str, Any] | str:
+    """An object where it is one; else the text, for a call that was cut is history too."""
     try:
-        value = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
+        value = read(call.function.arguments or "{}")
+    except ValueError:
         value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"tool_calls: the arguments of {call.function.name} must be a JSON object, as a string")
-    return value
+    return value if isinstance(value, dict) else call.function.arguments
 
 
 def check_content(content: Any) -> None:

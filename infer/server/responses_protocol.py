@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -47,30 +48,36 @@ RESPONSES_NOTHING: dict[str, tuple[Any, ...]] = {
 # Of the fields of other endpoints, those that /v1/responses does not have.
 ELSEWHERE = {"max_tokens", "n", "stop", "logprobs", "stream_options", "prompt_logprobs", "response_format"}
 TEXT_PARTS = ("input_text", "output_text", "text")
+REASONING_PARTS = ("reasoning_text", "summary_text")
 INCLUDABLE = Literal["message.output_text.logprobs"]
 
 
 class InputPart(Strict):
     """`annotations` and `logprobs` come with parts that this server wrote itself, and are sent back."""
 
-    type: Literal["input_text", "output_text", "text"]
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
     annotations: list[Any] | None = Field(default=None, max_length=MAX_PARTS)
     logprobs: list[Any] | None = Field(default=None, max_length=2**20)
 
 
-class InputItem(Strict):
-    """A message, a call that the model made, or what came of one. OpenAI has three types; their fields differ."""
+PartList = Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
 
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+
+class InputItem(Strict):
+    """A message, the reasoning before one, a call that the model made, or what came of one. OpenAI has four types."""
+
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Annotated[list[InputPart], Field(min_length=1, max_length=MAX_PARTS)] | None = None
+    content: str | PartList | None = None
     id: str | None = Field(default=None, max_length=256)
     status: str | None = Field(default=None, max_length=64)
     call_id: str | None = Field(default=None, max_length=256)
     name: ToolName | None = None
     arguments: str | None = Field(default=None, max_length=MAX_ARGUMENTS)
-    output: str | None = None
+    output: str | PartList | None = None
+    summary: PartList | None = None  # of reasoning; a template takes the reasoning itself
+    encrypted_content: str | None = None  # of another server, and not to be read here
 
     @model_validator(mode="before")
     @classmethod
@@ -86,18 +93,74 @@ class InputItem(Strict):
         for name in needed:
             if values.get(name) is None:
                 raise field_error(name, f"missing; an item of type {kind} needs it", "missing_required_parameter")
-        content = values.get("content")
-        if isinstance(content, list) and content:
-            for part in content:
-                if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
-                    raise field_error("content", f"every part must be text ({', '.join(TEXT_PARTS)})")
+        allowed = REASONING_PARTS if kind == "reasoning" else TEXT_PARTS
+        for name in ("content", "output", "summary"):
+            check_parts(name, values.get(name), allowed)
         nothing = {"phase": (), "namespace": (), "caller": (), "created_by": (), "async": (), "async_": ()}
         return drop_nothing(values, set(cls.model_fields), nothing)
 
-    @property
-    def text(self) -> str:
-        assert self.content is not None
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+
+def check_parts(name: str, parts: Any, allowed: tuple[str, ...]) -> None:
+    """Before pydantic tries the two forms of a text and reports both failures."""
+    if parts is None or isinstance(parts, str):
+        return
+    if not isinstance(parts, list):
+        raise field_error(name, "must be a string or a list of text parts")
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") not in allowed:
+            raise field_error(name, f"every part must be text ({', '.join(allowed)})")
+
+
+def messages_of(items: Sequence[InputItem]) -> list[Message]:
+    """As a chat has them. What the model wrote in one answer is one turn: reasoning, text and calls."""
+    turns: list[Message] = []
+    turn: dict[str, Any] = {}  # the assistant's, while it grows
+    previous = ""  # the type of the item before
+
+    def end() -> None:
+        if turn:
+            turns.append(Message(**{"role": "assistant", "content": "", **turn}))
+            turn.clear()
+
+    for item in items:
+        if item.type == "reasoning":
+            end()
+            if text := "".join(part["text"] for part in parts_of(item.content)):
+                turn["reasoning_content"] = text
+        elif item.type == "function_call":
+            call = CalledFunction(name=item.name or "", arguments=item.arguments or "")
+            turn.setdefault("tool_calls", []).append(ToolCall(id=item.call_id or "", function=call))
+        elif item.type == "message" and item.role == "assistant":
+            if previous == "message":
+                end()
+            written, more = turn.get("content", []), parts_of(item.content)
+            if written:  # before a call; a chat has the text in one piece
+                more[0] = text_part(written.pop()["text"] + more[0]["text"])
+            turn["content"] = [*written, *more]
+        else:
+            end()
+            is_message = item.type == "message"
+            turns.append(
+                Message(
+                    role=item.role if is_message and item.role else "tool",
+                    content=parts_of(item.content if is_message else item.output),
+                    tool_call_id=None if is_message else item.call_id,
+                )
+            )
+        previous = item.type
+    end()
+    return turns
+
+
+def parts_of(content: str | list[InputPart] | None) -> list[dict[str, str]]:
+    """As a chat's message has them, at least one."""
+    if isinstance(content, list) and content:
+        return [text_part(part.text) for part in content]
+    return [text_part(content if isinstance(content, str) else "")]
+
+
+def text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 class ResponsesTool(FunctionTool):
@@ -180,25 +243,8 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def messages(self) -> list[Message]:
-        """As a chat has them; calls that stand beside each other are one turn."""
-        found = [Message(role="system", content=self.instructions)] if self.instructions else []
-        for item in self.input:
-            if item.type == "message":
-                assert item.role is not None
-                found.append(Message(role=item.role, content=item.text))
-            elif item.type == "function_call_output":
-                found.append(Message(role="tool", content=item.output, tool_call_id=item.call_id))
-            else:
-                assert item.call_id is not None
-                assert item.name is not None
-                assert item.arguments is not None
-                call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
-                if found and found[-1].role == "assistant":
-                    calls = [*(found[-1].tool_calls or ()), call]
-                    found[-1] = found[-1].model_copy(update={"tool_calls": calls})
-                else:
-                    found.append(Message(role="assistant", tool_calls=[call]))
-        return found
+        system = [Message(role="system", content=self.instructions)] if self.instructions else []
+        return [*system, *messages_of(self.input)]
 
     @property
     def tool_fields(self) -> ToolFields:
