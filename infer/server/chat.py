@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -12,6 +14,7 @@ from infer.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from infer.server.parsing import ChatParser, Parts
 from infer.server.service import Service
 from infer.server.session import Choice, Piece, Session, tokens_within
+from infer.server.tool_styles import Call
 
 
 class ChatFormat:
@@ -20,15 +23,15 @@ class ChatFormat:
     def __init__(self, body: ChatRequest, conversation: Conversation, names: TokenNames) -> None:
         self._body, self._conversation, self._names = body, conversation, names
         self._parsers: dict[int, ChatParser] = {}  # by choice
-        self._calls: dict[int, int] = {}  # how many each has made
+        self._calls: dict[int, list[Call]] = {}  # that each has made
 
     def choice(self, choice: Choice) -> Json:
-        parts = self._parser(choice).all_of(choice.whole.text)
-        self._calls[choice.index] = len(parts.calls)
+        parts = self._parser(choice).all_of(choice.whole.text, cut=choice.finish_reason != "stop")
+        self._calls[choice.index] = parts.calls
         content = parts.content if parts.content or not parts.calls else None
         message: Json = {"role": "assistant", "content": content, "refusal": None, **self._reasoning(parts)}
         if parts.calls:
-            message["tool_calls"] = self._tool_calls(parts)
+            message["tool_calls"] = self._tool_calls(parts.calls)
         return {"message": message, "logprobs": self._logprobs(choice.whole)}
 
     def document(self, session: Session) -> Json:
@@ -43,13 +46,13 @@ class ChatFormat:
         parser = self._parser(choice)
         parts = parser.push(piece.text)
         if choice.finish_reason is not None:
-            parts.add(parser.finish())
+            parts.add(parser.finish(cut=choice.finish_reason != "stop"))
         delta: Json = {"content": parts.content} if parts.content else {}
         delta |= self._reasoning(parts)
-        if parts.calls:
-            made = self._calls.get(choice.index, 0)
-            self._calls[choice.index] = made + len(parts.calls)
-            delta["tool_calls"] = [{"index": made + i, **call} for i, call in enumerate(self._tool_calls(parts))]
+        if calls := parts.calls:
+            made = self._calls.setdefault(choice.index, [])
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(self._tool_calls(calls), len(made))]
+            made += calls
         if not delta and not piece.scored:
             return None
         return {"delta": delta, "logprobs": self._logprobs(piece)}
@@ -58,9 +61,9 @@ class ChatFormat:
         return {"delta": {}}
 
     def finish_reason(self, choice: Choice) -> str | None:
-        return (
-            "tool_calls" if choice.finish_reason == "stop" and self._calls.get(choice.index) else choice.finish_reason
-        )
+        calls = self._calls.get(choice.index, [])
+        called = choice.finish_reason == "stop" and calls and all(call.complete for call in calls)
+        return "tool_calls" if called else choice.finish_reason
 
     def reasoning_tokens(self, session: Session) -> int | None:
         if not self._conversation.thinks:
@@ -74,14 +77,14 @@ class ChatFormat:
         shown = parts.reasoning and self._body.include_reasoning is not False
         return {"reasoning_content": parts.reasoning} if shown else {}
 
-    def _tool_calls(self, parts: Parts) -> list[Json]:
+    def _tool_calls(self, calls: Sequence[Call]) -> list[Json]:
         return [
             {
                 "id": self._conversation.new_call_id(),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
-            for call in parts.calls
+            for call in calls
         ]
 
     def _logprobs(self, piece: Piece) -> Json | None:

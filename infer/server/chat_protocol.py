@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,6 +11,7 @@ from infer.server.errors import field_error, shown
 from infer.server.fields import Strict, Unless
 from infer.server.protocol import Count, GenerationRequest
 from infer.server.tool_protocol import MAX_CALLS, ToolCall, ToolFields
+from models.json_text import read
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 256  # of one message
@@ -83,7 +83,7 @@ class Message(Strict):
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: arguments of calls are objects. Raises ValueError for ones that are not."""
+        """As chat templates expect it: arguments of calls are objects."""
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
@@ -103,14 +103,13 @@ class Message(Strict):
         return message
 
 
-def arguments(call: ToolCall) -> dict[str, Any]:
+def arguments(call: ToolCall) -> dict[str, Any] | str:
+    """An object where it is one; else the text, for a call that was cut is history too."""
     try:
-        value = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
+        value = read(call.function.arguments or "{}")
+    except ValueError:
         value = None
-    if not isinstance(value, dict):
-        raise ValueError(f"tool_calls: the arguments of {call.function.name} must be a JSON object, as a string")
-    return value
+    return value if isinstance(value, dict) else call.function.arguments
 
 
 # Variables of a chat template. `infer/server/conversation.py` says which of them a client may set.

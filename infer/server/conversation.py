@@ -15,7 +15,9 @@ from infer.server.parsing import THINK, ChatParser
 from infer.server.protocol import GenerationRequest
 from infer.server.service import Service
 from infer.server.session import Prompt, Session
+from infer.server.structure import check_depth
 from infer.server.tool_protocol import FunctionTool, ToolFields
+from infer.server.tool_styles import MAX_FORCED_CALLS
 
 # Variables that published chat templates read and that a client may set. The others are the server's.
 TEMPLATE_OPTIONS = (
@@ -43,7 +45,10 @@ def template_options(template: str, options: Mapping[str, Any], effort: str | No
 
 
 class Conversation:
-    """`tools`: those that may be called; `structure`: the grammar that the answer is bound to, if any."""
+    """`tools`: those that may be called; `structure`: the grammar that the answer is bound to, if any.
+
+    `forced`: that grammar is of calls. `most_calls`: bounds them in one answer.
+    """
 
     def __init__(
         self,
@@ -52,9 +57,13 @@ class Conversation:
         tools: Sequence[FunctionTool],
         structure: tuple[str, Grammar] | None,
         options: Mapping[str, Any],
+        *,
+        forced: bool = False,
+        most_calls: int | None = None,
     ) -> None:
         self._service, self._messages, self._tools = service, messages, tools
         self._structure, self._options = structure, options
+        self._forced, self._most_calls = forced, most_calls
         self._begun_thinking = False  # by the template, in the prompt
 
     @classmethod
@@ -75,16 +84,25 @@ class Conversation:
         if tools and service.tool_style is None:
             message = "tools: this model's chat template has no tools (or server.tool_parser=none)"
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
+        for tool in tools:
+            check_depth(
+                tool.parameters, f"tools: the parameters of {tool.name}", "tools", service.config.max_schema_depth
+            )
         if tools and fields.must_call:
             style = service.tool_style
             assert style is not None
-            parallel, begin_id = fields.parallel_tool_calls is not False, service.special_id(style.begin)
-            structure = "tools", style.grammar(tools, parallel=parallel, begin_id=begin_id)
+            most = fields.most_calls or MAX_FORCED_CALLS
+            try:
+                structure = "tools", style.grammar(tools, most=most, special_id=service.special_id)
+            except ValueError as error:
+                raise ApiError(400, f"tools: {error}", param="tools", code="invalid_grammar") from error
         variables = template_options(service.tokenizer.chat_template or "", options or {}, effort)
-        return cls(service, messages, tools, structure, variables)
+        forced, most_calls = fields.must_call, fields.most_calls
+        return cls(service, messages, tools, structure, variables, forced=forced, most_calls=most_calls)
 
     async def start(self, request: Request, body: GenerationRequest, *, param: str, max_tokens: int | None) -> Session:
         style = self._service.tool_style
+        marks = () if style is None or not self._tools else style.marks
         return await self._service.start(
             request,
             body,
@@ -94,7 +112,7 @@ class Conversation:
             max_tokens=max_tokens,
             default_max_tokens=None,
             structure=self._structure,
-            with_special=bool(self._tools) and style is not None and self._service.special_id(style.begin) is not None,
+            with_special=any(self._service.special_id(mark) is not None for mark in marks),
         )
 
     @property
@@ -106,7 +124,14 @@ class Conversation:
         """For one answer. An answer of a given form has no reasoning span."""
         thinking = self.thinks and self._structure is None
         names = [tool.name for tool in self._tools]
-        return ChatParser(self._service.tool_style, names, thinking=thinking, inside=self._begun_thinking)
+        return ChatParser(
+            self._service.tool_style,
+            names,
+            thinking=thinking,
+            inside=self._begun_thinking,
+            forced=self._forced,
+            most_calls=self._most_calls,
+        )
 
     def new_call_id(self) -> str:
         assert self._service.tool_style is not None

@@ -37,14 +37,16 @@ class Items:
         self._open: Json | None = None  # the last item, while it grows
 
     def add(self, parts: Parts, scored: list[ScoredToken]) -> Iterator[Json]:
-        """In the order in which models write: reasoning, text, calls."""
-        if parts.reasoning:
-            yield from self._grow("reasoning", parts.reasoning, [])
-        if parts.content:
-            yield from self._grow("message", parts.content, scored)
-        for call in parts.calls:
-            yield from self.close()
-            yield from self._call(call)
+        """In the order in which they were written. `scored`: the tokens of the text, which go with its beginning."""
+        for part in parts.items:
+            if isinstance(part, Call):
+                yield from self.close()
+                yield from self._call(part)
+            elif part.kind == "reasoning":
+                yield from self._grow("reasoning", part.text, [])
+            else:
+                yield from self._grow("message", part.text, scored)
+                scored = []
 
     def close(self, *, complete: bool = True) -> Iterator[Json]:
         """Ends the item that is growing."""
@@ -107,7 +109,7 @@ class Items:
         yield {"type": "response.function_call_arguments.delta", **place, "delta": call.arguments}
         done = {"name": call.name, "arguments": call.arguments}
         yield {"type": "response.function_call_arguments.done", **place, **done}
-        item |= {"arguments": call.arguments, "status": "completed"}
+        item |= {"arguments": call.arguments, "status": "completed" if call.complete else "incomplete"}
         yield self._item_event("done")
 
     def _item_event(self, what: str) -> Json:
@@ -134,7 +136,7 @@ class Answer:
     def take(self, choice: Choice, piece: Piece) -> Iterator[Json]:
         parts = self._parser.push(piece.text)
         if choice.finish_reason is not None:
-            parts.add(self._parser.finish())
+            parts.add(self._parser.finish(cut=choice.finish_reason != "stop"))
         scored = [*self._unsaid, *piece.scored]
         self._unsaid = [] if parts.content else scored
         for own in self._items.add(parts, scored):

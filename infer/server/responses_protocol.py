@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
@@ -27,7 +28,7 @@ from infer.server.tool_protocol import (
 )
 
 MAX_METADATA = 16  # OpenAI's bounds
-TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
 # What OpenAI's API can add to a response. All but the log-probabilities are of tools and formats that are not here.
 Includable = Literal[
@@ -48,7 +49,7 @@ class InputPart(Strict):
 
     accepted = frozenset({"annotations", "logprobs", "cache_control", "prompt_cache_breakpoint", "id"})
 
-    type: Literal["input_text", "output_text", "text"]
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
     refusal: str | None = None  # the text of a part of type refusal
 
@@ -61,28 +62,37 @@ class InputPart(Strict):
         return values | {"type": "text", "text": values.get("refusal")} if kind == "refusal" else values
 
 
-Content = str | Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
-NEEDED = {
+PartList = Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
+Content = str | PartList
+NEEDED: dict[str, tuple[str, ...]] = {
     "message": ("role", "content"),
+    "reasoning": (),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
 }
 
 
 class InputItem(Strict):
-    """A message, a call that the model made, or what came of one. OpenAI has three types; their fields differ."""
+    """A message, the reasoning before one, a call that the model made, or what came of one. OpenAI has four types.
+
+    Encrypted reasoning is of another server, and not to be read here.
+    """
 
     accepted = frozenset(
-        {"id", "status", "phase", "namespace", "caller", "created_by", "async", "metadata", "cache_control"}
+        {
+            *("id", "status", "phase", "namespace", "caller", "created_by", "async", "metadata", "cache_control"),
+            "encrypted_content",
+        }
     )
 
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content | None = None
     call_id: str | None = Field(default=None, max_length=256)
     name: ToolName | None = None
     arguments: str | None = Field(default=None, max_length=MAX_ARGUMENTS)
     output: Content | None = None
+    summary: PartList | None = None  # of reasoning; a template takes the reasoning itself
 
     @model_validator(mode="before")
     @classmethod
@@ -99,11 +109,57 @@ class InputItem(Strict):
                 raise field_error(name, f"missing; an item of type {kind} needs it", "missing_required_parameter")
         return values
 
-    @property
-    def text(self) -> str:
-        """Of a message, or of what came of a call."""
-        content = self.output if self.type == "function_call_output" else self.content
-        return content if isinstance(content, str) else "\n".join(part.text for part in content or ())
+
+def messages_of(items: Sequence[InputItem]) -> list[Message]:
+    """As a chat has them. What the model wrote in one answer is one turn: reasoning, text and calls."""
+    turns: list[Message] = []
+    turn: dict[str, Any] = {}  # the assistant's, while it grows
+    previous = ""  # the type of the item before
+
+    def end() -> None:
+        if turn:
+            turns.append(Message(**{"role": "assistant", "content": "", **turn}))
+            turn.clear()
+
+    for item in items:
+        if item.type == "reasoning":
+            end()
+            if text := "".join(part["text"] for part in parts_of(item.content)):
+                turn["reasoning_content"] = text
+        elif item.type == "function_call":
+            call = CalledFunction(name=item.name or "", arguments=item.arguments or "")
+            turn.setdefault("tool_calls", []).append(ToolCall(id=item.call_id or "", function=call))
+        elif item.type == "message" and item.role == "assistant":
+            if previous == "message":
+                end()
+            written, more = turn.get("content", []), parts_of(item.content)
+            if written:  # before a call; a chat has the text in one piece
+                more[0] = text_part(written.pop()["text"] + more[0]["text"])
+            turn["content"] = [*written, *more]
+        else:
+            end()
+            is_message = item.type == "message"
+            turns.append(
+                Message(
+                    role=item.role if is_message and item.role else "tool",
+                    content=parts_of(item.content if is_message else item.output),
+                    tool_call_id=None if is_message else item.call_id,
+                )
+            )
+        previous = item.type
+    end()
+    return turns
+
+
+def parts_of(content: str | list[InputPart] | None) -> list[dict[str, str]]:
+    """As a chat's message has them, at least one."""
+    if isinstance(content, list) and content:
+        return [text_part(part.text) for part in content]
+    return [text_part(content if isinstance(content, str) else "")]
+
+
+def text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 class ResponsesTool(FunctionTool):
@@ -210,25 +266,8 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def messages(self) -> list[Message]:
-        """As a chat has them; calls that stand beside each other are one turn."""
-        found = [Message(role="system", content=self.instructions)] if self.instructions else []
-        for item in self.input:
-            if item.type == "message":
-                assert item.role is not None
-                found.append(Message(role=item.role, content=item.text))
-            elif item.type == "function_call_output":
-                found.append(Message(role="tool", content=item.text, tool_call_id=item.call_id))
-            else:
-                assert item.call_id is not None
-                assert item.name is not None
-                assert item.arguments is not None
-                call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
-                if found and found[-1].role == "assistant":
-                    calls = [*(found[-1].tool_calls or ()), call]
-                    found[-1] = found[-1].model_copy(update={"tool_calls": calls})
-                else:
-                    found.append(Message(role="assistant", tool_calls=[call]))
-        return found
+        system = [Message(role="system", content=self.instructions)] if self.instructions else []
+        return [*system, *messages_of(self.input)]
 
     @property
     def tool_fields(self) -> ToolFields:

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from infer.grammar import Grammar
 from infer.server.errors import ApiError, field_error
 from infer.server.fields import Strict
+from models.json_text import depth
 
 MAX_CHOICES = 1024
 MAX_GRAMMAR_TEXT = 2**20  # of the wire; server.max_grammar_bytes is the operator's bound
@@ -81,15 +82,11 @@ def check_size(grammar: Grammar, param: str, *, max_bytes: int, max_depth: int) 
     if size > max_bytes:
         message = f"{param}: {size} bytes; at most server.max_grammar_bytes={max_bytes}"
         raise ApiError(400, message, param=param, code="grammar_too_large")
-    if grammar.kind == "json_schema" and depth(json.loads(grammar.text)) > max_depth:
-        message = f"{param}: nested deeper than server.max_schema_depth={max_depth}"
+    if grammar.kind == "json_schema":
+        check_depth(json.loads(grammar.text), param, param, max_depth)
+
+
+def check_depth(schema: Any, what: str, param: str, max_depth: int) -> None:
+    if depth(schema) > max_depth:
+        message = f"{what}: nested deeper than server.max_schema_depth={max_depth}"
         raise ApiError(400, message, param=param, code="grammar_too_large")
-
-
-def depth(document: Any) -> int:
-    """Levels of objects and lists; without recursion, which a document could exhaust."""
-    level, layer = 0, [document]
-    while layer := [inner for inner in layer if isinstance(inner, dict | list)]:
-        level += 1
-        layer = [item for inner in layer for item in (inner.values() if isinstance(inner, dict) else inner)]
-    return level

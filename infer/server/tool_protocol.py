@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from infer.server.errors import field_error
 from infer.server.fields import Strict
@@ -12,6 +12,7 @@ from infer.server.fields import Strict
 MAX_TOOLS = 128
 MAX_CALLS = 128  # in one message of a conversation
 MAX_ARGUMENTS = 2**20
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
@@ -19,13 +20,30 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 TOOL_ACCEPTED = frozenset({"async", "allowed_callers", "defer_loading", "output_schema", "cache_control"})
 
 
+def check_schema(schema: Any) -> Any:
+    if schema is not None and not isinstance(schema, dict | bool):
+        raise ValueError("must be a JSON schema")
+    return schema
+
+
 class FunctionTool(Strict):
     accepted = TOOL_ACCEPTED
 
     name: ToolName
     description: str | None = Field(default=None, max_length=16384)
-    parameters: dict[str, Any] | None = None  # null: takes none
+    parameters: Annotated[Any, AfterValidator(check_schema)] = None  # a JSON schema; null: takes none
     strict: bool | None = None  # changes nothing: arguments of a forced call always keep the schema
+
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        """Of the arguments' object, as a document of its own. Raises ValueError where no object could keep it."""
+        if self.parameters is None:
+            return NO_PARAMETERS
+        schema = self.parameters if isinstance(self.parameters, dict) else {}
+        kinds = schema.get("type", "object")
+        if self.parameters is False or "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            raise ValueError(f"the parameters of {self.name} must be a schema of type object")
+        return schema | {"type": "object"}
 
 
 class Tool(Strict):
@@ -114,6 +132,11 @@ class ToolFields(Strict):
         if isinstance(self.tool_choice, NamedTool):
             return [function for function in self.functions if function.name == self.tool_choice.function.name]
         return self.functions
+
+    @property
+    def most_calls(self) -> int | None:
+        """A named tool is called exactly once, whatever `parallel_tool_calls` says. None: no bound."""
+        return 1 if isinstance(self.tool_choice, NamedTool) or self.parallel_tool_calls is False else None
 
     @property
     def must_call(self) -> bool:

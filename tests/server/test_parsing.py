@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from typing import Any
 
@@ -34,6 +33,27 @@ CASES: list[tuple[str, str, str, list[Call]]] = [
     ("hermes", '<tool_call>{"name": add}</tool_call>', "=", []),
     ("hermes", "<tool_call>x", "=", []),
     ("hermes", '<tool_call>{"name": ["add"]}', "=", []),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "=", []),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": -Infinity}}</tool_call>', "=", []),
+    ("hermes", '<tool_call>{"name": "add", "name": "add", "arguments": {}}</tool_call>', "=", []),
+    ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "=", []),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "[1]"}</tool_call>', "=", []),
+    ("hermes", f'<tool_call>{{"name": "add", "arguments": {{"a": {"[" * 2000}{"]" * 2000}}}}}</tool_call>', "=", []),
+    ("hermes", '<tool_call>{"name": "add", "arguments": null}</tool_call>', "", [Call("add", "{}")]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": ""}</tool_call>', "", [Call("add", "{}")]),
+    ("hermes", '<tool_call>{"name": "add"}</tool_', "", [Call("add", "{}")]),
+    (
+        "hermes",
+        r'<tool_call>{"name": "add", "arguments": "{\"a\": \"\\ud83d \ud83d\"}"}</tool_call>',
+        "",
+        [Call("add", '{"a": "\\ufffd \ufffd"}')],
+    ),
+    (
+        "hermes",
+        rf'<tool_call>{{"name": "add", "arguments": {{"a":1e999, "b" : "\ud83d", "c": {"1" * 5000}}}}}</tool_call>',
+        "",
+        [Call("add", rf'{{"a":1e999, "b" : "\ufffd", "c": {"1" * 5000}}}')],
+    ),
     ("llama3", f'{{"name": "add", "parameters": {SUM.arguments}}}', "", [SUM]),
     ("llama3", f'<|python_tag|>{{"name": "add", "parameters": {SUM.arguments}}}', "", [SUM]),
     (
@@ -44,6 +64,10 @@ CASES: list[tuple[str, str, str, list[Call]]] = [
     ),
     ("llama3", ' {"answer": 42}', "=", []),
     ("llama3", '{"name": "add", "parameters": {', "=", []),
+    ("llama3", "<|python_tag|>print(1)", "=", []),
+    ("llama3", '{"name": "add"}; then', "; then", [Call("add", "{}")]),
+    ("llama3", '{"name": "add"}; {"a": 1}', '; {"a": 1}', [Call("add", "{}")]),
+    ("llama3", '{"name": "add"} ; <|python_tag|>{"name": "add"};', "", [Call("add", "{}")] * 2),
     ("llama3", 'The JSON is {"name": "add", "parameters": {}}', "=", []),
     ("mistral", f'[TOOL_CALLS][{{"name": "add", "arguments": {SUM.arguments}}}]', "", [SUM]),
     (
@@ -60,6 +84,9 @@ CASES: list[tuple[str, str, str, list[Call]]] = [
         [SUM, PARIS],
     ),
     ("mistral", "[TOOL_CALLS]rm[ARGS]{}", "=", []),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": NaN}', "=", []),
+    ("mistral", r'[TOOL_CALLS]add {"a": "\ud83d"}', "", [Call("add", r'{"a": "\ufffd"}')]),
+    ("mistral", '[TOOL_CALLS][{"name": "add"}, {"name": "rm"}]', "=", []),
     ("mistral", "[TOOL_CALLS", "=", []),
 ]
 
@@ -84,9 +111,7 @@ def test_calls_are_found_however_the_text_comes(case: Any, cuts: list[int]) -> N
     style, text, content, calls = case
     parts = parse(ChatParser(STYLES[style], TOOLS), pieces(text, cuts))
     assert parts.content == (text if content == "=" else content)
-    assert [(call.name, json.loads(call.arguments)) for call in parts.calls] == [
-        (call.name, json.loads(call.arguments)) for call in calls
-    ]
+    assert parts.calls == calls
     assert parse(ChatParser(STYLES[style], []), pieces(text, cuts)).content == text  # no tools, no calls
 
 

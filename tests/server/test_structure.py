@@ -15,7 +15,7 @@ import pytest
 
 from infer.grammar import Grammar
 from infer.server.grammar_check import GrammarCheck, GrammarRefused
-from infer.server.structure import depth
+from models.json_text import depth
 from tests.server.harness import MODEL, MakeServer, Server
 from tests.server.test_wire import read_events
 

@@ -1,0 +1,190 @@
+"""What a forced call may be, by random walks through its grammar: a model without any idea writes valid calls too."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import llguidance
+import numpy as np
+import pydantic
+import pytest
+
+from infer.grammar import compile_matcher, make_tokenizer
+from infer.server.parsing import ChatParser
+from infer.server.tool_protocol import FunctionTool, ToolFields
+from infer.server.tool_styles import MAX_FORCED_CALLS, STYLES, Call
+
+Json = dict[str, Any]
+
+
+class Point(pydantic.BaseModel):
+    x: int
+    y: int
+
+
+class Kind(pydantic.BaseModel):
+    kind: bool
+
+
+class Shape(pydantic.BaseModel):
+    name: Kind
+    points: list[Point] = pydantic.Field(max_length=2)
+
+
+class Tree(pydantic.BaseModel):
+    left: Tree | None
+    leaf: bool
+
+
+INTEGER: Json = {"type": "integer", "minimum": 0, "maximum": 99}
+
+
+def an_object(properties: Json, definitions: Json | None = None, **others: Any) -> Json:
+    closed = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return closed | ({} if definitions is None else {"$defs": definitions}) | others
+
+
+OTHER_POINT = an_object({"lat": INTEGER})
+ID: Json = {"$id": "https://example.org/s"}
+# What a tool's parameters may be, with references of every kind.
+SCHEMAS: dict[str, Any] = {
+    "pydantic": Shape.model_json_schema(),
+    "recursive": Tree.model_json_schema(),
+    "another_Point": an_object({"p": {"$ref": "#/$defs/Point"}}, {"Point": OTHER_POINT}),
+    "definitions": an_object({"p": {"$ref": "#/definitions/Point"}}) | {"definitions": {"Point": OTHER_POINT}},
+    "root": {"type": "object", "properties": {"next": {"$ref": "#"}}, "additionalProperties": False},
+    "a_neighbour": an_object({"a": INTEGER, "b": {"$ref": "#/properties/a"}}),
+    "escaped": an_object({"a/b ~": INTEGER, "b": {"$ref": "#/properties/a~1b%20~0"}}),
+    "id": an_object({"p": {"$ref": "https://example.org/s#/$defs/P"}}, {"P": INTEGER}, **ID),
+    "anchor": an_object({"p": {"$ref": "#here"}}, {"P": {"$anchor": "here"} | INTEGER}),
+    "relative": an_object({"p": {"$ref": "p"}}, {"P": {"$id": "p"} | INTEGER}, **ID),
+    "named_root": {"$ref": "#/$defs/P", "$defs": {"P": OTHER_POINT}},
+    "optional": {"anyOf": [OTHER_POINT, {"type": "null"}]},
+    "nullable": OTHER_POINT | {"type": ["object", "null"]},
+    "boolean_member": an_object({"a": INTEGER, "b": INTEGER}) | {"patternProperties": {"^z$": True}},
+    "no_type": {"properties": {"a": INTEGER}, "required": ["a"], "additionalProperties": False},
+    "none": None,
+    "empty": an_object({}),
+    'quoted"': an_object({'say "\\ é': {"enum": ['"\\', "é"]}}),
+}
+
+
+def tool(name: str) -> FunctionTool:
+    return FunctionTool(name=name.strip('"'), parameters=SCHEMAS[name])
+
+
+def schema_of(name: str) -> Any:
+    return {"type": "object", "maxProperties": 0} if SCHEMAS[name] is None else SCHEMAS[name]
+
+
+@pytest.fixture(scope="module")
+def walk(tiny_tokenizer: Any) -> Callable[..., tuple[str, bool]]:
+    """A text that the grammar allows, and whether it came to its end."""
+    tokenizer = make_tokenizer(tiny_tokenizer.backend.to_str(), tiny_tokenizer.vocab_size, list(tiny_tokenizer.eos_ids))
+    closing = np.zeros(tiny_tokenizer.vocab_size, dtype=bool)
+    for text in '"}],':
+        closing[tiny_tokenizer.encode(text, add_special_tokens=False)] = True
+
+    def run(grammar: Any, seed: int, most: int = 1500) -> tuple[str, bool]:
+        matcher = compile_matcher(grammar, tokenizer)
+        chance, ids = random.Random(seed), []
+        while not matcher.is_stopped() and len(ids) < most:
+            words = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            allowed = np.unpackbits(words, bitorder="little")[: len(closing)].astype(bool)
+            ending = allowed & closing
+            choices = (ending if ending.any() and chance.random() < 0.5 else allowed).nonzero()[0]
+            ids.append(int(chance.choice(choices)))
+            assert matcher.try_consume_tokens([ids[-1]]), matcher.get_error()
+        stop = [token for token in ids if token not in tiny_tokenizer.eos_ids]
+        return tiny_tokenizer.decode(stop, with_special=True), matcher.is_stopped()
+
+    return run
+
+
+def forced(style: str, tools: list[FunctionTool], most: int | None) -> Any:
+    return STYLES[style].grammar(tools, most=most or MAX_FORCED_CALLS, special_id=lambda _: None)
+
+
+def calls_of(style: str, text: str, names: list[str], *, cut: bool = False) -> list[Call]:
+    parts = ChatParser(STYLES[style], names, forced=True).all_of(text, cut=cut)
+    assert parts.content == ""
+    return parts.calls
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_arguments_keep_the_tool_s_own_schema(walk: Callable[..., tuple[str, bool]], style: str) -> None:
+    """All tools in one request: those that define another `Point` do not disturb each other."""
+    tools = [tool(name) for name in SCHEMAS]
+    names = {function.name: name for function, name in zip(tools, SCHEMAS, strict=True)}
+    complete: set[str] = set()
+    for name in SCHEMAS:
+        for seed in range(4):
+            text, ended = walk(forced(style, [tool(name)], 1), seed)
+            calls = calls_of(style, text, list(names), cut=not ended)
+            assert len(calls) == 1
+            for call in calls:
+                assert call.complete >= ended
+                assert names[call.name] == name
+                if call.complete:
+                    jsonschema.validate(json.loads(call.arguments), schema_of(name))
+                    complete.add(name)
+    assert complete == set(SCHEMAS)
+    for seed in range(12):
+        text, ended = walk(forced(style, tools, None), seed)
+        calls = calls_of(style, text, list(names), cut=not ended)
+        assert 1 <= len(calls) <= MAX_FORCED_CALLS
+        for call in calls:
+            if call.complete:
+                jsonschema.validate(json.loads(call.arguments), schema_of(names[call.name]))
+
+
+def choice(**fields: Any) -> ToolFields:
+    functions = [
+        {"type": "function", "function": {"name": name, "parameters": SCHEMAS["empty"]}} for name in ("a", "b")
+    ]
+    return ToolFields(tools=functions, **fields)
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("fields", "counts"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, {1}),
+        ({"tool_choice": {"type": "function", "function": {"name": "a"}}, "parallel_tool_calls": True}, {1}),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, {1}),
+        ({"tool_choice": "required"}, set(range(1, MAX_FORCED_CALLS + 1))),
+    ],
+    ids=["named", "named, parallel", "required, one", "required"],
+)
+def test_how_many_calls_there_are(
+    walk: Callable[..., tuple[str, bool]], style: str, fields: Json, counts: set[int]
+) -> None:
+    request = choice(**fields)
+    seen, called = set(), set()
+    for seed in range(40):
+        text, ended = walk(forced(style, request.tools_in_use, request.most_calls), seed)
+        assert ended
+        calls = calls_of(style, text, ["a", "b"])
+        seen.add(len(calls))
+        called |= {call.name for call in calls}
+    assert seen <= counts
+    assert max(seen) == 1 if counts == {1} else len(seen) > 2
+    assert called == ({"a"} if "function" in str(fields) else {"a", "b"})
+
+
+def test_only_objects_can_be_arguments() -> None:
+    for parameters in ({"type": "string"}, {"type": ["array", "null"]}, False):
+        with pytest.raises(ValueError, match="parameters of f must be a schema of type object"):
+            _ = FunctionTool(name="f", parameters=parameters).arguments_schema
+    assert FunctionTool(name="f", parameters=True).arguments_schema == {"type": "object"}
+
+
+def test_special_tokens_are_forced_as_tokens() -> None:
+    ids = {"<tool_call>": 7, "</tool_call>": 8}
+    grammar = STYLES["hermes"].grammar([tool("none")], most=2, special_id=ids.get)
+    assert 'call: <[7]> "\\n" object "\\n" <[8]>' in grammar.text
+    assert llguidance.LLMatcher.grammar_from_lark(grammar.text)
