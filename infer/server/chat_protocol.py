@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -11,6 +10,7 @@ from infer.server.errors import field_error
 from infer.server.fields import Strict, drop_nothing
 from infer.server.protocol import Count, GenerationRequest
 from infer.server.tool_protocol import MAX_CALLS, ToolCall, ToolFields
+from models.chat import normalise_arguments
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 256  # of one message
@@ -54,39 +54,16 @@ class Message(Strict):
             raise field_error("tool_call_id", "missing; it says which call this answers")
         return self
 
-    @property
-    def text(self) -> str:
-        if self.content is None:
-            return ""
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: arguments of calls are objects. Raises ValueError for ones that are not."""
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-        if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": arguments(call)},
-                }
-                for call in self.tool_calls
-            ]
-        return message
+        """What models/chat.py renders. Raises ValueError for calls whose arguments are no object."""
+        for call in self.tool_calls or ():
+            check_arguments(call)
+        return self.model_dump(exclude_none=True)
 
 
-def arguments(call: ToolCall) -> dict[str, Any]:
-    try:
-        value = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
+def check_arguments(call: ToolCall) -> None:
+    if not isinstance(normalise_arguments(call.function.arguments), dict):
         raise ValueError(f"tool_calls: the arguments of {call.function.name} must be a JSON object, as a string")
-    return value
 
 
 def check_content(content: Any) -> None:

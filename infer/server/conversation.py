@@ -84,7 +84,6 @@ class Conversation:
         return self._service.tool_style.new_id()
 
     def _encode(self, messages: Sequence[Message]) -> Prompt:
-        tools = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in self._tools]
-        text = self._service.render_chat(messages, tools or None, self._options)
+        text = self._service.render_chat(messages, [tool.for_template() for tool in self._tools], self._options)
         self._begun_thinking = text.rstrip().endswith(THINK)
         return Prompt(self._service.encode(text, "messages", add_special_tokens=False))  # the template writes them

@@ -95,9 +95,13 @@ class InputItem(Strict):
         return drop_nothing(values, set(cls.model_fields), nothing)
 
     @property
-    def text(self) -> str:
+    def message(self) -> Message:
+        """Of an item that is one. Its parts stay parts: how they are joined is the template's affair."""
         assert self.content is not None
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        content = self.content
+        if not isinstance(content, str):
+            content = [{"type": "text", "text": part.text} for part in content]
+        return Message.model_validate({"role": self.role, "content": content})
 
 
 class ResponsesTool(FunctionTool):
@@ -184,8 +188,7 @@ class ResponsesRequest(GenerationRequest):
         found = [Message(role="system", content=self.instructions)] if self.instructions else []
         for item in self.input:
             if item.type == "message":
-                assert item.role is not None
-                found.append(Message(role=item.role, content=item.text))
+                found.append(item.message)
             elif item.type == "function_call_output":
                 found.append(Message(role="tool", content=item.output, tool_call_id=item.call_id))
             else:
@@ -203,7 +206,7 @@ class ResponsesRequest(GenerationRequest):
     @property
     def tool_fields(self) -> ToolFields:
         tools = [
-            Tool(type="function", function=FunctionTool(**tool.model_dump(exclude={"type"})))
+            Tool(type="function", function=FunctionTool.model_validate(tool.for_template()["function"]))
             for tool in self.tools or ()
         ]
         choice = self.tool_choice

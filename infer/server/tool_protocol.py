@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from infer.server.errors import field_error
 from infer.server.fields import Strict
@@ -20,6 +20,21 @@ class FunctionTool(Strict):
     description: str | None = Field(default=None, max_length=16384)
     parameters: dict[str, Any] | None = None  # null: takes none
     strict: bool | None = None  # changes nothing: arguments of a forced call always keep the schema
+    _order: tuple[str, ...] = PrivateAttr(default=())  # of the fields, as the client wrote them
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def keep_order(cls, values: Any, handler: ModelWrapValidatorHandler[FunctionTool]) -> FunctionTool:
+        function = handler(values)
+        if isinstance(values, dict):
+            function._order = tuple(values)
+        return function
+
+    def for_template(self) -> dict[str, Any]:
+        """As a tool of a conversation. Templates print it whole, so its fields keep their order."""
+        fields = {name: getattr(self, name) for name in FunctionTool.model_fields}
+        ordered = {name: fields[name] for name in (*self._order, *fields) if name in fields}
+        return {"type": "function", "function": ordered}
 
 
 class Tool(Strict):
