@@ -10,7 +10,7 @@ from infer.server.errors import field_error
 from infer.server.fields import Strict, drop_nothing
 from infer.server.protocol import Count, GenerationRequest
 from infer.server.tool_protocol import MAX_CALLS, ToolCall, ToolFields
-from models.chat import normalise_arguments
+from models.chat import content_text, normalise_arguments
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 256  # of one message
@@ -53,6 +53,10 @@ class Message(Strict):
         if self.role == "tool" and not self.tool_call_id:
             raise field_error("tool_call_id", "missing; it says which call this answers")
         return self
+
+    @property
+    def text(self) -> str:
+        return content_text(self.model_dump(include={"content"}))
 
     def for_template(self) -> dict[str, Any]:
         """What models/chat.py renders. Raises ValueError for calls whose arguments are no object."""
