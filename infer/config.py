@@ -256,6 +256,7 @@ class GenerateConfig:
     # prompts: the first of these that is given, else held-out prompts of the demo corpus
     prompt: str | None = field(default=None, metadata=FREE_TEXT)
     prompts_file: str | None = None  # one prompt per line
+    chat: bool = False  # each prompt is a user's message, put into the model's chat template; false: a plain text
     num_prompts: int = 8  # at most this many of the file or of the corpus
     prompt_tokens: int = 64  # length of the prompts cut from the corpus
     # sampling
@@ -278,6 +279,8 @@ class GenerateConfig:
         check_sampling(self.temperature, self.top_k, self.top_p)
         if self.prompt is not None and self.prompts_file is not None:
             raise ValueError("prompts_file: excludes prompt; give one of them")
+        if self.chat and self.prompt is None and self.prompts_file is None:
+            raise ValueError("chat=true: needs prompt='...' or prompts_file=...; prompts of the corpus are no messages")
         if self.compare and self.proposer.name == "none":
             raise ValueError(
                 "compare=true: compares speculation off and on, so proposer=none leaves nothing to compare"

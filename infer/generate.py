@@ -8,11 +8,15 @@ sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(
 os.environ.setdefault("USE_HUB_KERNELS", "NO")
 
 import secrets
+from typing import TYPE_CHECKING
 
 from infer.cli import entry_point
 from infer.config import GenerateConfig
 from infer.config_checks import resolve_path
 from infer.launched import launched_rank
+
+if TYPE_CHECKING:
+    from models.tokenizer import Tokenizer
 
 CORPUS_MODEL = "demo"  # the one target whose training data is here, so that prompts can be cut from what it never saw
 
@@ -35,7 +39,7 @@ def run(config: GenerateConfig) -> None:
 
         prompts = held_out_prompts(engine.tokenizer, config.num_prompts, config.prompt_tokens)
     else:
-        prompts = [engine.tokenizer.encode(text) for text in texts]
+        prompts = [prompt_ids(text, engine.tokenizer, chat=config.chat) for text in texts]
     params = SamplingParams(
         temperature=config.temperature,
         top_k=config.top_k,
@@ -52,6 +56,15 @@ def run(config: GenerateConfig) -> None:
             sys.exit(1)
     finally:
         engine.close()
+
+
+def prompt_ids(text: str, tokenizer: "Tokenizer", *, chat: bool) -> list[int]:
+    """With `chat` the text is a user's message, as a server's client would send it. ValueError: no chat template."""
+    if not chat:
+        return tokenizer.encode(text)
+    if not tokenizer.chat.texts:
+        raise ValueError(f"chat=true: {tokenizer.source} has no chat template; leave out chat=true for a plain text")
+    return tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
 
 def given_prompts(config: GenerateConfig) -> list[str] | None:

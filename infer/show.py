@@ -40,6 +40,7 @@ def show_texts(config: GenerateConfig, engine: Engine, groups: Sequence[Prompts]
     print_card(
         title(config),
         [
+            *prompt_hint(config, engine),
             ("speculation", speculation(config, engine)),
             ("sampling", describe_sampling(params)),
             *describe_ranks(config.engine),
@@ -49,6 +50,15 @@ def show_texts(config: GenerateConfig, engine: Engine, groups: Sequence[Prompts]
             *([("colour", "green: accepted draft tokens")] if color else ()),
         ],
     )
+
+
+def prompt_hint(config: GenerateConfig, engine: Engine) -> list[tuple[str, str]]:
+    """A line of the card for users of a chat model, which often ends at once behind a plain text."""
+    assert engine.tokenizer is not None
+    asked = config.prompt is not None or config.prompts_file is not None
+    if config.chat or not asked or not engine.tokenizer.chat.texts:
+        return []
+    return [("prompt", "a plain text; chat=true puts it into the model's chat template")]
 
 
 def show_comparison(config: GenerateConfig, engine: Engine, groups: Sequence[Prompts], params: SamplingParams) -> bool:

@@ -1,30 +1,23 @@
 """Text <-> token ids: one Tokenizer for training, serving and the demo, from a checkpoint's own files.
 
-Reads tokenizer.json (the `tokenizers` library), the chat template as sandboxed Jinja, and the ids that end a text.
-Knows nothing about models, requests or HTTP; never runs code of a checkpoint.
+Reads tokenizer.json (the `tokenizers` library), the texts of special tokens, and the ids that end a text; how a
+conversation becomes text is models/chat.py. Knows nothing about models, requests or HTTP; never runs code of a
+checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import jinja2
-import jinja2.ext
 import tokenizers
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers.decoders import DecodeStream
 
+from models.chat import DEFAULT, Chat, Message, find_chat_templates
 from models.token_bytes import token_bytes
-
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
-Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
 
 class Tokenizer:
@@ -35,15 +28,17 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         *,
         eos_ids: Iterable[int] = (),
-        chat_template: str | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
         special_tokens: Mapping[str, str] | None = None,
         source: str = "tokenizer",
     ) -> None:
+        """`chat_template`: the one template, or several by name (models/chat.py)."""
         backend.no_truncation()  # some exports carry their training set-up
         backend.no_padding()
         self.backend = backend
-        self.chat_template = chat_template
         self.special_tokens = dict(special_tokens or {})  # name -> text, as templates use them
+        templates = {DEFAULT: chat_template} if isinstance(chat_template, str) else chat_template
+        self.chat = Chat(templates or {}, special_tokens=self.special_tokens, source=source)
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.special_ids = frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
@@ -62,7 +57,7 @@ class Tokenizer:
         except Exception as error:  # the library raises nothing more precise
             raise ValueError(f"{file}: not a tokenizer that `tokenizers` can read ({error})") from error
         settings = read_optional_json(folder / "tokenizer_config.json")
-        specials = {name: text for name in SPECIAL_NAMES if (text := token_text(settings.get(name)))}
+        specials = read_special_tokens(folder, settings)
         eos_ids = [
             *as_ids(read_optional_json(folder / "generation_config.json").get("eos_token_id")),
             *as_ids(read_optional_json(folder / "config.json").get("eos_token_id")),
@@ -72,10 +67,15 @@ class Tokenizer:
         return cls(
             backend,
             eos_ids=eos_ids,
-            chat_template=find_chat_template(folder, settings),
+            chat_template=find_chat_templates(folder, settings),
             special_tokens=specials,
             source=str(folder),
         )
+
+    @property
+    def chat_template(self) -> str | None:
+        """Of a conversation without tools."""
+        return self.chat.text_for(tools=False)
 
     @property
     def vocab_size(self) -> int:
@@ -100,40 +100,13 @@ class Tokenizer:
     def stream(self, *, with_special: bool = False) -> DetokenizeStream:
         return DetokenizeStream(self, with_special=with_special)
 
-    def apply_chat_template(self, messages: Sequence[Message]) -> list[int]:
-        """The conversation's ids up to the assistant's turn. ValueError: no template, or it refuses the messages."""
-        return self.encode(self.render_chat(messages), add_special_tokens=False)  # the template writes them itself
+    def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """The conversation's ids up to the assistant's turn; see `Chat.render`."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)  # the template writes them
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        generation_prompt: bool = True,
-        **options: Any,
-    ) -> str:
-        """`tools` as OpenAI writes them; `options`: further variables of this model's template.
-
-        `generation_prompt`: the header of the assistant's next turn comes last; without it the text is history.
-        """
-        if self.chat_template is None:
-            raise ValueError(f"{self.source}: this model has no chat template; use plain completions (/v1/completions)")
-        plain = [dict(message) for message in messages]
-        given: dict[str, Any] = {"messages": plain, "add_generation_prompt": generation_prompt}
-        if tools:
-            given["tools"] = list(tools)  # left out when there are none: templates ask whether it is defined
-        try:
-            return self._template.render(**options, **given, **self.special_tokens)
-        except (jinja2.TemplateError, TypeError, KeyError, AttributeError, IndexError, ValueError) as error:
-            raise ValueError(f"messages: the model's chat template refuses them ({error})") from error
-
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        assert self.chat_template is not None
-        try:
-            return chat_environment().from_string(self.chat_template)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"{self.source}: the chat template is not valid Jinja ({error})") from error
+    def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
+        """The conversation's text; see `Chat.render`."""
+        return self.chat.render(messages, **options)
 
 
 class DetokenizeStream:
@@ -199,58 +172,11 @@ def token_text(value: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def find_chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja wins over tokenizer_config.json; of several named templates, the default one."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
-    return template
-
-
-def chat_environment() -> ImmutableSandboxedEnvironment:
-    """What chat templates expect to find, as transformers provides it, in Jinja's sandbox."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.globals["namespace"] = SafeNamespace
-    return environment
-
-
-def refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-class GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training masks; here only its content counts."""
-
-    tags: ClassVar[set[str]] = {"generation"}
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class SafeNamespace(jinja2.utils.Namespace):
-    """Jinja's namespace without underscore names, through which a template could reach the interpreter."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, values = args[0], dict(*args[1:], **kwargs)
-        for name in values:
-            check_name(name)
-        jinja2.utils.Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        check_name(name)
-        super().__setitem__(name, value)
-
-
-def check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")
+def read_special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> text of all that tokenizer_config.json (`settings`) names, as transformers hands them to templates."""
+    if "added_tokens_decoder" not in settings:  # written by an older transformers, which kept them in a file beside
+        settings = {**settings, **read_optional_json(folder / "special_tokens_map.json")}
+    extra = settings.get("extra_special_tokens")
+    named = {name: value for name, value in settings.items() if name.endswith("_token")}
+    named |= extra if isinstance(extra, dict) else {}
+    return {name: text for name, value in named.items() if (text := token_text(value))}

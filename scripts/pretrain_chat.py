@@ -18,6 +18,7 @@ sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(
 os.environ.setdefault("USE_HUB_KERNELS", "NO")
 
 import json
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from omegaconf import MISSING
 from torch import Tensor
 
 from infer.config_checks import at_least, one_of, resolve_path
+from models.chat import TEMPLATE_FILE, TEMPLATE_FOLDER
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from models.targets.writing import save_target
@@ -167,7 +169,8 @@ def export(model: LlamaTarget, folder: Path) -> None:
     model.to(torch.bfloat16)
     with atomic.replace_folder(folder) as staging:
         save_target(model, staging)
-        (staging / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")  # wins over tokenizer_config.json
+        (staging / TEMPLATE_FILE).write_text(CHAT_TEMPLATE, encoding="utf-8")  # wins over tokenizer_config.json
+        shutil.rmtree(staging / TEMPLATE_FOLDER, ignore_errors=True)  # it has learnt this template alone
 
 
 def train(config: ChatConfig) -> dict[str, Any] | None:

@@ -1,7 +1,8 @@
 """outputs/<run>/data: the sequences of both splits, made once per run, or taken from a run that made the very same.
 
     train.safetensors, held_out.safetensors   ids, mask and offsets (train/data.py)
-    source.json                               what they are made from, and at the end the counts
+    source.json                               what they are made from, and at the end the counts and NAMED: which rows
+                                              were left out, shortened or not answered, and why
     failed.json                               conversations that could not be answered, and why
 
 The training part is written last: it marks the whole. Whatever is resumed must be made from what source.json says.
@@ -24,7 +25,7 @@ from train.data import Sequences
 from train.dialogue import Row, given_rows
 from train.examples import Example
 from train.parallel import any_process, say, stopping_together
-from train.prompts import Prompts, longest_prompt, read_prompts
+from train.prompts import Prompts, first_of, longest_prompt, read_prompts
 from train.regenerate import (
     Answerer,
     EngineAnswerer,
@@ -38,6 +39,7 @@ from train.reuse import INGREDIENTS, RECIPE, copy_twin, find_twin, ingredients, 
 from train.stopping import StopRequest
 
 TRAIN, HELD_OUT, SOURCE, FAILED = "train.safetensors", "held_out.safetensors", "source.json", "failed.json"
+NAMED = "named"
 
 
 class Data(NamedTuple):
@@ -83,7 +85,7 @@ class Making:
         if not again and self._copied(recipe(own)):
             return
         if not begun and accelerator.is_main_process:
-            self._record(own, {})
+            self._record(own, {}, {})
 
         def greedy(number: int) -> SamplingParams:
             return SamplingParams(max_tokens=config.eval_max_tokens)
@@ -147,11 +149,20 @@ class Making:
     def _write(self, prompts: Prompts, own: Mapping[str, Any], answers: Outcome, asked: Outcome) -> None:
         """`answers` to the training prompts, `asked` of the held-out ones."""
         train, failed, held_out = answers.sequences, answers.failed, asked.sequences
-        counts = {"rows": prompts.reading.summary(), "answers": answers.counts, "held_out": asked.counts}
+        shortened = list(answers.shortened.values())
+        answered = {**answers.counts, "shortened": len(shortened)}
+        counts = {"rows": prompts.reading.summary(), "answers": answered, "held_out": asked.counts}
+        named = {
+            "left out": prompts.reading.complaints,
+            "shortened": prompts.reading.shortened + shortened,
+            "failed": [*failed.values(), *asked.failed.values()],
+        }
         for name, part in (("conversations", answers), ("held-out prompts", asked)):
             if part.failed:
                 first, counted = next(iter(part.failed.values())), part.counts["conversations"]
                 say(self.accelerator, f"{len(part.failed)} of {counted} {name} failed, the first: {first}")
+        for line in first_of("shortened", shortened):
+            say(self.accelerator, line)
         if not len(train) or not len(held_out):
             raise ValueError(
                 f"data: the target answered {'none of the training' if not len(train) else 'no held-out'} prompts with "
@@ -164,7 +175,7 @@ class Making:
             f"({answers.counts['skipped']} more hold nothing to learn from), {tokens} tokens, "
             f"{100 * learnt / tokens:.1f} % of them learnt, at most {int(train.lengths.max())} in a row",
         )
-        self._record(own, counts)
+        self._record(own, counts, named)
         held_out.save(self.folder / HELD_OUT)
         train.save(self.folder / TRAIN)
         atomic.discard(self.folder / Path(HELD_OUT).stem)
@@ -174,9 +185,9 @@ class Making:
             atomic.discard(self.folder / Path(TRAIN).stem)
             atomic.discard(self.folder / FAILED)
 
-    def _record(self, own: Mapping[str, Any], counts: Mapping[str, Any]) -> None:
+    def _record(self, own: Mapping[str, Any], counts: Mapping[str, Any], named: Mapping[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        record = {"source": own["source"], RECIPE: recipe(own), INGREDIENTS: own, "counts": counts}
+        record = {"source": own["source"], RECIPE: recipe(own), INGREDIENTS: own, "counts": counts, NAMED: named}
         atomic.write_text(self.folder / SOURCE, json.dumps(record, indent=2) + "\n")
 
     def _copied(self, own: str) -> bool:

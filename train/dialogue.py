@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from models.tokenizer import Message, Tokenizer
+from models.chat import Message
+from models.tokenizer import Tokenizer
 from train.examples import Example, has_served_slot
 
 
@@ -42,7 +43,7 @@ class Dialogue:
         self._row = Row([], [])
         self._prompt_text = ""
         self._held = 0  # ids of the row that came before the last prompt's own
-        self.cut = False  # a later turn's prompt was too long, or the template refused it
+        self.cut: str | None = None  # why later turns are missing: too long, or the template refused them
         if example.loss_mask is not None:
             self._finished.append(Row(list(example.ids), list(example.loss_mask)))
         self._plain = list(example.ids) if example.loss_mask is None and not example.messages else None
@@ -62,14 +63,15 @@ class Dialogue:
             try:
                 self._prompt_text = self._tokenizer.render_chat(self._history, tools=self.example.tools)
                 prompt = self._tokenizer.encode(self._prompt_text, add_special_tokens=False)
-            except ValueError:
+            except ValueError as error:
                 if self._row.ids:
-                    return self._end_early()
+                    return self._end_early(error)
                 raise
         if not 1 <= len(prompt) <= self._longest:
+            error = TooLong(f"the prompt has {len(prompt)} tokens; 1 to {self._longest} are possible")
             if self._row.ids:
-                return self._end_early()
-            raise TooLong(f"the prompt has {len(prompt)} tokens; 1 to {self._longest} are possible")
+                return self._end_early(error)
+            raise error
         self._continue(prompt)
         return prompt
 
@@ -85,10 +87,10 @@ class Dialogue:
         message = self._left.pop(0)
         try:
             text = self._given_text(message)
-        except ValueError:
+        except ValueError as error:
             if not self.rows:
                 raise
-            self._end_early()  # what was learnt before is none the worse
+            self._end_early(error)  # what was learnt before is none the worse
             return
         self._history.append(message)
         ids = self._tokenizer.encode(text, add_special_tokens=False)
@@ -109,8 +111,8 @@ class Dialogue:
         )
         if not found or not text.startswith(before) or not self._prompt_text.startswith(before):
             raise ValueError("the chat template does not continue its own prompt, so no token can be called the answer")
-        opened, content = self._prompt_text[len(before) :], message["content"]
-        if content.startswith(opened) and not message.get("tool_calls"):
+        opened, content = self._prompt_text[len(before) :], message.get("content")
+        if isinstance(content, str) and content.startswith(opened) and not message.get("tool_calls"):
             return content[len(opened) :] + after
         del self._row.ids[self._held :], self._row.loss_mask[self._held :]
         self._continue(self._tokenizer.encode(before, add_special_tokens=False))
@@ -155,8 +157,8 @@ class Dialogue:
         following = self._left[1]["role"] if len(self._left) > 1 else None
         return bool(self._left[0].get("tool_calls")) or following == "tool"
 
-    def _end_early(self) -> None:
-        self.cut = True
+    def _end_early(self, reason: ValueError) -> None:
+        self.cut = f"cut before message {len(self._history) + 1} of {len(self.example.messages)}: {reason}"
         self._left.clear()
 
 
@@ -175,10 +177,15 @@ def first_prompt(example: Example, tokenizer: Tokenizer, longest: int) -> list[i
 
 def given_rows(example: Example, tokenizer: Tokenizer, longest: int) -> list[Row]:
     """Rows of a conversation whose answers are in the data. Raises ValueError when there is nothing to learn."""
+    return given_dialogue(example, tokenizer, longest).rows
+
+
+def given_dialogue(example: Example, tokenizer: Tokenizer, longest: int) -> Dialogue:
+    """As `given_rows`, with what is to be said of it."""
     dialogue = Dialogue(example, tokenizer, longest_prompt=longest, given=True)
     if example.messages:
         while dialogue.next_prompt() is not None:
             dialogue.take_given()
     if not dialogue.rows:
         raise ValueError("data.responses=given: the row holds no answer of two tokens")
-    return dialogue.rows
+    return dialogue

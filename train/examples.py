@@ -7,7 +7,8 @@
     {"text": "..."}
     {"input_ids": [...], "loss_mask": [...]}                        1 = written by the target; kept as it is
 
-Of several forms in one row the first of `FORMS` counts. Knows no file and no model; `dialogue.py` renders.
+Of several forms in one row the first of `FORMS` counts. Messages come out as `models/chat.py` normalises them, whatever
+they were written as; `dialogue.py` renders. Knows no file and no model.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from models.tokenizer import Message, Tokenizer
+from models.chat import Message, normalise_message
+from models.tokenizer import Tokenizer
 from train.config import RowsDataConfig, as_list
+from train.tables import drop_nulls, drop_schema_nulls, from_json_text, from_list_text
 
 FORMS = ("input_ids", "messages", "conversations", "turns", "prompt", "text")
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -29,6 +32,7 @@ SHAREGPT = {
     "bard": "assistant", "model": "assistant", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
 CALLS = ("function_call", "tool_call")  # ShareGPT's turn in which the assistant calls a tool
+BESIDE = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # fields that some files put beside `value`
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Example:
     ids: tuple[int, ...] = ()
     loss_mask: tuple[bool, ...] | None = None
     asked: int = 0
+    place: str = field(default="", compare=False)  # file and line, for what is said of it
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -92,7 +97,7 @@ def parse_row(row: object, data: RowsDataConfig, tokenizer: Tokenizer) -> tuple[
         raise ValueError(f"must hold one of {', '.join(FORMS)}; it holds {', '.join(map(str, row)) or 'nothing'}")
     if form == "input_ids":
         return form, tokenised(row["input_ids"], row.get("loss_mask"), tokenizer.vocab_size, data.prompt_tokens)
-    if form == "text" or (form == "prompt" and not (data.chat_template and tokenizer.chat_template)):
+    if form == "text" or (form == "prompt" and not (data.chat_template and tokenizer.chat.texts)):
         return form, plain(form, row, data, tokenizer)
     if form == "prompt":
         messages = [{"role": "user", "content": text_of("prompt", row["prompt"])}]
@@ -147,30 +152,35 @@ def has_served_slot(mask: Sequence[int | bool]) -> bool:
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
+    exact, messages = isinstance(messages, str), from_list_text(messages)
     if not isinstance(messages, list) or not all(isinstance(item, Mapping) and "role" in item for item in messages):
         raise ValueError('messages must be a list of {"role": ..., "content": ...}')
     checked = []
     for number, item in enumerate(messages, start=1):
-        message = {name: value for name, value in item.items() if value is not None}
-        if message["role"] not in ROLES:
-            raise ValueError(f"message {number}: role {message['role']!r}; must be one of {', '.join(ROLES)}")
-        if isinstance(message.get("content"), list):
-            message["content"] = join_parts(message["content"])
-        if "content" not in message and message.get("tool_calls"):
-            message["content"] = ""
-        text_of(f"message {number}: content", message.get("content"))
+        try:
+            message = normalise_message(without_legacy(item if exact else drop_nulls(item)))
+        except ValueError as error:
+            raise ValueError(f"{error} (message {number})") from error
+        if message.get("role") not in ROLES:
+            raise ValueError(f"message {number}: role {message.get('role')!r}; must be one of {', '.join(ROLES)}")
+        silent = message["role"] == "assistant" and ("tool_calls" in message or "reasoning_content" in message)
+        if not isinstance(message.get("content"), list) and not ("content" not in message and silent):
+            text_of(f"message {number}: content", message.get("content"))
         checked.append(message)
     return checked
 
 
-def join_parts(parts: list[Any]) -> str:
-    """[{"type": "text", "text": ...}, ...] -> the text."""
-    if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
-        raise ValueError("content has parts that are no text")
-    return "".join(part["text"] for part in parts)
+def without_legacy(message: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's functions of before there were tools: `function_call` of an assistant, the role `function`."""
+    message = dict(message)
+    if message["role"] == "function":
+        message["role"] = "tool"
+    call = message.pop("function_call", None)
+    return message if call is None or message.get("tool_calls") else {**message, "tool_calls": parse_calls(call)}
 
 
 def from_sharegpt(turns: object, system: object) -> list[dict[str, Any]]:
+    turns = from_list_text(turns)
     if not isinstance(turns, list) or not all(isinstance(item, Mapping) for item in turns):
         raise ValueError('conversations must be a list of {"from": ..., "value": ...}')
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
@@ -180,9 +190,10 @@ def from_sharegpt(turns: object, system: object) -> list[dict[str, Any]]:
             continue
         speaker, value = str(item.get("from", "")).lower(), item.get("value")
         if speaker in CALLS:
-            messages.append({"role": "assistant", "content": "", "tool_calls": parse_calls(value)})
+            messages.append({"role": "assistant", "tool_calls": parse_calls(value)})
         else:
-            messages.append({"role": SHAREGPT.get(speaker, speaker), "content": value})
+            message = {"role": SHAREGPT.get(speaker, speaker), "content": value}
+            messages.append({**message, **{name: item[name] for name in BESIDE if name in item}})
     return check_messages(messages)
 
 
@@ -198,22 +209,26 @@ def parse_calls(value: object) -> list[dict[str, Any]]:
     return [{"type": "function", "function": dict(call)} for call in calls]
 
 
-def parse_tools(tools: object) -> list[Any]:
-    """A list, or the JSON text of one; tables cannot hold a column of free form otherwise."""
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else []
-        except json.JSONDecodeError:
-            raise ValueError("tools is a text and no JSON") from None
+def parse_tools(tools: object) -> list[dict[str, Any]]:
+    """A list, or the JSON text of one or of each tool; tables cannot hold a column of free form otherwise."""
+    exact, tools = isinstance(tools, str), from_json_text("tools", tools)
     if tools is None:
         return []
     if not isinstance(tools, list):
         raise ValueError("tools must be a list")
-    return [tool if isinstance(tool, Mapping) and "function" in tool else wrap_tool(tool) for tool in tools]
+    return [parse_tool(tool, exact=exact) for tool in tools]
 
 
-def wrap_tool(tool: Any) -> dict[str, Any]:
-    return {"type": "function", "function": tool}
+def parse_tool(tool: Any, *, exact: bool) -> dict[str, Any]:
+    """As a request has it, a bare function too. `exact`: it was a JSON text, whose nulls nobody filled in."""
+    if isinstance(tool, str):
+        exact, tool = True, from_json_text("tools", tool)
+    if not isinstance(tool, Mapping):
+        raise ValueError("tools must be a list of functions")
+    tool = dict(tool) if exact else drop_schema_nulls(tool)
+    if "function" in tool:
+        return {"type": "function", **tool}
+    return {"type": "function", "function": {name: item for name, item in tool.items() if name != "type"}}
 
 
 def from_turns(turns: object) -> list[dict[str, Any]]:

@@ -70,9 +70,15 @@ def origin(
         "weights": weights,
         **layout.record(),
         "tokenizer": text_hash(tokenizer.backend.to_str()),
-        "chat_template": text_hash(tokenizer.chat_template or ""),
+        "chat_template": text_hash(templates_text(tokenizer)),
         "shard_mb": shard_mb,
     }
+
+
+def templates_text(tokenizer: Tokenizer) -> str:
+    """The chat template; of several, all of them."""
+    texts = tokenizer.chat.texts
+    return json.dumps(texts, sort_keys=True) if len(texts) > 1 else next(iter(texts.values()), "")
 
 
 def text_hash(text: str) -> str:

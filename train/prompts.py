@@ -7,14 +7,14 @@ never stops a run. What is generated from a prompt is train/regenerate.py.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from models.demo.corpus import corpus_hash, held_out_prompts, train_prompts
 from models.tokenizer import Tokenizer
 from train.config import DataConfig, DemoDataConfig, FilesDataConfig, HubDataConfig, RowsDataConfig, TrainConfig
-from train.dialogue import TooLong, first_prompt, given_rows
+from train.dialogue import TooLong, first_prompt, given_dialogue
 from train.examples import Example, content_key, parse_row
 from train.sources import Item, read_items
 
@@ -30,6 +30,7 @@ class Reading:
     forms: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
     complaints: list[str] = field(default_factory=list)  # the first ones, with their place
+    shortened: list[str] = field(default_factory=list)  # all of them: conversations trained on without their last turns
     read: int = 0
     train: int = 0
     held_out: int = 0
@@ -48,11 +49,18 @@ class Reading:
         ]
         lines += [f"left out: {complaint}" for complaint in self.complaints]
         more = self.dropped["bad"] + self.dropped["too long"] - len(self.complaints)
-        return [*lines, f"left out: {more} more"] if more > 0 else lines
+        lines += [f"left out: {more} more"] if more > 0 else []
+        return lines + first_of("shortened", self.shortened)
 
     def summary(self) -> dict[str, object]:
-        kept = {"read": self.read, "train": self.train, "held_out": self.held_out}
+        kept = {"read": self.read, "train": self.train, "held_out": self.held_out, "shortened": len(self.shortened)}
         return {**kept, "dropped": dict(self.dropped), "forms": dict(self.forms)}
+
+
+def first_of(what: str, lines: Sequence[str]) -> list[str]:
+    """The first ones and how many more there are, for people."""
+    more = [f"{what}: {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return [f"{what}: {line}" for line in lines[:SHOWN]] + more
 
 
 @dataclass
@@ -148,14 +156,15 @@ class Reader:
             try:
                 if item.error is not None:
                     raise ValueError(item.error)
-                self._take(item.row, side)
+                self._take(item, side)
             except TooLong as error:
                 self.reading.drop("too long", f"{item.place}: {error}")
             except ValueError as error:
                 self.reading.drop("bad", f"{item.place}: {error}")
 
-    def _take(self, row: object, side: str | None) -> None:
-        form, example = parse_row(row, self.data, self.tokenizer)
+    def _take(self, item: Item, side: str | None) -> None:
+        form, example = parse_row(item.row, self.data, self.tokenizer)
+        example = replace(example, place=item.place)
         opening_key, given = example.opening_key, self.data.responses == "given"
         self.reading.forms[form] += 1
         side = side or (TO_HELD_OUT if opening_key < self.data.held_out_share * KEYS else TO_TRAIN)
@@ -177,7 +186,8 @@ class Reader:
                 self.reading.drop("beyond data.num_sequences")
             else:
                 if given:
-                    given_rows(example, self.tokenizer, self.longest)
+                    cut = given_dialogue(example, self.tokenizer, self.longest).cut
+                    self.reading.shortened += [f"{example.place}: {cut}"] if cut else []
                 else:
                     first_prompt(example, self.tokenizer, self.longest)
                 self.train[key] = example

@@ -7,6 +7,7 @@ protocol: our engine here, or an OpenAI-compatible server (train/answer_server.p
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -52,6 +53,7 @@ class Outcome(NamedTuple):
     sequences: Sequences  # in the order of their conversations
     failed: dict[int, str]  # by key: why
     counts: dict[str, int]  # conversations, done, skipped: answered with nothing to learn from, failed
+    shortened: dict[int, str]  # by key: why a conversation lacks its last turns
 
 
 def sampling_params(index: int, data: DataConfig, seed: int) -> SamplingParams:
@@ -85,6 +87,7 @@ def regenerate(
     done = read_parts(folder)
     missing = [(number, key, example) for number, (key, example) in own if key not in done]
     finished: dict[int, list[Row]] = {}
+    shortened: dict[int, str] = {}
     failed: dict[int, str] = {}
 
     def jobs() -> Iterator[Job]:
@@ -94,13 +97,18 @@ def regenerate(
     with tqdm(total=len(own), initial=len(own) - len(missing), unit="row", disable=not show, dynamic_ncols=True) as bar:
 
         def finish(job: Job, error: str | None) -> None:
+            place = job.dialogue.example.place
+            at = f"{place}: " if place else ""
             if error is None:
                 finished[job.key] = job.dialogue.rows
+                if job.dialogue.cut is not None:
+                    shortened[job.key] = at + job.dialogue.cut
                 if len(finished) >= PART:
-                    write_part(folder, finished)
+                    write_part(folder, finished, shortened)
                     finished.clear()
+                    shortened.clear()
             else:
-                failed[job.key] = error
+                failed[job.key] = at + error
                 bar.set_postfix(failed=len(failed), refresh=False)
             bar.update()
 
@@ -108,7 +116,7 @@ def regenerate(
             answerer.answer(jobs(), finish, check)
         finally:
             if finished:
-                write_part(folder, finished)
+                write_part(folder, finished, shortened)
     return failed
 
 
@@ -152,12 +160,17 @@ class EngineAnswerer:
                 engine.abort(name)
 
 
-def write_part(folder: Path, rows: Mapping[int, Sequence[Row]]) -> None:
-    """One file, named by its first key: no two parts hold the same one. A conversation may have no row, or several."""
+def write_part(folder: Path, rows: Mapping[int, Sequence[Row]], shortened: Mapping[int, str]) -> None:
+    """One file, named by its first key: no two parts hold the same one. A conversation may have no row, or several.
+
+    Why conversations were shortened stands in a file beside it, which is written first and counts only with it.
+    """
     keys = list(rows)
     flat = [row for key in keys for row in rows[key]]
     counts = torch.tensor([len(rows[key]) for key in keys])
     path = folder / f"part-{keys[0]:016x}.safetensors"
+    if shortened:
+        atomic.write_text(path.with_suffix(".json"), json.dumps({str(key): why for key, why in shortened.items()}))
     atomic.write_tensors(path, {"keys": torch.tensor(keys), "counts": counts, **Sequences.of(flat).tensors()})
 
 
@@ -176,15 +189,26 @@ def read_parts(folder: Path) -> dict[int, list[Row]]:
     return rows
 
 
+def read_shortened(folder: Path) -> dict[int, str]:
+    paths = [path.with_suffix(".json") for path in sorted(folder.glob("part-*.safetensors"))]
+    files = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.is_file()]
+    return {int(key): why for file in files for key, why in file.items()}
+
+
 def collect_parts(folder: Path, keys: Collection[int], failed: Mapping[int, str]) -> Outcome:
     """All rows, once every process has written its parts. Raises ValueError where conversations were lost."""
     try:
-        return collect(keys, read_parts(folder), failed)
+        return collect(keys, read_parts(folder), failed, read_shortened(folder))
     except ValueError as error:
         raise ValueError(f"{folder}: {error}; run the same command again to have them answered") from error
 
 
-def collect(keys: Collection[int], rows: Mapping[int, Sequence[Row]], failed: Mapping[int, str]) -> Outcome:
+def collect(
+    keys: Collection[int],
+    rows: Mapping[int, Sequence[Row]],
+    failed: Mapping[int, str],
+    shortened: Mapping[int, str] | None = None,
+) -> Outcome:
     """Of the conversations `keys`. Raises ValueError unless each is either in `rows` or in `failed`."""
     lost = sum((key in rows) == (key in failed) for key in keys)
     done, skipped = (sum(bool(rows[key]) == some for key in keys if key in rows) for some in (True, False))
@@ -194,4 +218,5 @@ def collect(keys: Collection[int], rows: Mapping[int, Sequence[Row]], failed: Ma
             f"of {len(keys)} conversations {done} were answered, {skipped} skipped and {len(failed)} failed: "
             f"{lost} are in none of these or in two"
         )
-    return Outcome(Sequences.of([row for key in keys for row in rows.get(key, ())]), dict(failed), counts)
+    sequences = Sequences.of([row for key in keys for row in rows.get(key, ())])
+    return Outcome(sequences, dict(failed), counts, {key: why for key, why in (shortened or {}).items() if key in keys})

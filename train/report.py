@@ -10,7 +10,10 @@ from typing import Any
 
 from train import atomic
 from train.config import TrainConfig
+from train.data_folder import NAMED, SOURCE
 from train.export import Acceptance, Measured
+from train.prompts import first_of
+from train.reuse import read_record
 from train.run_folder import flatten
 from train.step_clock import PARTS
 from train.trackers import Results, Sample, read_metrics
@@ -36,6 +39,7 @@ def report(folder: Path, config: TrainConfig, record: Mapping[str, Any], measure
         f"{record['seconds'] / 60:.1f} minutes; commit `{commit}`. Data: {record['data_source']} "
         f"(hash `{record['data_hash']}`).",
         data_lines(record.get("data_counts") or {}),
+        named_rows(folder),
         "## Acceptance",
         f"Chains of up to {config.eval_draft_tokens} tokens, {config.eval_prompts} held-out prompts of up to "
         f"{config.eval_max_tokens} tokens each. τ: tokens per verify, the bonus token included.",
@@ -92,13 +96,23 @@ def data_lines(counts: Mapping[str, Any]) -> str:
         return ""
     dropped = ", ".join(f"{count} {reason}" for reason, count in rows["dropped"].items()) or "none"
     learnt = counts["learnt"]
+    shortened = rows.get("shortened", 0) + answers.get("shortened", 0)
     return (
         f"{rows['read']} rows were read: {rows['train']} to train on, {rows['held_out']} held out; left out: "
         f"{dropped}. Of {answers['conversations']} conversations {answers['done']} were answered, "
-        f"{answers.get('skipped', 0)} held nothing to learn from, {answers['failed']} failed. They made "
+        f"{answers.get('skipped', 0)} held nothing to learn from, {answers['failed']} failed, "
+        f"{shortened} were shortened. They made "
         f"{learnt['sequences']} sequences of {learnt['tokens']:,} tokens, {learnt['learnt']:,} of them learnt; "
         f"{learnt['left_out']} more were left out, because sequence_length leaves nothing to learn in them."
     )
+
+
+def named_rows(folder: Path) -> str:
+    """Which rows were left out, shortened or not answered, the first of each, and why."""
+    path = folder / "data" / SOURCE
+    named = read_record(path).get(NAMED, {}) if path.is_file() else {}
+    lines = [line for what, rows in named.items() for line in first_of(what, rows)]
+    return fenced("\n".join(lines)) if lines else ""
 
 
 def positions(measured: Measured) -> range:

@@ -11,7 +11,6 @@ from infer.server.errors import field_error, shown
 from infer.server.fields import Strict, Unless
 from infer.server.protocol import Count, GenerationRequest
 from infer.server.tool_protocol import MAX_CALLS, ToolCall, ToolFields
-from models.json_text import read
 
 MAX_MESSAGES = 2048
 MAX_PARTS = 256  # of one message
@@ -76,40 +75,9 @@ class Message(Strict):
         self.reasoning = self.refusal = None
         return self
 
-    @property
-    def text(self) -> str:
-        if self.content is None:
-            return ""
-        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-
     def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: arguments of calls are objects."""
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-        if self.name is not None:
-            message["name"] = self.name
-        if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": arguments(call)},
-                }
-                for call in self.tool_calls
-            ]
-        return message
-
-
-def arguments(call: ToolCall) -> dict[str, Any] | str:
-    """An object where it is one; else the text, for a call that was cut is history too."""
-    try:
-        value = read(call.function.arguments or "{}")
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else call.function.arguments
+        """What models/chat.py renders."""
+        return self.model_dump(exclude_none=True)
 
 
 # Variables of a chat template. `infer/server/conversation.py` says which of them a client may set.

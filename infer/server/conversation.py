@@ -96,7 +96,8 @@ class Conversation:
                 structure = "tools", style.grammar(tools, most=most, special_id=service.special_id)
             except ValueError as error:
                 raise ApiError(400, f"tools: {error}", param="tools", code="invalid_grammar") from error
-        variables = template_options(service.tokenizer.chat_template or "", options or {}, effort)
+        template = service.tokenizer.chat.text_for(tools=bool(tools)) or ""
+        variables = template_options(template, options or {}, effort)
         forced, most_calls = fields.must_call, fields.most_calls
         return cls(service, messages, tools, structure, variables, forced=forced, most_calls=most_calls)
 
@@ -138,7 +139,6 @@ class Conversation:
         return self._service.tool_style.new_id()
 
     def _encode(self, messages: Sequence[Message]) -> Prompt:
-        tools = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in self._tools]
-        text = self._service.render_chat(messages, tools or None, self._options)
+        text = self._service.render_chat(messages, [tool.for_template() for tool in self._tools], self._options)
         self._begun_thinking = text.rstrip().endswith(THINK)
         return Prompt(self._service.encode(text, "messages", add_special_tokens=False))  # the template writes them

@@ -26,6 +26,7 @@ from infer.server.tool_protocol import (
     ToolFields,
     ToolName,
 )
+from models.chat_template import text_part
 
 MAX_METADATA = 16  # OpenAI's bounds
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
@@ -158,10 +159,6 @@ def parts_of(content: str | list[InputPart] | None) -> list[dict[str, str]]:
     return [text_part(content if isinstance(content, str) else "")]
 
 
-def text_part(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
-
-
 class ResponsesTool(FunctionTool):
     type: Literal["function"]
 
@@ -272,7 +269,7 @@ class ResponsesRequest(GenerationRequest):
     @property
     def tool_fields(self) -> ToolFields:
         tools = [
-            Tool(type="function", function=FunctionTool(**tool.model_dump(exclude={"type"})))
+            Tool(type="function", function=FunctionTool.model_validate(tool.for_template()["function"]))
             for tool in self.tools or ()
             if isinstance(tool, ResponsesTool)
         ]

@@ -65,7 +65,7 @@ class Service:
         self.grammars = GrammarCheck(settings, timeout_s=self.config.grammar_timeout_s)
         self.tool_style = self._tool_style()
         self.thinks = self.config.reasoning_parser == "think" or (
-            self.config.reasoning_parser == "auto" and THINK in (self.tokenizer.chat_template or "")
+            self.config.reasoning_parser == "auto" and THINK in "\n".join(self.tokenizer.chat.texts.values())
         )
         self.proposer, self.proposers = engine.proposer_name, tuple(engine.proposer_names)
         self.metrics.speculative = self.proposer != "none"
@@ -74,7 +74,7 @@ class Service:
 
     def _tool_style(self) -> ToolStyle | None:
         asked = self.config.tool_parser
-        return style_of(self.tokenizer.chat_template) if asked == "auto" else STYLES.get(asked)
+        return style_of(self.tokenizer.chat.text_for(tools=True)) if asked == "auto" else STYLES.get(asked)
 
     async def close(self) -> None:
         if self.attached:
@@ -181,10 +181,15 @@ class Service:
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
+        *,
+        generation_prompt: bool = True,
     ) -> str:
         try:
             return self.tokenizer.render_chat(
-                [message.for_template() for message in messages], tools=tools, **(options or {})
+                [message.for_template() for message in messages],
+                tools=tools,
+                generation_prompt=generation_prompt,
+                **(options or {}),
             )
         except ValueError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template") from error

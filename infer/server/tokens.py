@@ -9,27 +9,31 @@ from typing import Annotated, Any, ClassVar
 from fastapi import APIRouter
 from pydantic import Field, model_validator
 
-from infer.server.chat_protocol import MAX_MESSAGES, Message
+from infer.server.chat_protocol import MAX_MESSAGES, Message, TemplateOptions
+from infer.server.conversation import template_options
 from infer.server.errors import field_error
 from infer.server.fields import Strict, Unless
 from infer.server.service import Service
+from infer.server.tool_protocol import MAX_TOOLS, AnyTool, Tool
 
 MAX_TOKENS = 2**20  # of one /detokenize
 
 
 class TokenizeRequest(Strict):
-    """A text, or a conversation through the chat template."""
+    """A text, or a conversation through the chat template, as a chat would send it."""
 
     accepted = frozenset({"mm_processor_kwargs", "media_io_kwargs", "return_token_offsets"})
     refused: ClassVar[Mapping[str, Unless]] = {
-        **dict.fromkeys(("chat_template", "chat_template_kwargs", "tools"), Unless()),
-        "add_generation_prompt": Unless((True,)),
+        "chat_template": Unless(),
         "continue_final_message": Unless((False,)),
     }
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[AnyTool[Tool]], Field(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -39,6 +43,9 @@ class TokenizeRequest(Strict):
             raise field_error("prompt", "give prompt or messages, one of them")
         if self.messages is not None and self.add_special_tokens:
             raise field_error("add_special_tokens", "a chat template writes them itself")
+        for name in ("tools", "chat_template_kwargs", "add_generation_prompt"):
+            if self.messages is None and getattr(self, name):
+                raise field_error(name, "only together with messages")
         return self
 
 
@@ -59,7 +66,11 @@ def router(service: Service) -> APIRouter:
 
         def ids() -> list[int]:
             if body.messages is not None:
-                text = service.render_chat(body.messages)
+                tools = [tool.function.for_template() for tool in body.tools or () if isinstance(tool, Tool)]
+                template = service.tokenizer.chat.text_for(tools=bool(tools)) or ""
+                options = template_options(template, body.chat_template_kwargs or {}, None)
+                generation_prompt = body.add_generation_prompt is not False
+                text = service.render_chat(body.messages, tools, options, generation_prompt=generation_prompt)
                 return service.encode(text, "messages", add_special_tokens=False)
             special = True if body.add_special_tokens is None else body.add_special_tokens
             return service.encode(body.prompt or "", "prompt", add_special_tokens=special) if body.prompt else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
 
 from infer.server.errors import field_error
 from infer.server.fields import Strict
@@ -33,6 +33,21 @@ class FunctionTool(Strict):
     description: str | None = Field(default=None, max_length=16384)
     parameters: Annotated[Any, AfterValidator(check_schema)] = None  # a JSON schema; null: takes none
     strict: bool | None = None  # changes nothing: arguments of a forced call always keep the schema
+    _order: tuple[str, ...] = PrivateAttr(default=())  # of the fields, as the client wrote them
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def keep_order(cls, values: Any, handler: ModelWrapValidatorHandler[FunctionTool]) -> FunctionTool:
+        function = handler(values)
+        if isinstance(values, dict):
+            function._order = tuple(values)
+        return function
+
+    def for_template(self) -> dict[str, Any]:
+        """As a tool of a conversation. Templates print it whole, so its fields keep their order."""
+        fields = {name: getattr(self, name) for name in FunctionTool.model_fields}
+        ordered = {name: fields[name] for name in (*self._order, *fields) if name in fields}
+        return {"type": "function", "function": ordered}
 
     @property
     def arguments_schema(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from models.chat import TEMPLATE_FOLDER
 from models.config import TargetConfig, read_json
 from models.inflation.layers import (
     LIFT,
@@ -79,6 +80,8 @@ def write_target(source: str | Path, shape: Shape, out: Path, *, dtype: torch.dt
     for file in folder.iterdir():
         if file.name.startswith(("tokenizer", "special_tokens", "chat_template", "generation_config")):
             shutil.copy(file, out / file.name)
+    if (folder / TEMPLATE_FOLDER).is_dir():
+        shutil.copytree(folder / TEMPLATE_FOLDER, out / TEMPLATE_FOLDER)
     _write_shards(_tensors(folder, old, new, dtype, torch.device("cpu"), seed), out)
 
 

@@ -8,13 +8,19 @@ from pathlib import Path
 
 from huggingface_hub import save_torch_state_dict
 
+from models.chat import TEMPLATE_FOLDER
 from models.config import read_json
 from models.quantised.scheme import SECTION
 from models.targets.llama import LlamaTarget
 from models.targets.tying import LM_HEAD
 from models.weights import split_merged
 
-BESIDE = ("*.json", "*.jinja", "tokenizer.model")  # of a checkpoint folder, besides weights and their index
+BESIDE = (
+    "*.json",
+    "*.jinja",
+    f"{TEMPLATE_FOLDER}/*.jinja",
+    "tokenizer.model",
+)  # of a checkpoint folder, besides weights and their index
 
 
 def save_target(target: LlamaTarget, folder: Path) -> None:
@@ -28,7 +34,9 @@ def save_target(target: LlamaTarget, folder: Path) -> None:
     for pattern in BESIDE:
         for path in sorted(target.folder.glob(pattern)):
             if not path.name.endswith(".index.json"):
-                shutil.copyfile(path, folder / path.name)
+                copied = folder / path.relative_to(target.folder)
+                copied.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copied)
     config = read_json(folder / "config.json")
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
     config.pop(SECTION, None)  # what is written is what was widened

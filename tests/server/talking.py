@@ -9,7 +9,7 @@ from pathlib import Path
 import tokenizers
 import torch
 
-from models.tokenizer import chat_environment
+from models.chat_template import chat_environment
 
 SPECIAL = ("[TOOL_CALLS]", "<|python_tag|>")
 END = "<|endoftext|>"

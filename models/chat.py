@@ -1,0 +1,220 @@
+"""A conversation as a model reads it: the one place that turns messages, tools and documents into a prompt's text.
+
+Server, training, regeneration, evaluation and generate.py all render here, so that what is trained on is what is
+served. The text is what transformers' `apply_chat_template` gives for the same conversation. `normalise_message` brings
+the forms in which messages come (OpenAI's requests, rows of data) to one; the template decides the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from models.chat_template import Template, dump, text_part
+from models.json_text import read
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
+TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
+REASONING = ("reasoning_content", "thinking", "reasoning")  # under which names a message's reasoning comes
+
+
+class Chat:
+    """The chat templates of one model, by name. Safe to share between threads."""
+
+    def __init__(
+        self, templates: Mapping[str, str], *, special_tokens: Mapping[str, str] | None = None, source: str = "chat"
+    ) -> None:
+        self._templates = {name: Template(text, dict(special_tokens or {}), source) for name, text in templates.items()}
+        self._source = source
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The templates by name; empty for a model without one."""
+        return {name: template.text for name, template in self._templates.items()}
+
+    def text_for(self, *, tools: bool) -> str | None:
+        """The template that renders conversations with tools, or without; None where there is none."""
+        name = self._name_for(tools)
+        return None if name is None else self._templates[name].text
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        generation_prompt: bool = True,
+        **options: Any,
+    ) -> str:
+        """The prompt's text; the template writes special tokens itself, so none are to be added when it is tokenised.
+
+        `tools` as OpenAI writes them; `options`: further variables of this model's template. `generation_prompt`: the
+        header of the assistant's next turn comes last; without it the text is history. Raises ValueError: no template,
+        or a message that it refuses.
+        """
+        name = self._name_for(bool(tools))
+        if name is None:
+            raise ValueError(self._why_not())
+        template = self._templates[name]
+        return template.render(
+            [for_template(normalise_message(message), template) for message in messages],
+            tools=[normalise_tool(tool) for tool in tools] if tools else None,
+            documents=list(documents) if documents else None,
+            generation_prompt=generation_prompt,
+            options=options,
+        )
+
+    def _name_for(self, tools: bool) -> str | None:
+        if tools and TOOL_USE in self._templates:
+            return TOOL_USE
+        return DEFAULT if DEFAULT in self._templates else None
+
+    def _why_not(self) -> str:
+        if not self._templates:
+            return f"{self._source}: this model has no chat template; use plain completions (/v1/completions)"
+        return (
+            f"{self._source}: of its chat templates ({', '.join(sorted(self._templates))}) none is named {DEFAULT!r}; "
+            f"write the one to use into {TEMPLATE_FILE}"
+        )
+
+
+def find_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """By name. Files win over `chat_template` of tokenizer_config.json (`settings`). Raises ValueError."""
+    files = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
+    if (folder / TEMPLATE_FILE).is_file():
+        files[DEFAULT] = folder / TEMPLATE_FILE
+    if files:
+        try:
+            return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{folder}: its chat templates cannot be read ({error})") from error
+    template = settings.get("chat_template")
+    if template is None:
+        return {}
+    entries = template if isinstance(template, list) else [{"name": DEFAULT, "template": template}]
+    named: dict[str, str] = {}
+    for entry in entries:
+        name, text = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise ValueError(f'{folder}: chat_template must be a text or a list of {{"name": ..., "template": ...}}')
+        named[name] = text
+    return named
+
+
+def normalise_message(message: Message) -> dict[str, Any]:
+    """One form for all that a message may be written as; applied to its own result it changes nothing.
+
+    Null fields and empty lists are as good as absent. Content is a string or a list of text parts (several of them).
+    Calls are `{"id", "type", "function": {"name", "arguments"}}`, the arguments an object unless they are JSON text of
+    something else. Reasoning has the names that templates read. Raises ValueError saying what is wrong.
+    """
+    plain = {name: value for name, value in message.items() if value is not None}
+    if isinstance(plain.get("content"), list):
+        content = normalise_content(plain.pop("content"))
+        if content is not None:
+            plain["content"] = content
+    if "tool_calls" in plain:
+        calls = normalise_calls(plain.pop("tool_calls"))
+        if calls:
+            plain["tool_calls"] = calls
+    reasoning = next((plain[name] for name in REASONING if name in plain), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return plain
+
+
+def normalise_content(parts: Sequence[Any]) -> str | list[dict[str, str]] | None:
+    """A list of text parts: several remain parts, one is a string, none is no content. Raises ValueError."""
+    texts: list[str] = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            raise ValueError("content has parts that are no text")
+        texts.append(text)
+    if len(texts) < 2:
+        return texts[0] if texts else None
+    return [text_part(text) for text in texts]
+
+
+def content_text(message: Message) -> str:
+    """All of a message's text, whatever form its content has; several parts are joined as for a plain template."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part["text"] for part in content)
+
+
+def normalise_calls(calls: Any) -> list[dict[str, Any]]:
+    """A list of calls, or the JSON text of one. Raises ValueError."""
+    if isinstance(calls, str):
+        try:
+            calls = json.loads(calls) if calls.strip() else []
+        except (ValueError, RecursionError):
+            raise ValueError("tool_calls is a text and no JSON") from None
+    if isinstance(calls, Mapping):
+        calls = [calls]
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise ValueError("tool_calls must be a list of calls")
+    return [normalise_call(call) for call in calls]
+
+
+def normalise_call(call: Any) -> dict[str, Any]:
+    """OpenAI's form, or the bare {"name", "arguments"}. Raises ValueError."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    function = call if function is None else function
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError('tool_calls must be a list of {"function": {"name": ..., "arguments": ...}}')
+    identity = {"id": call["id"]} if call.get("id") is not None else {}
+    arguments = normalise_arguments(function.get("arguments"))
+    return {**identity, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def normalise_arguments(arguments: Any) -> Any:
+    """The object, of JSON text too; text of anything else stays as it is."""
+    if arguments is None or arguments == "":
+        return {}
+    if isinstance(arguments, str):
+        try:
+            value = read(arguments)
+        except ValueError:
+            return arguments
+        return value if isinstance(value, dict) else arguments
+    return dict(arguments) if isinstance(arguments, Mapping) else arguments
+
+
+def normalise_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Null fields of the tool and of its function are as good as absent; the parameters' schema stays as it is."""
+    plain = {name: value for name, value in tool.items() if value is not None}
+    if isinstance(plain.get("function"), Mapping):
+        plain["function"] = {name: value for name, value in plain["function"].items() if value is not None}
+    return plain
+
+
+def for_template(message: Mapping[str, Any], template: Template) -> dict[str, Any]:
+    """A normalised message in the form that this template reads."""
+    shaped = dict(message)
+    if shaped.get("role") == "developer" and not template.knows_developer:
+        shaped["role"] = "system"
+    calls, content = shaped.get("tool_calls"), shaped.get("content")
+    if content is None:
+        shaped.pop("content", None)
+        shaped |= template.call_form.without_content if calls else {"content": ""}
+    else:
+        form = template.content_form(str(shaped.get("role")))
+        if isinstance(content, list) and not form.parts:
+            shaped["content"] = content = content_text(message)
+        if isinstance(content, str) and not form.strings:
+            shaped["content"] = [text_part(content)]
+    if calls and template.call_form.arguments_as_text:
+        shaped["tool_calls"] = [{**call, "function": with_text(call["function"])} for call in calls]
+    return shaped
+
+
+def with_text(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return {**function, "arguments": arguments if isinstance(arguments, str) else dump(arguments)}

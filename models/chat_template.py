@@ -1,0 +1,224 @@
+"""One chat template: Jinja as transformers sets it up, in a sandbox, and what this template can read.
+
+Templates disagree about the form of what they are given: content as a string or as a list of parts, a call's arguments
+as an object or as JSON text, a message without content, the developer role. What a template accepts is found by
+rendering small probe conversations with it, so that no list of models is needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+PROBE, SECOND = "headway-probe", "headway-second"
+QUESTION = {"role": "user", "content": "headway-question"}
+CALL_ID = "headway00"  # nine letters and digits: Mistral's templates refuse any other
+
+
+class ContentForm(NamedTuple):
+    """How a template reads the content of messages of one role."""
+
+    strings: bool = True
+    parts: bool = False  # a list of {"type": "text", "text": ...}
+
+
+class CallForm(NamedTuple):
+    """How a template reads a message with tool calls."""
+
+    arguments_as_text: bool = False
+    without_content: Mapping[str, Any] = {"content": ""}  # the message's fields where its content is null
+
+
+class Template:
+    """Safe to share between threads. `special_tokens`: name -> text, variables of every rendering."""
+
+    def __init__(self, text: str, special_tokens: Mapping[str, str], source: str) -> None:
+        self.text, self._special_tokens, self._source = text, special_tokens, source
+        self._content_forms: dict[str, ContentForm] = {}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Raises ValueError where the template refuses the messages or is not valid Jinja."""
+        variables = {
+            **self._special_tokens,
+            **(options or {}),
+            "messages": list(messages),
+            "tools": tools,  # None where there are none: templates ask `tools is not none`
+            "documents": documents,
+            "add_generation_prompt": generation_prompt,
+        }
+        compiled = self._compiled
+        try:
+            return compiled.render(variables)
+        except Exception as error:  # a template is a program of the checkpoint and may raise anything
+            raise ValueError(f"messages: the model's chat template refuses them ({error})") from error
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        try:
+            return chat_environment().from_string(self.text)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ValueError(f"{self._source}: the chat template is not valid Jinja ({error})") from error
+
+    def content_form(self, role: str) -> ContentForm:
+        if role not in self._content_forms:
+            self._content_forms[role] = self._probe_content(role)
+        return self._content_forms[role]
+
+    def _probe_content(self, role: str) -> ContentForm:
+        def shown(content: Any) -> str | None:
+            return self._probe(lambda: self._conversation_of(role, content), PROBE)
+
+        string, one = shown(PROBE), shown([text_part(PROBE)])
+        two = shown([text_part(PROBE), text_part(SECOND)])
+        strings = string is not None or one is None
+        # a template that prints a list of parts as it prints any value shows another text than for the string
+        parts = two is not None and SECOND in two and (one == string or not strings)
+        return ContentForm(strings, parts)
+
+    def _conversation_of(self, role: str, content: Any) -> list[dict[str, Any]]:
+        message = {"role": role, "content": content}
+        if role in ("system", "developer"):
+            return [message, QUESTION]
+        if role == "assistant":
+            return [QUESTION, message]
+        if role == "tool":
+            answer = SECOND if self.content_form("assistant").strings else [text_part(SECOND)]
+            call = {"role": "assistant", "content": answer, "tool_calls": [self._probe_call()]}
+            return [QUESTION, call, {**message, "tool_call_id": CALL_ID}]
+        return [message]
+
+    @cached_property
+    def knows_developer(self) -> bool:
+        """False where a developer's message would be refused or left out."""
+        contents = (PROBE, [text_part(PROBE)])
+        return any(self._probe(lambda one=one: self._conversation_of("developer", one), PROBE) for one in contents)
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """The first form that the template renders with the call in it; a null content is best left out."""
+        for as_text in (False, True):
+            empty = self._probe(lambda as_text=as_text: self._calling({"content": ""}, as_text), PROBE)
+            for content in ({}, {"content": None}):
+                text = self._probe(lambda content=content, as_text=as_text: self._calling(content, as_text), PROBE)
+                if text is not None and (empty is None or nulls(text) <= nulls(empty)):
+                    return CallForm(as_text, content)
+            if empty is not None:
+                return CallForm(as_text, {"content": ""})
+        return CallForm()
+
+    def _calling(self, content: Mapping[str, Any], as_text: bool) -> list[dict[str, Any]]:
+        return [QUESTION, {"role": "assistant", **content, "tool_calls": [self._probe_call(as_text)]}]
+
+    def _probe_call(self, as_text: bool | None = None) -> dict[str, Any]:
+        arguments: Any = {"probe": PROBE}
+        if self.call_form.arguments_as_text if as_text is None else as_text:
+            arguments = dump(arguments)
+        return {"id": CALL_ID, "type": "function", "function": {"name": "probe", "arguments": arguments}}
+
+    def _probe(self, conversation: Callable[[], list[dict[str, Any]]], wanted: str) -> str | None:
+        """The text, or None where the template refuses the conversation or leaves out `wanted`."""
+        try:
+            text = self.render(conversation(), generation_prompt=False)
+        except ValueError:
+            return None
+        return text if wanted in text else None
+
+
+def nulls(text: str) -> int:
+    """How often a null seems to have been printed."""
+    return text.count("None") + text.count("null")
+
+
+def text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def dump(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """`tojson` of chat templates: JSON without Jinja's HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def chat_environment() -> ImmutableSandboxedEnvironment:
+    """What chat templates expect to find, as transformers provides it, in Jinja's sandbox."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = dump
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals["dict"] = DictFunction()
+    environment.globals["namespace"] = SafeNamespace
+    return environment
+
+
+def refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+class GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's text for training masks; here only its content counts.
+
+    As in transformers its content is the body of a call, so what is set inside is not seen outside.
+    """
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    def _content(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class DictFunction:
+    """`dict(...)` and `dict.fromkeys`, without the type's other attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class SafeNamespace(jinja2.utils.Namespace):
+    """Jinja's namespace without underscore names, through which a template could reach the interpreter."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, values = args[0], dict(*args[1:], **kwargs)
+        for name in values:
+            check_name(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        check_name(name)
+        super().__setitem__(name, value)
+
+
+def check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")

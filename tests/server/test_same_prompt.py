@@ -1,0 +1,140 @@
+"""One conversation is one list of ids: over HTTP, in training, in evaluation and in generate.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.generate import prompt_ids
+from models.tokenizer import Tokenizer
+from tests.chats import ANSWER, CONVERSATIONS, LOOK, RESULT, TEMPLATES, USER, calling, with_templates
+from tests.server.harness import MODEL, Server
+from train.config import FilesDataConfig
+from train.dialogue import given_rows
+from train.examples import parse_row
+from train.prompts import Reader
+
+LONGEST = 4000
+
+
+@pytest.fixture
+def speak(server: Server, tiny_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`speak(family)`: the server's tokenizer speaks the family's templates from now on; it is returned."""
+
+    def speak(family: str) -> Tokenizer:
+        tokenizer = with_templates(tiny_tokenizer, family)
+        monkeypatch.setattr(server.service, "tokenizer", tokenizer)
+        monkeypatch.setattr(server.service, "max_characters", 100_000)
+        return tokenizer
+
+    return speak
+
+
+def as_sent(message: dict[str, Any]) -> dict[str, Any]:
+    """As a client sends it: the arguments of calls are JSON text."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": as_text(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def served(server: Server, messages: list[dict[str, Any]], tools: Any = None) -> list[int] | None:
+    """None where the server refuses the conversation, because its template does."""
+    body = {"messages": [as_sent(message) for message in messages]} | ({"tools": tools} if tools else {})
+    answer = server.post("/tokenize", body)
+    if answer.status_code == 400:
+        assert answer.json()["error"]["code"] == "chat_template", answer.text
+        return None
+    assert answer.status_code == 200, answer.text
+    return answer.json()["tokens"]
+
+
+def trained(row: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> list[list[int]]:
+    """First prompts, as training, evaluation and benches read them from a file."""
+    path = folder / "rows.jsonl"
+    path.write_text(json.dumps(row), encoding="utf-8")
+    data = FilesDataConfig(name="files", path=str(path), max_prompt_tokens=LONGEST)
+    return Reader(data, tokenizer, LONGEST, 8).read_prompts()
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_prompt_is_the_same_in_serving_and_in_training(
+    family: str, server: Server, speak: Any, tmp_path: Path
+) -> None:
+    tokenizer, compared = speak(family), 0
+    for name, conversation in CONVERSATIONS.items():
+        messages, tools = conversation["messages"], conversation.get("tools")
+        if messages[-1]["role"] == "assistant":
+            continue
+        # the first prompt: up to an answer that calls no tool
+        first = next(
+            (n for n, one in enumerate(messages) if one["role"] == "assistant" and "tool_calls" not in one), None
+        )
+        prompt = served(server, messages[:first], tools)
+        if prompt is None:
+            with pytest.raises(ValueError, match="no usable prompt"):
+                trained(conversation, tokenizer, tmp_path)
+            continue
+        assert [prompt] == trained(conversation, tokenizer, tmp_path), name
+        compared += 1
+    assert compared >= 4
+
+
+# Not minimax, whose prompt opens a reasoning span, nor hermes, whose history ends a tool's result otherwise.
+@pytest.mark.parametrize("family", ["deepseek", "glm4moe", "llama3_1", "mistral", "qwen2_5", "qwen3"])
+def test_every_answer_is_learnt_behind_the_prompt_that_is_served(family: str, server: Server, speak: Any) -> None:
+    tokenizer = speak(family)
+    messages = [USER, calling(json.dumps({"city": "Zürich"})), RESULT, ANSWER, USER, {**ANSWER, "content": "Rain."}]
+    row = {"messages": messages, "tools": json.dumps([LOOK])}
+    _, example = parse_row(row, FilesDataConfig(name="files", path="x", responses="given"), tokenizer)
+    rows = given_rows(example, tokenizer, LONGEST)
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = served(server, messages[:place], [LOOK])
+            assert prompt is not None
+            learnt = [one for one in rows if one.ids[: len(prompt)] == prompt and len(one.ids) > len(prompt)]
+            assert any(one.loss_mask[len(prompt)] and not one.loss_mask[len(prompt) - 1] for one in learnt), place
+
+
+def test_chats_responses_and_generate_have_the_same_prompt(server: Server, speak: Any) -> None:
+    tokenizer = speak("qwen2_5")
+    expected = tokenizer.apply_chat_template([USER])
+    body = {"model": MODEL, "messages": [USER], "max_tokens": 2, "return_token_ids": True}
+    assert server.post("/v1/chat/completions", body).json()["prompt_token_ids"] == expected
+    assert served(server, [USER]) == expected
+    counted = server.post("/v1/responses", {"model": MODEL, "input": USER["content"], "max_output_tokens": 2}).json()
+    assert counted["usage"]["input_tokens"] == len(expected)
+    assert prompt_ids(USER["content"], tokenizer, chat=True) == expected
+    assert prompt_ids(USER["content"], tokenizer, chat=False) == tokenizer.encode(USER["content"])
+    with pytest.raises(ValueError, match="chat=true: .*has no chat template"):
+        prompt_ids("x", Tokenizer(tokenizer.backend), chat=True)
+
+
+def test_tools_keep_the_order_in_which_they_were_sent(server: Server, speak: Any, tmp_path: Path) -> None:
+    tokenizer, function = speak("qwen2_5"), LOOK["function"]
+    turned = {"type": "function", "function": {name: function[name] for name in ("parameters", "name", "description")}}
+    ids = served(server, [USER], [turned])
+    assert ids != served(server, [USER], [LOOK])
+    assert [ids] == trained({"messages": [USER], "tools": [turned]}, tokenizer, tmp_path)
+    assert json.dumps(turned, ensure_ascii=False) in tokenizer.decode(ids or [], with_special=True)
+
+
+def test_tokenize_takes_what_a_chat_takes(server: Server, speak: Any) -> None:
+    tokenizer = speak("qwen3")
+    for fields, options in (
+        ({"add_generation_prompt": False}, {"generation_prompt": False}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+    ):
+        answer = server.post("/tokenize", {"messages": [USER], **fields})
+        assert answer.json()["tokens"] == tokenizer.apply_chat_template([USER], **options)
+    answer = server.post("/tokenize", {"prompt": "x", "tools": [LOOK]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")

@@ -1,0 +1,189 @@
+"""The same rows in any file give the same ids, and a conversation that is cut or refused is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.cli import compose
+from models.tokenizer import Tokenizer
+from tests.chats import ANSWER, LOOK, RESULT, SYSTEM, USER, calling, with_templates
+from train.config import FilesDataConfig, TrainConfig
+from train.dialogue import given_rows
+from train.examples import parse_row
+from train.loop import train
+from train.sources import read_items
+from train.tables import drop_nulls, drop_schema_nulls
+
+OTHER = {
+    "type": "function",
+    "function": {
+        "name": "note",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string", "enum": ["a", "b"]},
+                "who": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+            },
+        },
+    },
+}
+# Struct columns of these hold nulls: `unit` beside `text`, `description`, `enum`, `required`, `tool_call_id`, `name`.
+ROWS: list[dict[str, Any]] = [
+    {"messages": [SYSTEM, USER, calling({"city": "Rom", "days": 2}), RESULT, ANSWER], "tools": [LOOK]},
+    {"messages": [USER, calling({"text": "a"}, "Noted."), RESULT, {**ANSWER, "content": "Done."}], "tools": [OTHER]},
+    {"messages": [USER, {**ANSWER, "reasoning_content": "hm"}], "tools": None},
+    {"messages": [{**USER, "name": "eva"}, calling({}), RESULT, ANSWER], "tools": [LOOK, OTHER]},
+]
+
+
+def config(path: Path, **settings: Any) -> FilesDataConfig:
+    return FilesDataConfig(name="files", path=str(path), responses="given", **settings)
+
+
+def learnt(row: Any, tokenizer: Tokenizer) -> list[Any]:
+    _, example = parse_row(row, config(Path("x")), tokenizer)
+    return given_rows(example, tokenizer, 4000)
+
+
+@pytest.fixture
+def tokenizer(tiny_tokenizer: Tokenizer) -> Tokenizer:
+    return with_templates(tiny_tokenizer, "qwen3")
+
+
+def write(rows: list[dict[str, Any]], folder: Path) -> dict[str, Path]:
+    """Every format that training reads."""
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pylist(rows)
+    paths = {name: folder / f"rows.{name}" for name in ("jsonl", "json", "parquet", "arrow")}
+    paths["jsonl"].write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    paths["json"].write_text(json.dumps(rows), encoding="utf-8")
+    pyarrow.parquet.write_table(table, paths["parquet"])
+    with pyarrow.OSFile(str(paths["arrow"]), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    paths["saved"] = folder / "saved"
+    datasets.Dataset.from_list(rows).save_to_disk(str(paths["saved"]))
+    return paths
+
+
+def test_every_format_gives_the_same_ids(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    expected = [learnt(row, tokenizer) for row in ROWS]
+    nulls = 0
+    for name, path in write(ROWS, tmp_path).items():
+        items = list(read_items(config(path), held_out=False) or ())
+        assert [item.error for item in items] == [None] * len(ROWS)
+        nulls += sum(json.dumps(item.row).count("null") for item in items if name == "parquet")
+        assert [learnt(item.row, tokenizer) for item in items] == expected, name
+    assert nulls > 20, "the table has nothing filled in"
+
+
+def test_free_form_values_as_json_text(tokenizer: Tokenizer) -> None:
+    """Columns of one type for everything: the whole list of calls, of tools or of messages as a text."""
+    for row in ROWS:
+        expected = learnt(row, tokenizer)
+        messages = [
+            {**one, "tool_calls": json.dumps(one["tool_calls"])} if "tool_calls" in one else one
+            for one in row["messages"]
+        ]
+        arguments = [
+            {**one, "tool_calls": [{**call, "function": texts(call["function"])} for call in one["tool_calls"]]}
+            if "tool_calls" in one
+            else one
+            for one in row["messages"]
+        ]
+        tools = row["tools"] or []
+        for other in (
+            {**row, "messages": messages},
+            {**row, "messages": arguments},
+            {**row, "messages": json.dumps(row["messages"])},
+            {**row, "tools": json.dumps(tools)},
+            {**row, "tools": [json.dumps(tool) for tool in tools]},
+            {**row, "tools": [tool["function"] for tool in tools]},
+        ):
+            assert learnt(other, tokenizer) == expected
+
+
+def texts(function: dict[str, Any]) -> dict[str, Any]:
+    return {**function, "arguments": json.dumps(function["arguments"])}
+
+
+def test_sharegpt_and_openai_s_older_form_are_the_same_conversation(tokenizer: Tokenizer) -> None:
+    call = {"name": "weather", "arguments": {"city": "Rom"}}
+    expected = learnt({"messages": [USER, calling(call["arguments"]), RESULT, ANSWER], "tools": [LOOK]}, tokenizer)
+    for value in (
+        json.dumps(call),
+        json.dumps({**call, "arguments": json.dumps(call["arguments"])}),
+        json.dumps([call]),
+    ):
+        turns = [
+            ("human", USER["content"]),
+            ("function_call", value),
+            ("observation", RESULT["content"]),
+            ("gpt", "Fine."),
+        ]
+        row = {"conversations": [{"from": who, "value": text} for who, text in turns], "tools": json.dumps([LOOK])}
+        assert learnt(row, tokenizer) == expected
+    older = {"role": "assistant", "content": None, "function_call": texts(call)}
+    result = {"role": "function", "name": "weather", "content": RESULT["content"]}
+    assert learnt({"messages": [USER, older, result, ANSWER], "tools": [LOOK]}, tokenizer) == expected
+
+
+def test_calls_that_cannot_be_read_are_a_bad_row(tokenizer: Tokenizer) -> None:
+    for calls, complaint in (("{", "tool_calls is a text and no JSON"), ([{"id": 1}], "tool_calls must be a list of")):
+        with pytest.raises(ValueError, match=rf"{complaint}.*\(message 2\)"):
+            learnt({"messages": [USER, {"role": "assistant", "tool_calls": calls}, RESULT, ANSWER]}, tokenizer)
+    with pytest.raises(ValueError, match="tools must be a list of functions"):
+        learnt({"messages": [USER, ANSWER], "tools": [5]}, tokenizer)
+
+
+def test_which_nulls_are_dropped() -> None:
+    """Fields everywhere, never elements of lists; a default of null stays where the schema allows null."""
+    assert drop_nulls({"a": None, "b": [None, {"c": None, "d": 0}]}) == {"b": [None, {"d": 0}]}
+    kept = {"default": None, "type": ["string", "null"]}
+    for schema in (kept, {"default": None, "enum": [1, None]}, {"default": None, "nullable": True},
+                   {"default": None, "oneOf": [{"type": "null"}]}):  # fmt: skip
+        assert drop_schema_nulls({"p": {**schema, "title": None}}) == {"p": schema}
+        assert list(drop_schema_nulls(schema)) == list(schema)
+    assert drop_schema_nulls({"p": {"type": "string", "default": None}}) == {"p": {"type": "string"}}
+
+
+LONG = {"messages": [USER, ANSWER, {"role": "user", "content": "word " * 80}, ANSWER]}
+
+
+@pytest.mark.parametrize("responses", ["given", "regenerate"])
+def test_what_is_cut_or_refused_is_named(
+    responses: str, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the log, in source.json and in the report: file, row and why."""
+    rows = [{"messages": [{"role": "user", "content": f"{number}?"}, ANSWER]} for number in range(8)]
+    broken = {"messages": [USER, {"role": "assistant", "tool_calls": "{"}, RESULT, ANSWER]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in [*rows, LONG, broken]), encoding="utf-8")
+    settings = [
+        f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "run=one", "data=files",
+        f"data.path={path}", f"data.responses={responses}", "data.max_prompt_tokens=60", "data.held_out_share=0.01",
+        *(["data.max_new_tokens=6"] if responses == "regenerate" else []), "sequence_length=200", "steps=1", "minutes=null", "objective.steps=2",
+        "eval_draft_tokens=2", "eval_prompts=2", "eval_max_tokens=8", "tracker=none",
+        "engine.max_tokens_in_cache=1024",
+    ]  # fmt: skip
+    result = train(compose("train", TrainConfig, settings), settings)
+    assert result is not None
+    where = f"{path}, line 9: cut before message 4 of 4: the prompt has"
+    bad = f"{path}, line 10: tool_calls is a text and no JSON (message 2)"
+    log, report = capsys.readouterr().err, (tmp_path / "one" / "report.md").read_text()
+    assert f"shortened: {where}" in log
+    assert f"left out: {bad}" in log
+    assert f"shortened: {where}" in report
+    assert f"left out: {bad}" in report
+    assert "1 were shortened" in report
+    named = json.loads((tmp_path / "one" / "data" / "source.json").read_text())["named"]
+    assert len(named["shortened"]) == len(named["left out"]) == 1
+    counts = json.loads((Path(result["export"]) / "provenance.json").read_text())["data_counts"]
+    assert counts["rows"]["shortened"] + counts["answers"]["shortened"] == 1
+    assert str(tmp_path / "rows") not in json.dumps(counts)

@@ -1,0 +1,61 @@
+"""What a row's free-form values lose and gain in files: tables fill in nulls, and hold lists and objects as JSON text.
+
+A column of Parquet or Arrow gives every struct all fields that any row has, as nulls where this row had none. Nothing
+tells such a null from one that was written, so null fields are dropped from rows of every format, JSON Lines too: the
+same rows give the same prompts. List elements stay, and so does all that stands in a JSON text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+
+def drop_nulls(value: Any) -> Any:
+    """Without null fields at any depth."""
+    if isinstance(value, Mapping):
+        return {name: drop_nulls(item) for name, item in value.items() if item is not None}
+    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def drop_schema_nulls(value: Any) -> Any:
+    """As `drop_nulls`, for JSON schemas: `"default": null` is kept where the schema allows null."""
+    if isinstance(value, Mapping):
+        kept = {name: drop_schema_nulls(item) for name, item in value.items() if item is not None}
+        if "default" in value and "default" not in kept and allows_null(kept):
+            kept = {name: kept.get(name) for name in value if name in kept or name == "default"}
+        return kept
+    return [drop_schema_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def allows_null(schema: Any) -> bool:
+    """Whether a JSON schema says so itself; one behind a reference is not looked up."""
+    if not isinstance(schema, Mapping):
+        return False
+    kinds, listed = schema.get("type"), schema.get("enum")
+    if kinds == "null" or schema.get("nullable") is True:
+        return True
+    if any(isinstance(values, list) and wanted in values for values, wanted in ((kinds, "null"), (listed, None))):
+        return True
+    branches = [branch for name in ("anyOf", "oneOf") for branch in schema.get(name) or ()]
+    return any(allows_null(branch) for branch in branches)
+
+
+def from_json_text(name: str, value: Any) -> Any:
+    """The value, or what it holds as JSON text; None for an empty text. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{name} is a text and no JSON") from None
+
+
+def from_list_text(value: Any) -> Any:
+    """The value, or the list that it holds as JSON text."""
+    try:
+        parsed = from_json_text("", value)
+    except ValueError:
+        return value
+    return parsed if isinstance(parsed, list) else value
