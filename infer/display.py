@@ -36,7 +36,8 @@ class Display:
 
     def on_output(self, index: int, output: StepOutput) -> None:
         stream = self._streams[index]
-        for token, accepted in zip(output.token_ids, output.accepted, strict=True):
+        shown = len(output.token_ids) - output.ended_by_token
+        for token, accepted in zip(output.token_ids[:shown], output.accepted[:shown], strict=True):
             self._kept[index] += self._paint(stream.push([token]), GREEN if accepted else "")
         if output.finish_reason is not None:
             self._kept[index] += self._paint(stream.flush(), "")

@@ -21,6 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers.decoders import DecodeStream
 
+from models.end_tokens import read_end_tokens
 from models.token_bytes import token_bytes
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -63,15 +64,10 @@ class Tokenizer:
             raise ValueError(f"{file}: not a tokenizer that `tokenizers` can read ({error})") from error
         settings = read_optional_json(folder / "tokenizer_config.json")
         specials = {name: text for name in SPECIAL_NAMES if (text := token_text(settings.get(name)))}
-        eos_ids = [
-            *as_ids(read_optional_json(folder / "generation_config.json").get("eos_token_id")),
-            *as_ids(read_optional_json(folder / "config.json").get("eos_token_id")),
-        ]
-        if "eos_token" in specials and (eos_id := backend.token_to_id(specials["eos_token"])) is not None:
-            eos_ids.append(eos_id)
+        eos = specials.get("eos_token")
         return cls(
             backend,
-            eos_ids=eos_ids,
+            eos_ids=read_end_tokens(folder, None if eos is None else backend.token_to_id(eos)),
             chat_template=find_chat_template(folder, settings),
             special_tokens=specials,
             source=str(folder),
@@ -80,6 +76,12 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def eos_id(self) -> int | None:
+        """Of the tokenizer's own `eos_token`; `eos_ids` has every end token of the checkpoint."""
+        eos = self.special_tokens.get("eos_token")
+        return None if eos is None else self.backend.token_to_id(eos)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens` is whatever the checkpoint puts around a text, such as a begin token."""
@@ -185,12 +187,6 @@ def read_optional_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file}: must be a JSON object")
     return content
-
-
-def as_ids(value: object) -> list[int]:
-    """HF writes one id, a list of them, or null."""
-    values = value if isinstance(value, list) else [value]
-    return [item for item in values if isinstance(item, int)]
 
 
 def token_text(value: object) -> str | None:

@@ -53,11 +53,11 @@ class Service:
         self.names = TokenNames(self.tokenizer.token_bytes)
         self.context = min(engine.context, engine.memory.pages * engine.config.page_size)
         self.vocab_size = engine.target.config.vocab_size
-        self._compile = engine.compile
+        self.end_tokens, self._compile = engine.end_tokens, engine.compile
         settings = {
             "tokenizer": self.tokenizer.backend.to_str(),
             "vocab_size": max(self.vocab_size, self.tokenizer.vocab_size),
-            "eos_ids": list(engine.target.config.eos_token_ids),
+            "eos_ids": list(engine.end_tokens),
             "memory_mb": self.config.grammar_memory_mb,
         }
         self.grammars = GrammarCheck(settings, timeout_s=self.config.grammar_timeout_s)

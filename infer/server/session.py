@@ -102,11 +102,10 @@ class Choice:
     def _take_tokens(self, output: StepOutput, piece: Piece) -> None:
         before, echoed = len(self._text.text), len(self.prompt.text or "")
         count = len(self.whole.tokens)
-        stopped_by_token = isinstance(output.stop_reason, int)
         for index, token in enumerate(output.token_ids):
             last = index == len(output.token_ids) - 1
             start, offset = len(self._text.text), echoed + self._text.decoded
-            if not (last and stopped_by_token):
+            if not (last and output.ended_by_token):
                 self._text.push(token, heed=count + index + 1 >= self._min_tokens)
             if last and output.finish_reason is not None:
                 self._text.finish()
