@@ -179,7 +179,7 @@ class Engine:
             request.plain_keys = BlockKeys(secret, salt, "", size)
         if params.stop:
             assert self.tokenizer is not None
-            request.stop_text = StopText(self.tokenizer.stream(), params.stop)
+            request.stop_text = StopText(self.tokenizer.stream(context=prompt), params.stop)
         if params.grammar is not None:
             request.constraint = constraint or self.compile(params.grammar)
         if parent is not None:

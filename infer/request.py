@@ -196,7 +196,7 @@ class StepOutput:
 class Completion:
     prompt_ids: list[int]
     token_ids: list[int]
-    text: str | None  # ends before the stop token or string, if one was met
+    text: str | None  # goes on after the prompt's; ends before the stop token or string, if one was met
     finish_reason: FinishReason
     seed: int
     stats: SpeculationStats

@@ -24,8 +24,7 @@ def show_texts(config: GenerateConfig, engine: Engine, groups: Sequence[Prompts]
     total = sum(map(len, groups))
     stats, tokens, seconds, first = SpeculationStats(), 0, 0.0, 0
     for group in groups:
-        texts = [engine.tokenizer.decode(ids) for ids in group]
-        display = Display(engine.tokenizer, texts, first=first, total=total, color=color, out=sys.stdout)
+        display = Display(engine.tokenizer, group, first=first, total=total, color=color, out=sys.stdout)
         begin = time.perf_counter()
         try:
             completions = engine.generate(group, params, on_output=display.on_output)

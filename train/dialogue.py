@@ -75,9 +75,9 @@ class Dialogue:
 
     def take(self, ids: Sequence[int]) -> None:
         """The target's answer to the last prompt, the token that ended it included."""
-        self._learn(ids)
         ends = len(ids) > 0 and ids[-1] in self._tokenizer.eos_ids
-        text = self._tokenizer.decode(ids[:-1] if ends else ids)
+        text = self._tokenizer.decode(ids[:-1] if ends else ids, context=self._row.ids)  # as a client is sent it
+        self._learn(ids)
         self._history.append({"role": "assistant", "content": text})
 
     def take_given(self) -> None:

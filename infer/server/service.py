@@ -146,7 +146,7 @@ class Service:
                 Choice(
                     index,
                     prompt,
-                    StopText(self.tokenizer.stream(with_special=with_special), params.stop),
+                    StopText(self.tokenizer.stream(context=prompt.ids, with_special=with_special), params.stop),
                     min_tokens=params.min_tokens,
                     only_prompt=only_prompt,
                 )
@@ -189,14 +189,17 @@ class Service:
         token = self.tokenizer.backend.token_to_id(text)
         return token if token in self.tokenizer.special_ids else None
 
-    def echo(self, ids: list[int], prompt: str | list[int]) -> Prompt:
+    def echo(self, ids: list[int], prompt: str | list[int], *, add_special_tokens: bool) -> Prompt:
         """A prompt that is shown before its answer, as it came or decoded."""
         self.check_ids("prompt", ids)
-        stream, offsets, length = self.tokenizer.stream(), [], 0
+        stream, offsets, text = self.tokenizer.stream(), [], ""
         for token in ids:
-            offsets.append(length)
-            length += len(stream.push([token]))
-        return Prompt(ids, prompt if isinstance(prompt, str) else self.tokenizer.decode(ids), tuple(offsets))
+            offsets.append(len(text))
+            text += stream.push([token])
+        if isinstance(prompt, str) and prompt != text:  # a tokenizer that reads less than was written
+            offsets = self.tokenizer.offsets(prompt, add_special_tokens=add_special_tokens)
+            return Prompt(ids, prompt, tuple(offsets))
+        return Prompt(ids, text, tuple(offsets), stream.flush())
 
     def _params(self, body: GenerationRequest, max_tokens: int, tenant: str, grammar: Grammar | None) -> SamplingParams:
         try:

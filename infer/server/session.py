@@ -25,6 +25,7 @@ class Prompt:
     ids: list[int]
     text: str | None = None  # if it is to be echoed
     offsets: tuple[int, ...] = ()  # of its tokens in the text
+    unfinished: str = ""  # what follows the text where nothing is generated: U+FFFD for a character that is cut off
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Choice:
         self.cached_tokens, self.prompt_logprobs = output.cached_tokens, output.prompt_logprobs
         if self.prompt.text is None:
             return
-        piece.text = self.prompt.text
+        piece.text = self.prompt.text + (self.prompt.unfinished if self._only_prompt else "")
         if output.prompt_logprobs:
             places = zip(self.prompt.ids, self.prompt.offsets, [None, *output.prompt_logprobs], strict=True)
             piece.scored = [ScoredToken(*place) for place in places]
