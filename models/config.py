@@ -146,9 +146,10 @@ class TargetConfig:
 def token_ids(name: str, value: object) -> tuple[int, ...]:
     """Hugging Face writes one id, a list of them, or null. Raises ValueError with `name` for anything else."""
     values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(item) is int for item in values):  # a bool is an int to isinstance
+    ids = tuple(item for item in values if type(item) is int)  # a bool is an int to isinstance
+    if len(ids) < len(values):
         raise ValueError(f"{name}={value!r}: must be a token id, a list of token ids, or null")
-    return tuple(values)
+    return ids
 
 
 def read_json(path: Path) -> dict[str, Any]:

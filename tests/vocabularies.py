@@ -114,6 +114,17 @@ def backend_of(kind: str) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(made(kind))
 
 
+def write_end_tokens(source: Path, folder: Path, config: Any, generation: Any) -> Path:
+    """A checkpoint like `source` whose files name these end tokens; None: generation_config.json is not there."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"eos_token_id": config}
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}), encoding="utf-8")
+    return folder
+
+
 def write_tokenizer(kind: str, folder: Path, *, source: Path, **settings: Any) -> Path:
     """A checkpoint like `source`, whose vocabulary has at least SIZE ids, with this tokenizer; `settings`: of its
     tokenizer_config.json."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from models.config import TargetConfig
 from models.end_tokens import read_end_tokens
 from models.targets import load_target
 from models.tokenizer import Tokenizer
+from tests.vocabularies import write_end_tokens
 from train.dialogue import Dialogue
 from train.examples import Example
 
@@ -36,13 +36,7 @@ def write(tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     """A copy of the tiny target whose files name these end tokens; None: the file does not."""
 
     def write(config: Any, generation: Any, *, tokenizer: bool = True) -> Path:
-        folder = tmp_path_factory.mktemp("ends")
-        shutil.copytree(tiny_target_folder, folder, dirs_exist_ok=True)
-        content = json.loads((folder / "config.json").read_text()) | {"eos_token_id": config}
-        (folder / "config.json").write_text(json.dumps(content))
-        (folder / "generation_config.json").unlink(missing_ok=True)
-        if generation is not None:
-            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+        folder = write_end_tokens(tiny_target_folder, tmp_path_factory.mktemp("ends"), config, generation)
         if not tokenizer:
             (folder / "tokenizer.json").unlink()
         return folder
