@@ -83,8 +83,18 @@ class Tokenizer:
         eos = self.special_tokens.get("eos_token")
         return None if eos is None else self.backend.token_to_id(eos)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """`add_special_tokens` is whatever the checkpoint puts around a text, such as a begin token."""
+    def encode(self, text: str, *, context: Sequence[int] = (), add_special_tokens: bool = True) -> list[int]:
+        """`add_special_tokens` is whatever the checkpoint puts around a text, such as a begin token.
+
+        `context`: the ids before a text that goes on behind them, and gets nothing put around it. Without any the text
+        begins here, and many tokenizers then put a space before its first word.
+        """
+        if context:
+            before = self.decode(self.stream(context=context, with_special=True).context, with_special=True)
+            head, whole = (self.encode(part, add_special_tokens=False) for part in (before, before + text))
+            if whole[: len(head)] == head:
+                return whole[len(head) :]
+            add_special_tokens = False  # the texts share a token, which the context has not
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -171,6 +181,11 @@ class DetokenizeStream:
         self._shown, self._held = before[:count], before[count:]  # the last ids that made text, those since then
         self._prefix = self._decode(self._shown)
         self._pushed = False
+
+    @property
+    def context(self) -> list[int]:
+        """Of the ids so far the last ones that made text."""
+        return self._shown
 
     def push(self, ids: Iterable[int]) -> str:
         return "".join(self._push(token) for token in ids if self._is_text(token))

@@ -91,7 +91,7 @@ class Dialogue:
             self._end_early()  # what was learnt before is none the worse
             return
         self._history.append(message)
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self._tokenizer.encode(text, context=self._row.ids)
         ends = [place for place, token in enumerate(ids) if token in self._tokenizer.eos_ids]
         self._learn(ids[: ends[-1] + 1] if ends else ids)  # what a template puts after the end is not generated
 

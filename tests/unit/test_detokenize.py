@@ -123,3 +123,24 @@ def test_ids_that_no_token_has_are_no_text() -> None:
     own = tokenizer("llama")
     world = own.encode("Hello world", add_special_tokens=False)[-1]
     assert own.decode([10**6, world, 10**6], context=[*own.encode("Hello"), 10**6]) == " world"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    kind=st.sampled_from(BY_BYTES), words=st.lists(st.sampled_from(WORDS), min_size=2, max_size=8), place=st.integers(1)
+)
+def test_a_text_that_goes_on_has_the_ids_of_the_whole(kind: str, words: list[str], place: int) -> None:
+    own, place = tokenizer(kind), 1 + place % (len(words) - 1)
+    before, text = "".join(words[:place]), "".join(words[place:])
+    prompt, whole = own.encode(before), own.encode(before + text)
+    if prompt and whole[: len(prompt)] == prompt:  # or a token reaches from the one into the other
+        assert own.encode(text, context=prompt) == whole[len(prompt) :], (kind, before, text)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "word_piece"])
+def test_a_text_that_goes_on_gets_no_further_space(kind: str) -> None:
+    own = tokenizer(kind)
+    prompt = own.encode("here [/INST]")
+    assert own.decode(own.encode(" Hello world", context=prompt), context=prompt) == " Hello world"
+    if kind != "unigram":  # which puts one before every text
+        assert own.decode(own.encode("Hello", context=prompt), context=prompt) == "Hello"
