@@ -12,6 +12,7 @@ import pytest
 
 from infer.card import describe_end_tokens
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
+from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
 from infer.grammar import Grammar
 from infer.params import SamplingParams
@@ -100,6 +101,12 @@ def test_an_id_outside_the_vocabulary_ends_nothing(write: Write, caplog: pytest.
     assert "generation_config.json: eos_token_id: -1 is outside" in caplog.text
     engine = Engine(target, tokenizer=tokenizer, proposer="none")
     assert complete(engine, min_tokens=4, max_tokens=4).finish_reason == "length"
+
+
+def test_nothing_reads_config_json_s_alone() -> None:
+    for package in ("infer", "train", "scripts"):
+        for file in (REPO_ROOT / package).rglob("*.py"):
+            assert "eos_token_ids" not in file.read_text(encoding="utf-8") or file.name == "tokens.py", file
 
 
 def test_the_card_names_them(engine: Engine) -> None:
