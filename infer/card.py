@@ -14,6 +14,7 @@ from infer.config_checks import REPO_ROOT
 from infer.costs import CostTable
 from infer.head_config import HeadConfig
 from infer.request import SpeculationStats
+from models.tokenizer import Tokenizer
 
 Row = tuple[str, str]
 
@@ -62,6 +63,13 @@ def describe_proposer(name: str, asked: ProposerConfig, head: HeadConfig, model:
 def describe_ranks(engine: EngineConfig) -> Sequence[Row]:
     ranks = engine.tensor_parallel
     return [("ranks", f"{ranks}, each with a part of the target and of its KV")] if ranks > 1 else []
+
+
+def describe_end_tokens(ids: Iterable[int], tokenizer: Tokenizer) -> str:
+    """Each with its text: what the checkpoint's files name, and any of which ends an answer."""
+    texts = {token: tokenizer.backend.id_to_token(token) for token in ids}
+    shown = (f"{token} {text if (text or '').isprintable() else repr(text)}" for token, text in texts.items())
+    return ", ".join(shown) or "none: only max_tokens and what a request names end an answer"
 
 
 def describe_costs(table: CostTable | None) -> Sequence[Row]:

@@ -24,11 +24,18 @@ class Display:
     """Texts of prompts that run together, shown in order: the first unfinished one live, the others kept meanwhile."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompts: Sequence[str], *, first: int, total: int, color: bool, out: TextIO
+        self,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Sequence[int]],
+        *,
+        first: int,
+        total: int,
+        color: bool,
+        out: TextIO,
     ) -> None:
-        self._prompts, self._first, self._total = prompts, first, total
+        self._prompts, self._first, self._total = [tokenizer.decode(ids) for ids in prompts], first, total
         self._color, self._out = color, out
-        self._streams: list[DetokenizeStream] = [tokenizer.stream() for _ in prompts]
+        self._streams: list[DetokenizeStream] = [tokenizer.stream(context=ids) for ids in prompts]
         self._kept = [""] * len(prompts)
         self._finished = [False] * len(prompts)
         self._live = -1
@@ -36,7 +43,8 @@ class Display:
 
     def on_output(self, index: int, output: StepOutput) -> None:
         stream = self._streams[index]
-        for token, accepted in zip(output.token_ids, output.accepted, strict=True):
+        shown = len(output.token_ids) - output.ended_by_token
+        for token, accepted in zip(output.token_ids[:shown], output.accepted[:shown], strict=True):
             self._kept[index] += self._paint(stream.push([token]), GREEN if accepted else "")
         if output.finish_reason is not None:
             self._kept[index] += self._paint(stream.flush(), "")

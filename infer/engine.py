@@ -55,6 +55,7 @@ from infer.tensor_parallel import LeadingShard
 from infer.threads import cpu_threads, plan_threads
 from infer.tree import DraftTree
 from infer.verification import rule_for
+from models.end_tokens import within
 from models.heads.base import Head
 from models.layers import pack
 from models.targets.llama import LlamaTarget
@@ -85,6 +86,8 @@ class Engine:
         self.config = config or EngineConfig()
         self.proposer_config = proposer_config or ProposerConfig(name="auto")
         self.target, self.tokenizer = target, tokenizer
+        ends = (*target.end_tokens, *(tokenizer.eos_ids if tokenizer else ()))
+        self.end_tokens = within(ends, target.config.vocab_size)  # each of them ends a request
         if self.config.tensor_parallel > 1 and ranks is None:
             raise ValueError(
                 f"engine.tensor_parallel={self.config.tensor_parallel}: this target is whole; Engine.load divides one"
@@ -163,8 +166,9 @@ class Engine:
         if request_id in self._requests:
             raise ValueError(f"request_id={request_id}: already in use by an unfinished request")
         seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
-        stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.target.config.eos_token_ids)))
+        stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.end_tokens)))
         request = Request(request_id, prompt, params, seed, list(prompt), stop_ids, arrival=next(self._arrivals))
+        request.eos_id = self.tokenizer.eos_id if self.tokenizer and not params.ignore_eos else None
         request.rule = rule_for(request, self._drafting.name_for(request))
         request.added = self._clock()
         if params.deadline_s is not None:
@@ -175,7 +179,7 @@ class Engine:
             request.plain_keys = BlockKeys(secret, salt, "", size)
         if params.stop:
             assert self.tokenizer is not None
-            request.stop_text = StopText(self.tokenizer.stream(), params.stop)
+            request.stop_text = StopText(self.tokenizer.stream(context=prompt), params.stop)
         if params.grammar is not None:
             request.constraint = constraint or self.compile(params.grammar)
         if parent is not None:
@@ -195,7 +199,7 @@ class Engine:
     def _constraints(self) -> Constraints:
         if self.tokenizer is None:
             raise ValueError("grammar: this engine has no tokenizer")
-        return Constraints(self.tokenizer, self.target.config.vocab_size, self.target.config.eos_token_ids)
+        return Constraints(self.tokenizer, self.target.config.vocab_size, self.end_tokens)
 
     def _limits(self) -> Limits:
         vocabulary, names = self.target.config.vocab_size, self._drafting.names

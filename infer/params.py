@@ -17,12 +17,12 @@ AcceptanceRule = Literal["exact", "block", "typical"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. Defaults ask for nothing: greedy, until EOS or `max_tokens`.
+    """How tokens are chosen and when to stop. Defaults ask for nothing: greedy, until an end token or `max_tokens`.
 
     A row's logits go through, in this order and each only if asked for: repetition, frequency and presence penalty,
-    `logit_bias`, the masks (`allowed_token_ids`, `bad_words`, and EOS and stop ids before `min_tokens`), temperature,
-    `min_p`, `top_k`, `top_p`. Penalties and masks at a row see exactly that row's own prefix. A `grammar` masks last of
-    all before the temperature, and ends the output where nothing may follow.
+    `logit_bias`, the masks (`allowed_token_ids`, `bad_words`, and end tokens and stop ids before `min_tokens`),
+    temperature, `min_p`, `top_k`, `top_p`. Penalties and masks at a row see exactly that row's own prefix. A `grammar`
+    masks last of all before the temperature, and ends the output where nothing may follow.
 
     Raises ValueError naming the field.
     """
@@ -43,7 +43,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop: tuple[str, ...] = ()  # ends the text before any of these; the engine needs a tokenizer for it
     stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+    ignore_eos: bool = False  # true: goes on after every end token of the target
     grammar: Grammar | None = None  # the output is of this form; the engine needs a tokenizer for it
     logprobs: int | None = None  # of the chosen token and of this many likeliest; 0: of the chosen one alone
     prompt_logprobs: int | None = None  # likewise at every prompt position but the first

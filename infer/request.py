@@ -110,7 +110,8 @@ class Request:
     params: SamplingParams
     seed: int
     tokens: list[int]  # prompt and output
-    stop_ids: frozenset[int] = frozenset()  # end the request: its own and, unless it ignores them, the target's
+    stop_ids: frozenset[int] = frozenset()  # end the request: its own and, unless it ignores them, the end tokens
+    eos_id: int | None = None  # the one of them that is no stop reason: the tokenizer's eos_token
     computed: int = 0
     phase: Phase = Phase.WAITING
     slot: int = -1  # row of the block table while running
@@ -138,11 +139,20 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output, if asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt from its second token on
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop id or string that was met
+    stop_reason: int | str | None = None  # the stop id, unless it is `eos_id`, or the stop string that was met
 
     @property
     def output_ids(self) -> list[int]:
         return self.tokens[len(self.prompt_ids) :]
+
+    @property
+    def ended_by_token(self) -> bool:
+        """Whether its last token ended it, and so is no part of its text."""
+        return self.finish_reason == "stop" and self.tokens[-1] in self.stop_ids
+
+    @property
+    def text_ids(self) -> list[int]:
+        return self.output_ids[:-1] if self.ended_by_token else self.output_ids
 
     @property
     def output_length(self) -> int:
@@ -174,6 +184,7 @@ class StepOutput:
     stats: SpeculationStats
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    ended_by_token: bool = False  # the last token is no part of the text
     error: str | None = None  # with the finish reason "error"
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, if asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # with the first output, if asked for
@@ -185,11 +196,11 @@ class StepOutput:
 class Completion:
     prompt_ids: list[int]
     token_ids: list[int]
-    text: str | None  # ends before the stop string, if one was met
+    text: str | None  # goes on after the prompt's; ends before the stop token or string, if one was met
     finish_reason: FinishReason
     seed: int
     stats: SpeculationStats
-    stop_reason: int | str | None = None
+    stop_reason: int | str | None = None  # as in vLLM: a stop string, or the stop token unless it is the eos_token
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     acceptance: str = "exact"  # the rule by which drafts were accepted: exact, block, typical or synthetic

@@ -36,7 +36,7 @@ def run(config: ServeConfig) -> None:
         return run_replicas(config, listener, address, api_keys)
 
     # Only now what takes seconds to import: a mistake above is answered at once.
-    from infer.card import describe_costs, describe_proposer, describe_ranks, print_card
+    from infer.card import describe_costs, describe_end_tokens, describe_proposer, describe_ranks, print_card
     from infer.engine import Engine
     from infer.server.lifecycle import log_to_console, serve
     from infer.server.service import Service
@@ -47,6 +47,7 @@ def run(config: ServeConfig) -> None:
         return Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
 
     def show(engine: Engine) -> None:
+        assert engine.tokenizer is not None
         pages, size = engine.memory.pages, config.engine.page_size
         drafts = describe_proposer(engine.proposer_name, config.proposer, config.head, config.model, config.output_dir)
         print_card(
@@ -55,6 +56,7 @@ def run(config: ServeConfig) -> None:
                 ("model", f"{config.model.name} ({config.model.path}), {config.model.dtype} on {engine.device}"),
                 ("speculation", drafts),
                 ("context", f"{engine.context} tokens"),
+                ("end tokens", describe_end_tokens(engine.end_tokens, engine.tokenizer)),
                 ("KV pool", f"{pages} pages of {size} tokens"),
                 *describe_ranks(engine.config),
                 ("memory", str(engine.memory)),
@@ -71,15 +73,17 @@ def run(config: ServeConfig) -> None:
 
 
 def run_replicas(config: ServeConfig, listener: socket, address: str, api_keys: Sequence[str]) -> None:
-    from infer.card import print_card
+    from infer.card import describe_end_tokens, print_card
     from infer.server.ray_app import serve_replicas
     from models.targets import resolve_checkpoint
+    from models.tokenizer import Tokenizer
 
-    resolve_checkpoint(config.model.path_or_hub_id, config.model.revision, weights=False)
+    tokenizer = Tokenizer.load(resolve_checkpoint(config.model.path_or_hub_id, config.model.revision, weights=False))
 
     def show() -> None:
         rows = [
             ("model", f"{config.model.name} ({config.model.path}), {config.model.dtype}"),
+            ("end tokens", describe_end_tokens(tokenizer.eos_ids, tokenizer)),
             ("replicas", f"{config.server.replicas}, by Ray Serve; a session (x-session-id) stays with one"),
             ("address", address + (", API key needed" if api_keys else "")),
         ]

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 from tqdm import tqdm
 
-from infer.card import acceptance, describe_proposer, describe_ranks, print_card
+from infer.card import acceptance, describe_end_tokens, describe_proposer, describe_ranks, print_card
 from infer.compare import Comparison, Prompts, compare, timed
 from infer.config import GenerateConfig
 from infer.display import Display, use_color
@@ -24,8 +24,7 @@ def show_texts(config: GenerateConfig, engine: Engine, groups: Sequence[Prompts]
     total = sum(map(len, groups))
     stats, tokens, seconds, first = SpeculationStats(), 0, 0.0, 0
     for group in groups:
-        texts = [engine.tokenizer.decode(ids) for ids in group]
-        display = Display(engine.tokenizer, texts, first=first, total=total, color=color, out=sys.stdout)
+        display = Display(engine.tokenizer, group, first=first, total=total, color=color, out=sys.stdout)
         begin = time.perf_counter()
         try:
             completions = engine.generate(group, params, on_output=display.on_output)
@@ -43,6 +42,7 @@ def show_texts(config: GenerateConfig, engine: Engine, groups: Sequence[Prompts]
             *prompt_hint(config, engine),
             ("speculation", speculation(config, engine)),
             ("sampling", describe_sampling(params)),
+            ("end tokens", describe_end_tokens(engine.end_tokens, engine.tokenizer)),
             *describe_ranks(config.engine),
             ("tokens", f"{tokens} in {seconds:.2f} s"),
             ("tokens/s", f"{tokens / seconds:.1f}"),

@@ -75,13 +75,14 @@ def cut(
     *,
     room: int,
     stop_ids: frozenset[int],
+    eos_id: int | None,
     emitted_before: int,
     min_tokens: int,
     text: StopText | None,
     constraint: Constraint | None = None,
 ) -> tuple[list[int], Literal["stop", "length", "error"] | None, int | str | None]:
     """The tokens that are emitted of `tokens`, the reason to finish or None, and the stop id or string that was met.
-    A grammar after which nothing may follow stops without either.
+    The stop id `eos_id`, and a grammar after which nothing may follow, stop without either, as in vLLM.
 
     What follows a stop, or lies past `room`, is cut. Before `min_tokens` a stop string is no stop (stop ids cannot
     occur there: they are masked).
@@ -90,7 +91,7 @@ def cut(
     for token in tokens[:room]:
         emitted.append(token)
         if token in stop_ids:
-            return emitted, "stop", token
+            return emitted, "stop", None if token == eos_id else token
         if text is not None and text.push(token, heed=emitted_before + len(emitted) >= min_tokens):
             return emitted, "stop", text.stop
         if constraint is not None and constraint.push(token):

@@ -84,7 +84,7 @@ class TargetConfig:
     mlp_bias: bool
     rope: RopeConfig
     bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]  # of config.json alone: models/end_tokens.py has all that end a text
     qk_norm: bool = False  # queries and keys are normed per head, before the rotary embedding
     windows: tuple[int | None, ...] = ()  # per layer, how many positions a row sees, its own included; () or None: all
     experts: ExpertsConfig | None = None
@@ -109,7 +109,6 @@ class TargetConfig:
         num_kv_heads = config.get("num_key_value_heads") or num_heads
         if num_heads % num_kv_heads:
             raise ValueError(f"config.json: num_attention_heads={num_heads} is no multiple of {num_kv_heads} KV heads")
-        eos = config.get("eos_token_id")
         return cls(
             architecture=str(architectures[0]),
             vocab_size=need("vocab_size"),
@@ -127,7 +126,7 @@ class TargetConfig:
             mlp_bias=bool(config.get("mlp_bias", False)),
             rope=RopeConfig.from_json(config),
             bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+            eos_token_ids=token_ids("config.json: eos_token_id", config.get("eos_token_id")),
         )
 
     def window(self, layer: int) -> int | None:
@@ -142,6 +141,15 @@ class TargetConfig:
                 f"head.aux_layers: the defaults {layers} collide on a target of {self.num_layers} layers; name them"
             )
         return layers
+
+
+def token_ids(name: str, value: object) -> tuple[int, ...]:
+    """Hugging Face writes one id, a list of them, or null. Raises ValueError with `name` for anything else."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    ids = tuple(item for item in values if type(item) is int)  # a bool is an int to isinstance
+    if len(ids) < len(values):
+        raise ValueError(f"{name}={value!r}: must be a token id, a list of token ids, or null")
+    return ids
 
 
 def read_json(path: Path) -> dict[str, Any]:

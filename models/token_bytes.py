@@ -1,46 +1,79 @@
-"""The bytes that each token of a vocabulary stands for, read from the tokenizer's own decoder.
+"""The bytes that each token of a vocabulary adds to a text, read from the tokenizer's own decoder.
 
 A token need not be whole characters, so its text alone cannot name it: log-probabilities name it by its bytes.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import tokenizers
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-SPACE = "▁"  # what SentencePiece writes for a space
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """One entry per id, empty for an id that no token has."""
-    kinds = decoder_kinds(json.loads(backend.to_str()).get("decoder"))
+    """One entry per id, empty for an id that no token has.
+
+    They are those that the token has inside a text: its first word loses its space in many decoders, no other does.
+    """
+    kinds = decoder_kinds(backend)
     added = {index: token.content for index, token in backend.get_added_tokens_decoder().items()}
-    alphabet = byte_alphabet()
     count = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-    table = []
-    for index in range(count):
-        token = backend.id_to_token(index)
-        if token is None:
-            table.append(b"")
-        elif index in added:
-            table.append(added[index].encode())
-        elif "ByteLevel" in kinds:
-            table.append(b"".join(alphabet.get(character, character.encode()) for character in token))
-        elif "ByteFallback" in kinds and (match := BYTE_TOKEN.fullmatch(token)):
-            table.append(bytes.fromhex(match[1]))
-        else:
-            table.append(token.replace(SPACE, " ").encode())
+    tokens = [backend.id_to_token(index) for index in range(count)]
+    table = [b"" if token is None else added.get(index, token).encode() for index, token in enumerate(tokens)]
+    ordinary = {index: token for index, token in enumerate(tokens) if token is not None and index not in added}
+    if "ByteLevel" in kinds:
+        alphabet = byte_alphabet()
+        for index, token in ordinary.items():
+            table[index] = b"".join(alphabet.get(character, character.encode()) for character in token)
+        return table
+    if "ByteFallback" in kinds:
+        for index in list(ordinary):
+            if match := BYTE_TOKEN.fullmatch(ordinary[index]):
+                table[index] = bytes.fromhex(match[1])
+                del ordinary[index]
+    # Every other token after a word, less that word.
+    word = next((index for index in ordinary if backend.decode([index]).strip().isalnum()), None)
+    if word is not None:
+        before = backend.decode([word])
+        texts = backend.decode_batch([[word, index] for index in ordinary], skip_special_tokens=False)
+        for index, text in zip(ordinary, texts, strict=True):
+            if text.startswith(before):
+                table[index] = text[len(before) :].encode()
     return table
 
 
-def decoder_kinds(decoder: Any) -> set[str]:
-    if not isinstance(decoder, dict):
-        return set()
-    return {decoder["type"]}.union(*(decoder_kinds(inner) for inner in decoder.get("decoders", ())))
+def unfinished(tokens: Sequence[bytes]) -> int:
+    """How many of the tokens, the last ones of a text, hold the beginning of a character that later ones may complete.
+
+    Bytes that no character can begin with are finished: they are U+FFFD whatever follows.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(b"".join(tokens))
+    left, count = len(decoder.getstate()[0]), 0
+    while left > 0:
+        count += 1
+        left -= len(tokens[-count])
+    return count
+
+
+def is_continuation(token: bytes) -> bool:
+    """Whether it begins inside a character."""
+    return token[:1] >= b"\x80" and token[:1] < b"\xc0"
+
+
+def decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
+    decoder: Any = backend.decoder  # its type stubs know nothing of the state
+    return set() if decoder is None else kinds_of(json.loads(decoder.__getstate__()))
+
+
+def kinds_of(decoder: dict[str, Any]) -> set[str]:
+    return {decoder["type"]}.union(*(kinds_of(inner) for inner in decoder.get("decoders", ())))
 
 
 def byte_alphabet() -> dict[str, bytes]:

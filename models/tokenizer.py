@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
 from models.chat import DEFAULT, Chat, Message, find_chat_templates
-from models.token_bytes import token_bytes
+from models.end_tokens import read_end_tokens
+from models.token_bytes import is_continuation, token_bytes, unfinished
+
+CONTEXT = 4  # tokens before a text that decide how it begins: its first word's space, a character begun before it
 
 
 class Tokenizer:
@@ -58,15 +60,10 @@ class Tokenizer:
             raise ValueError(f"{file}: not a tokenizer that `tokenizers` can read ({error})") from error
         settings = read_optional_json(folder / "tokenizer_config.json")
         specials = read_special_tokens(folder, settings)
-        eos_ids = [
-            *as_ids(read_optional_json(folder / "generation_config.json").get("eos_token_id")),
-            *as_ids(read_optional_json(folder / "config.json").get("eos_token_id")),
-        ]
-        if "eos_token" in specials and (eos_id := backend.token_to_id(specials["eos_token"])) is not None:
-            eos_ids.append(eos_id)
+        eos = specials.get("eos_token")
         return cls(
             backend,
-            eos_ids=eos_ids,
+            eos_ids=read_end_tokens(folder, None if eos is None else backend.token_to_id(eos)),
             chat_template=find_chat_templates(folder, settings),
             special_tokens=specials,
             source=str(folder),
@@ -81,24 +78,55 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """`add_special_tokens` is whatever the checkpoint puts around a text, such as a begin token."""
+    @property
+    def eos_id(self) -> int | None:
+        """Of the tokenizer's own `eos_token`; `eos_ids` has every end token of the checkpoint."""
+        eos = self.special_tokens.get("eos_token")
+        return None if eos is None else self.backend.token_to_id(eos)
+
+    def encode(self, text: str, *, context: Sequence[int] = (), add_special_tokens: bool = True) -> list[int]:
+        """`add_special_tokens` is whatever the checkpoint puts around a text, such as a begin token.
+
+        `context`: the ids before a text that goes on behind them, and gets nothing put around it. Without any the text
+        begins here, and many tokenizers then put a space before its first word.
+        """
+        if context:
+            before = self.decode(self.stream(context=context, with_special=True).context, with_special=True)
+            head, whole = (self.encode(part, add_special_tokens=False) for part in (before, before + text))
+            if whole[: len(head)] == head:
+                return whole[len(head) :]
+            add_special_tokens = False  # the texts share a token, which the context has not
         try:
             text.encode()
         except UnicodeEncodeError:
             raise ValueError("text: holds half of a surrogate pair, which is no character") from None
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
-        """Without special tokens; bytes that are no character become U+FFFD."""
+    def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Where in the text each token of `encode` begins, in characters; a special token has the place of its turn."""
+        places, end = [], 0
+        for first, last in self.backend.encode(text, add_special_tokens=add_special_tokens).offsets:
+            places.append(max(first, places[-1] if places else 0) if last > first else end)
+            end = max(end, last)
+        return places
+
+    def decode(self, ids: Sequence[int], *, context: Sequence[int] = (), with_special: bool = False) -> str:
+        """Without special tokens; bytes that are no character become U+FFFD.
+
+        `context`: the ids before them, whose own text is not returned. Without any the text begins here, and many
+        tokenizers then drop the space before its first word.
+        """
+        if context:
+            stream = self.stream(context=context, with_special=with_special)
+            return stream.push(ids) + stream.flush()
         return self.backend.decode(list(ids), skip_special_tokens=not with_special)
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
         return token_bytes(self.backend)
 
-    def stream(self, *, with_special: bool = False) -> DetokenizeStream:
-        return DetokenizeStream(self, with_special=with_special)
+    def stream(self, *, context: Sequence[int] = (), with_special: bool = False) -> DetokenizeStream:
+        return DetokenizeStream(self, context=context, with_special=with_special)
 
     def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The conversation's ids up to the assistant's turn; see `Chat.render`."""
@@ -112,40 +140,72 @@ class Tokenizer:
 class DetokenizeStream:
     """Text of ids as they come, whole characters only. The pieces, then `flush`, make up the text.
 
-    `tokenizers` holds back an unfinished character but cannot be asked for it at the end, and it gives up when a later
-    byte spoils a character already shown (byte-fallback vocabularies do that); both are mended here.
+    `context`: the ids that come before, of which only the last few are read. Their text is not returned, except that
+    a character which they leave unfinished belongs to the text that finishes it.
+
+    As `DecodeStream` of `tokenizers` does, it decodes new ids behind the last ones that made text, less the text of
+    those. It does what that cannot: return what it holds at the end, go on after a byte that spoils a character already
+    shown (byte-fallback vocabularies decode a run of bytes as a whole), and hold no more than an unfinished character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, with_special: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, context: Sequence[int] = (), with_special: bool = False) -> None:
         self._tokenizer, self._with_special = tokenizer, with_special
-        self._stream = DecodeStream(skip_special_tokens=not with_special)
-        self._held: list[int] = []  # ids whose text has not been returned
+        before = self._last_text(context)
+        count = len(before) - self._unfinished(before)
+        self._shown, self._held = before[:count], before[count:]  # the last ids that made text, those since then
+        self._prefix = self._decode(self._shown)
+        self._pushed = False
+
+    @property
+    def context(self) -> list[int]:
+        """Of the ids so far the last ones that made text."""
+        return self._shown
 
     def push(self, ids: Iterable[int]) -> str:
-        pieces = []
-        for token in ids:
-            self._held.append(token)
-            piece = self._step(token)
-            if piece is not None:
-                self._held.clear()
-                pieces.append(piece)
-        return "".join(pieces)
+        return "".join(self._push(token) for token in ids if self._is_text(token))
 
     def flush(self) -> str:
         """What is still held back, an unfinished character as U+FFFD. Nothing may be pushed afterwards."""
-        rest = self._tokenizer.decode(self._held, with_special=self._with_special)
-        self._held.clear()
-        return rest
+        return self._release(len(self._held)) if self._pushed else ""
 
-    def _step(self, token: int) -> str | None:
-        try:
-            return self._stream.step(self._tokenizer.backend, token)
-        except Exception as error:  # the library raises nothing more precise
-            if "Invalid prefix" not in str(error):
-                raise
-        self._stream = DecodeStream(skip_special_tokens=not self._with_special)
-        pieces = [self._stream.step(self._tokenizer.backend, held) for held in self._held]
-        return "".join(piece for piece in pieces if piece) or None
+    def _push(self, token: int) -> str:
+        self._held.append(token)
+        self._pushed = True
+        return self._release(len(self._held) - self._unfinished(self._held))
+
+    def _release(self, count: int) -> str:
+        """The text of so many of the ids that are held."""
+        if not count:
+            return ""
+        released, self._held = self._held[:count], self._held[count:]
+        text = self._decode([*self._shown, *released])
+        spoilt = not text.startswith(self._prefix)
+        piece = self._decode(released) if spoilt else text[len(self._prefix) :]
+        self._shown = released if piece else [*self._shown, *released]
+        self._prefix = self._decode(self._shown)
+        return piece
+
+    def _last_text(self, context: Sequence[int]) -> list[int]:
+        """The last ids that are text: CONTEXT of them, and up to three more where a character would be cut in two."""
+        last: list[int] = []
+        for token in reversed(context):
+            if self._is_text(token):
+                last.append(token)
+                whole = not is_continuation(self._tokenizer.token_bytes[token])
+                if len(last) >= CONTEXT and (whole or len(last) == CONTEXT + 3):
+                    break
+        return last[::-1]
+
+    def _unfinished(self, ids: Sequence[int]) -> int:
+        return unfinished([self._tokenizer.token_bytes[token] for token in ids[-CONTEXT:]])
+
+    def _is_text(self, token: int) -> bool:
+        if not self._with_special and token in self._tokenizer.special_ids:
+            return False
+        return self._tokenizer.backend.id_to_token(token) is not None
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.backend.decode(ids, skip_special_tokens=False)
 
 
 def read_optional_json(file: Path) -> dict[str, Any]:
@@ -158,12 +218,6 @@ def read_optional_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file}: must be a JSON object")
     return content
-
-
-def as_ids(value: object) -> list[int]:
-    """HF writes one id, a list of them, or null."""
-    values = value if isinstance(value, list) else [value]
-    return [item for item in values if isinstance(item, int)]
 
 
 def token_text(value: object) -> str | None:

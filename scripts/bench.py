@@ -72,7 +72,7 @@ def agreeing(ours: list[list[int]], theirs: list[list[int]], ends: tuple[int, ..
 
 
 def measure(config: BenchConfig, systems: dict[str, System], tasks: list[Task], ends: tuple[int, ...]) -> Results:
-    """`ends`: the target's end-of-text ids. Ctrl-C ends it with what has been measured."""
+    """`ends`: the target's end tokens. Ctrl-C ends it with what has been measured."""
     from tqdm import tqdm
 
     results: Results = {}
@@ -305,7 +305,7 @@ def main(config: BenchConfig) -> None:
     tasks = read_tasks(config, engine.tokenizer)
     with ExitStack() as stack:
         systems = make_systems(config, engine, stack)
-        results = measure(config, systems, tasks, engine.target.config.eos_token_ids)
+        results = measure(config, systems, tasks, engine.end_tokens)
     if not results:
         raise KeyboardInterrupt
     print_table(results)

@@ -77,9 +77,9 @@ class Dialogue:
 
     def take(self, ids: Sequence[int]) -> None:
         """The target's answer to the last prompt, the token that ended it included."""
-        self._learn(ids)
         ends = len(ids) > 0 and ids[-1] in self._tokenizer.eos_ids
-        text = self._tokenizer.decode(ids[:-1] if ends else ids)
+        text = self._tokenizer.decode(ids[:-1] if ends else ids, context=self._row.ids)  # as a client is sent it
+        self._learn(ids)
         self._history.append({"role": "assistant", "content": text})
 
     def take_given(self) -> None:
@@ -93,7 +93,7 @@ class Dialogue:
             self._end_early(error)  # what was learnt before is none the worse
             return
         self._history.append(message)
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = self._tokenizer.encode(text, context=self._row.ids)
         ends = [place for place, token in enumerate(ids) if token in self._tokenizer.eos_ids]
         self._learn(ids[: ends[-1] + 1] if ends else ids)  # what a template puts after the end is not generated
 

@@ -125,7 +125,7 @@ def plain(form: str, row: Mapping[str, Any], data: RowsDataConfig, tokenizer: To
         if form == "prompt":
             if "response" not in row:
                 raise ValueError("data.responses=given: the row has no response")
-            ids += [*tokenizer.encode(text_of("response", row["response"]), add_special_tokens=False)]
+            ids += tokenizer.encode(text_of("response", row["response"]), context=ids)
             ids += tokenizer.eos_ids[:1]
         return Example(ids=tuple(ids), loss_mask=tuple(place >= first for place in range(len(ids))), asked=asked)
     return Example(ids=tuple(ids[: data.prompt_tokens] if form == "text" else ids))

@@ -271,7 +271,7 @@ def give_vocabulary(
     """Chooses the draft vocabulary from what the target wrote, and initialises the head for it."""
     assert isinstance(config.head, NewHeadConfig)
     vocab_size = target.config.vocab_size
-    special = {*tokenizer.special_ids, *tokenizer.eos_ids, *target.config.eos_token_ids, target.config.bos_token_id}
+    special = {*tokenizer.special_ids, *tokenizer.eos_ids, *target.end_tokens, target.config.bos_token_id}
     forced = [token for token in special if token is not None and token < vocab_size]
     head.set_vocabulary(*build_draft_vocab(sequences.counts(vocab_size), head.config.draft_vocab_size, forced))
     reads = config.head.init_from_target or head.reads_lm_head

@@ -32,16 +32,17 @@ def marked_answers(engine: Engine, prompts: Sequence[list[int]], max_tokens: int
     return [
         Sample(
             tokenizer.decode(prompt),
-            mark(tokenizer, completion.token_ids, flags[index]),
+            mark(tokenizer, prompt, completion.token_ids, flags[index]),
             completion.stats.acceptance_length,
         )
         for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
     ]
 
 
-def mark(tokenizer: Tokenizer, ids: Sequence[int], accepted: Sequence[bool]) -> str:
-    """The text, every run of accepted drafts between ⟦ and ⟧."""
-    spans = [
-        (flag, [token for token, _ in run]) for flag, run in groupby(zip(ids, accepted, strict=True), lambda p: p[1])
-    ]
-    return "".join(f"⟦{tokenizer.decode(span)}⟧" if flag else tokenizer.decode(span) for flag, span in spans)
+def mark(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], accepted: Sequence[bool]) -> str:
+    """The text after the prompt, every run of accepted drafts between ⟦ and ⟧."""
+    stream = tokenizer.stream(context=prompt)
+    pieces = [(stream.push([token]), flag) for token, flag in zip(ids, accepted, strict=True)]
+    pieces.append((stream.flush(), False))
+    runs = [(flag, "".join(text for text, _ in run)) for flag, run in groupby(pieces, lambda piece: piece[1])]
+    return "".join(f"⟦{text}⟧" if flag else text for flag, text in runs if text)

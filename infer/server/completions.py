@@ -63,7 +63,7 @@ def router(service: Service) -> APIRouter:
 
         def encode(prompt: str | list[int]) -> Prompt:
             ids = service.encode(prompt, "prompt", add_special_tokens=special) if isinstance(prompt, str) else prompt
-            return service.echo(ids, prompt) if body.echo else Prompt(ids)
+            return service.echo(ids, prompt, add_special_tokens=special) if body.echo else Prompt(ids)
 
         only_prompt = body.max_tokens == 0
         session = await service.start(

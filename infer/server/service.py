@@ -55,11 +55,11 @@ class Service:
         self.names = TokenNames(self.tokenizer.token_bytes)
         self.context = min(engine.context, engine.memory.pages * engine.config.page_size)
         self.vocab_size = engine.target.config.vocab_size
-        self._compile = engine.compile
+        self.end_tokens, self._compile = engine.end_tokens, engine.compile
         settings = {
             "tokenizer": self.tokenizer.backend.to_str(),
             "vocab_size": max(self.vocab_size, self.tokenizer.vocab_size),
-            "eos_ids": list(engine.target.config.eos_token_ids),
+            "eos_ids": list(engine.end_tokens),
             "memory_mb": self.config.grammar_memory_mb,
         }
         self.grammars = GrammarCheck(settings, timeout_s=self.config.grammar_timeout_s)
@@ -151,7 +151,7 @@ class Service:
                 Choice(
                     index,
                     prompt,
-                    StopText(self.tokenizer.stream(with_special=with_special), params.stop),
+                    StopText(self.tokenizer.stream(context=prompt.ids, with_special=with_special), params.stop),
                     min_tokens=params.min_tokens,
                     only_prompt=only_prompt,
                 )
@@ -199,14 +199,17 @@ class Service:
         token = self.tokenizer.backend.token_to_id(text)
         return token if token in self.tokenizer.special_ids else None
 
-    def echo(self, ids: list[int], prompt: str | list[int]) -> Prompt:
+    def echo(self, ids: list[int], prompt: str | list[int], *, add_special_tokens: bool) -> Prompt:
         """A prompt that is shown before its answer, as it came or decoded."""
         self.check_ids("prompt", ids)
-        stream, offsets, length = self.tokenizer.stream(), [], 0
+        stream, offsets, text = self.tokenizer.stream(), [], ""
         for token in ids:
-            offsets.append(length)
-            length += len(stream.push([token]))
-        return Prompt(ids, prompt if isinstance(prompt, str) else self.tokenizer.decode(ids), tuple(offsets))
+            offsets.append(len(text))
+            text += stream.push([token])
+        if isinstance(prompt, str) and prompt != text:  # a tokenizer that reads less than was written
+            offsets = self.tokenizer.offsets(prompt, add_special_tokens=add_special_tokens)
+            return Prompt(ids, prompt, tuple(offsets))
+        return Prompt(ids, text, tuple(offsets), stream.flush())
 
     def _params(self, body: GenerationRequest, max_tokens: int, tenant: str, grammar: Grammar | None) -> SamplingParams:
         try:

@@ -25,6 +25,7 @@ class Prompt:
     ids: list[int]
     text: str | None = None  # if it is to be echoed
     offsets: tuple[int, ...] = ()  # of its tokens in the text
+    unfinished: str = ""  # what follows the text where nothing is generated: U+FFFD for a character that is cut off
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Choice:
         self.cached_tokens, self.prompt_logprobs = output.cached_tokens, output.prompt_logprobs
         if self.prompt.text is None:
             return
-        piece.text = self.prompt.text
+        piece.text = self.prompt.text + (self.prompt.unfinished if self._only_prompt else "")
         if output.prompt_logprobs:
             places = zip(self.prompt.ids, self.prompt.offsets, [None, *output.prompt_logprobs], strict=True)
             piece.scored = [ScoredToken(*place) for place in places]
@@ -102,11 +103,10 @@ class Choice:
     def _take_tokens(self, output: StepOutput, piece: Piece) -> None:
         before, echoed = len(self._text.text), len(self.prompt.text or "")
         count = len(self.whole.tokens)
-        stopped_by_token = isinstance(output.stop_reason, int)
         for index, token in enumerate(output.token_ids):
             last = index == len(output.token_ids) - 1
             start, offset = len(self._text.text), echoed + self._text.decoded
-            if not (last and stopped_by_token):
+            if not (last and output.ended_by_token):
                 self._text.push(token, heed=count + index + 1 >= self._min_tokens)
             if last and output.finish_reason is not None:
                 self._text.finish()

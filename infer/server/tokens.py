@@ -96,7 +96,7 @@ def router(service: Service) -> APIRouter:
         return {
             **specials,
             "vocab_size": tokenizer.vocab_size,
-            "eos_token_ids": list(tokenizer.eos_ids),
+            "eos_token_ids": list(service.end_tokens),
             "chat_template": tokenizer.chat_template,
             "max_model_len": service.context,
         }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from models.config import TargetConfig, read_json
+from models.end_tokens import read_end_tokens
 from models.parallel import Part
 from models.quantised import SECTION, read_scheme, widen_layers
 from models.targets.divided import divide
@@ -174,6 +175,7 @@ def load_target(
             names.discard(LM_HEAD)  # some exporters write the tied copy out
     load_into(target, {name: tensors[name] for name in tensors if name in names}, layout, source=str(folder))
     target.path, target.folder, target.fingerprint = str(path_or_hub_id), folder, fingerprint(folder)
+    target.end_tokens = read_end_tokens(folder)
     return target.eval().requires_grad_(False)
 
 

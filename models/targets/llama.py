@@ -98,6 +98,7 @@ class LlamaTarget(nn.Module):
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
         self.config = config
+        self.end_tokens = config.eos_token_ids  # load_target adds those of generation_config.json
         self._joined = Joined()
         self.shares: LayerShares | None = None  # where its layers are divided among processes that all run it
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)

@@ -67,6 +67,7 @@ def test_a_prompt_is_continued_and_a_card_follows(generate: Generate, tiny_targe
     card = out.removeprefix("def wrap(" + text)
     assert "\x1b" not in out
     assert re.search(r"speculation +head eagle3 from", card)
+    assert re.search(r"end tokens +0 <\|endoftext\|>", card)
     assert re.search(r"tokens +24 in", card)
     for row in ("tokens/s", "acceptance length τ", "acceptance by position", "greedy"):
         assert row in card

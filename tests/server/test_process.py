@@ -91,6 +91,7 @@ def test_start_serve_and_ctrl_c(tiny_target_folder: Path) -> None:
         assert places == sorted(places)
         assert "n-gram lookup" in process.output
         assert "512 tokens" in process.output
+        assert re.search(r"end tokens +0 <\|endoftext\|>", process.output)
         assert f"{url}/v1/completions" in process.output
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         answer = client.completions.create(model="tiny", prompt=CANARY, max_tokens=5, extra_body={"ignore_eos": True})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -49,8 +48,6 @@ def test_a_parameter_reaches_the_engine(server: Server, plain_engine: Any, name:
     wanted = engine_text(plain_engine, **told)
     answer = server.complete(**BASE | sent, return_token_ids=True).json()
     (choice,) = answer["choices"]
-    if isinstance(wanted.stop_reason, int):  # a stop token is no text
-        wanted = replace(wanted, text=plain_engine.tokenizer.decode(wanted.token_ids[:-1]))
     assert (choice["text"], choice["token_ids"]) == (wanted.text, wanted.token_ids)
     assert (choice["finish_reason"], choice["stop_reason"]) == (wanted.finish_reason, wanted.stop_reason)
     assert answer["usage"]["completion_tokens"] == len(wanted.token_ids)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from models.tokenizer import Tokenizer
+from tests.vocabularies import backend_of
 from train.dialogue import Dialogue, Row, TooLong, first_prompt, given_rows
 from train.examples import Example
 
@@ -190,3 +191,21 @@ def test_a_conversation_that_grows_too_long_ends_there(tiny_tokenizer: Tokenizer
     assert len(converse(dialogue, tokenizer, "one")) == 1
     assert dialogue.cut
     assert [spans(tokenizer, row) for row in dialogue.rows] == [["one."]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma"])
+def test_a_given_answer_has_the_ids_that_serving_would_see(kind: str) -> None:
+    """Also where a tokenizer puts a space before the first word of a text: an answer is none by itself."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>"
+        "{% endif %}{% endfor %}"
+    )
+    backend = backend_of(kind)
+    tokenizer = Tokenizer(backend, eos_ids=[2], chat_template=template, special_tokens={"eos_token": "</s>"})
+    talk = (user("Hello"), assistant("the world"), user("here"), assistant("Hello world"))
+    (row,) = given_rows(Example(messages=talk), tokenizer, 200)
+    text = tokenizer.render_chat(list(talk), generation_prompt=False)
+    assert row.ids == tokenizer.encode(text, add_special_tokens=False)
+    learnt = [token for token, flag in zip(row.ids, row.loss_mask, strict=True) if flag]
+    answers = backend.decode(learnt, skip_special_tokens=False).split("</s>")
+    assert [answer.strip() for answer in answers] == ["the world", "Hello world", ""]

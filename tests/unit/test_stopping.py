@@ -61,7 +61,7 @@ def test_nothing_is_shown_that_may_begin_a_stop():
 
 
 def run(tokens, **options):
-    defaults = {"room": 10, "stop_ids": frozenset(), "emitted_before": 0, "min_tokens": 0, "text": None}
+    defaults = {"room": 10, "stop_ids": frozenset(), "eos_id": None, "emitted_before": 0, "min_tokens": 0, "text": None}
     return cut(tokens, **defaults | options)
 
 
@@ -70,6 +70,9 @@ def test_what_follows_a_stop_is_cut():
     assert run([1, 2, 3], stop_ids=frozenset({2})) == ([1, 2], "stop", 2)
     assert run([1, 2, 3], room=2) == ([1, 2], "length", None)
     assert run([1, 2], room=2, stop_ids=frozenset({2})) == ([1, 2], "stop", 2)
+    assert run([1, 2, 3], stop_ids=frozenset({1, 2}), eos_id=1) == ([1], "stop", None)
+    assert run([2, 1], stop_ids=frozenset({1, 2}), eos_id=1) == ([2], "stop", 2)
+    assert run([1, 2], eos_id=1) == ([1, 2], None, None)  # it is ignored
     assert run([0, 1, 2, 3], text=text_of(["bc"])) == ([0, 1, 2], "stop", "bc")
 
 

@@ -1,0 +1,44 @@
+"""End tokens: the ids after which a target's text is over. One set for serving, training and every tool.
+
+A checkpoint names them in up to three places, and any of them may hold an id that the others lack: `eos_token_id` of
+config.json, `eos_token_id` of generation_config.json (chat models name their end of turn here), and the tokenizer's
+`eos_token`. Generation ends at each of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+from models.config import read_json, token_ids
+
+log = logging.getLogger("headway.targets")
+
+
+def read_end_tokens(folder: Path, eos_id: int | None = None) -> tuple[int, ...]:
+    """The end tokens of a checkpoint's folder, of which config.json and generation_config.json may be absent.
+
+    `eos_id`: of the tokenizer's `eos_token`, for a caller that has the tokenizer. Ids outside the vocabulary of
+    config.json are left out with a warning. Raises ValueError naming file and key for what is no token id.
+    """
+    found: dict[int, str] = {}
+    vocab_size: object = None
+    for name in ("generation_config.json", "config.json"):
+        content = read_json(folder / name) if (folder / name).is_file() else {}
+        ids = token_ids(f"{folder / name}: eos_token_id", content.get("eos_token_id"))
+        found |= {token: f"{folder / name}: eos_token_id" for token in ids if token not in found}
+        vocab_size = content.get("vocab_size", vocab_size)
+    if eos_id is not None:
+        found.setdefault(eos_id, f"{folder}: the tokenizer's eos_token")
+    if not isinstance(vocab_size, int):
+        return tuple(found)
+    for token, source in found.items():
+        if not 0 <= token < vocab_size:
+            log.warning("%s: %d is outside the vocabulary of %d and ends nothing", source, token, vocab_size)
+    return within(found, vocab_size)
+
+
+def within(ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    """Each id of the vocabulary once, in their order."""
+    return tuple(token for token in dict.fromkeys(ids) if 0 <= token < vocab_size)

@@ -1,0 +1,72 @@
+"""A server ends an answer at every end token of its target's files, and says why as vLLM does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.harness import MODEL, MakeServer, Server
+from tests.server.test_wire import read_events
+from tests.vocabularies import write_end_tokens
+
+OF_CONFIG, OF_GENERATION, OF_TOKENIZER = 5, 9, 0  # as Llama 3 Instruct: one that ends texts, two that end turns
+ENDS = (OF_CONFIG, OF_GENERATION, OF_TOKENIZER)
+WORD = 70
+
+
+@pytest.fixture(scope="module")
+def instruct(
+    make_server: MakeServer, tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("instruct")
+    write_end_tokens(tiny_target_folder, folder, OF_CONFIG, [OF_CONFIG, OF_GENERATION])
+    with make_server(target=folder, proposer="ngram") as server:
+        yield server
+
+
+def chat(server: Server, **fields: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": "hi"}]
+    return server.post("/v1/chat/completions", {"model": MODEL, "messages": messages, **fields})
+
+
+def ending(choice: dict[str, Any]) -> tuple[str, Any]:
+    return choice["finish_reason"], choice["stop_reason"]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_any_of_them_ends_an_answer(instruct: Server, end: int) -> None:
+    """null at the tokenizer's eos_token, the id at any other."""
+    wanted = "stop", None if end == OF_TOKENIZER else end
+    forced = {"allowed_token_ids": [end], "max_tokens": 9}
+    for send in (instruct.complete, lambda **fields: chat(instruct, **fields)):
+        answer = send(**forced).json()
+        (choice,) = answer["choices"]
+        assert ending(choice) == wanted
+        assert (choice["text"] if "text" in choice else choice["message"]["content"]) == ""
+        assert answer["usage"]["completion_tokens"] == 1
+        last = read_events(send(**forced, stream=True).text)[-1]["choices"][0]
+        assert ending(last) == wanted
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_heeds_them_heeds_all(instruct: Server, end: int) -> None:
+    likely: dict[str, Any] = {"logit_bias": {str(end): 100}, "temperature": 0, "return_token_ids": True}
+    forced = likely | {"allowed_token_ids": [end, WORD], "max_tokens": 6}
+    (choice,) = instruct.complete(**forced, min_tokens=2).json()["choices"]
+    assert choice["token_ids"] == [WORD, WORD, end]
+    (choice,) = instruct.complete(**forced, ignore_eos=True).json()["choices"]
+    assert (choice["token_ids"], ending(choice)) == ([end] * 6, ("length", None))
+    (choice,) = instruct.complete(**forced, ignore_eos=True, stop_token_ids=[end]).json()["choices"]
+    assert (choice["token_ids"], ending(choice)) == ([end], ("stop", end))
+    unlikely = {str(other): -100 for other in ENDS if other != end}
+    structured = likely | {"logit_bias": {str(end): 100} | unlikely, "structured_outputs": {"regex": "[ab]{2,5}"}}
+    (choice,) = instruct.complete(**structured, max_tokens=9).json()["choices"]
+    assert (choice["token_ids"][-1], choice["finish_reason"], len(choice["text"])) == (end, "stop", 2)
+
+
+def test_they_are_listed(instruct: Server) -> None:
+    assert sorted(httpx.get(f"{instruct.url}/tokenizer_info").json()["eos_token_ids"]) == sorted(ENDS)

@@ -1,0 +1,136 @@
+"""Tokenizers of the kinds that published checkpoints have, trained in a moment: each writes spaces in its own way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+SPECIAL = ("<unk>", "<s>", "</s>")
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+SIZE = 512  # of each vocabulary at most
+REPLACE, JOIN = decoders.Replace("▁", " "), [decoders.ByteFallback(), decoders.Fuse()]
+
+
+def corpus() -> list[str]:
+    source = Path(textwrap.__file__).read_text(encoding="utf-8")
+    return ["Hello world, hello there, words of the world are here."] * 40 + source.splitlines()[:120]
+
+
+def with_bytes(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same with its byte tokens as words of the model, which characters outside its alphabet fall back on."""
+    written = json.loads(backend.to_str())
+    written["added_tokens"] = [token for token in written["added_tokens"] if token["content"] in SPECIAL]
+    written["model"] |= {"byte_fallback": True, "unk_token": "<unk>", "fuse_unk": True}
+    return tokenizers.Tokenizer.from_str(json.dumps(written))
+
+
+def bpe(*, normalizer: Any, pre_tokenizer: Any, decoder: Any) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE())
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")  # for learning words alone
+    special = [*SPECIAL, *BYTES]
+    backend.train_from_iterator(
+        corpus(), trainers.BpeTrainer(vocab_size=SIZE, special_tokens=special, show_progress=False)
+    )
+    written = json.loads(backend.to_str())
+    written["pre_tokenizer"] = None
+    backend = tokenizers.Tokenizer.from_str(json.dumps(written))
+    if pre_tokenizer is not None:
+        backend.pre_tokenizer = pre_tokenizer
+    backend.decoder = decoder
+    backend = with_bytes(backend)
+    begin = [("<s>", 1)]
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=begin)
+    return backend
+
+
+def llama() -> tokenizers.Tokenizer:
+    """Llama 2, Mistral 0.1: a space is prepended, and the first one of a text is stripped."""
+    return bpe(
+        normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+        pre_tokenizer=None,
+        decoder=decoders.Sequence([REPLACE, *JOIN, decoders.Strip(" ", 1, 0)]),
+    )
+
+
+def mistral() -> tokenizers.Tokenizer:
+    """Llama 2 as it is exported today: Metaspace before the first word alone."""
+    return bpe(
+        normalizer=None,
+        pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme="first", split=False),
+        decoder=decoders.Sequence([REPLACE, *JOIN, decoders.Strip(" ", 1, 0)]),
+    )
+
+
+def gemma() -> tokenizers.Tokenizer:
+    """Nothing is prepended and nothing stripped."""
+    return bpe(
+        normalizer=normalizers.Replace(" ", "▁"), pre_tokenizer=None, decoder=decoders.Sequence([REPLACE, *JOIN])
+    )
+
+
+def unigram() -> tokenizers.Tokenizer:
+    """Metaspace as the decoder, which drops the first space by itself."""
+    backend = tokenizers.Tokenizer(models.Unigram())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme="always", split=False)
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=[*SPECIAL], unk_token="<unk>", show_progress=False, max_piece_length=8
+    )
+    backend.train_from_iterator(corpus(), trainer)
+    return backend
+
+
+def word_piece() -> tokenizers.Tokenizer:
+    """The decoder puts the spaces."""
+    backend = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=[*SPECIAL], show_progress=False)
+    backend.train_from_iterator(corpus(), trainer)
+    return backend
+
+
+MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "llama": llama, "mistral": mistral, "gemma": gemma, "unigram": unigram, "word_piece": word_piece,
+}  # fmt: skip
+
+
+@cache
+def made(kind: str) -> str:
+    return MAKERS[kind]().to_str()
+
+
+def backend_of(kind: str) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_str(made(kind))
+
+
+def write_end_tokens(source: Path, folder: Path, config: Any, generation: Any) -> Path:
+    """A checkpoint like `source` whose files name these end tokens; None: generation_config.json is not there."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"eos_token_id": config}
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}), encoding="utf-8")
+    return folder
+
+
+def write_tokenizer(kind: str, folder: Path, *, source: Path, **settings: Any) -> Path:
+    """A checkpoint like `source`, whose vocabulary has at least SIZE ids, with this tokenizer; `settings`: of its
+    tokenizer_config.json."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    (folder / "tokenizer.json").write_text(made(kind), encoding="utf-8")
+    file = folder / "tokenizer_config.json"
+    changed = json.loads(file.read_text(encoding="utf-8")) | {"bos_token": "<s>", "eos_token": "</s>"} | settings
+    file.write_text(json.dumps(changed), encoding="utf-8")
+    return folder
