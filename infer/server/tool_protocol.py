@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from infer.server.errors import field_error
 from infer.server.fields import Strict
+from infer.server.structure import check_sendable
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # in one message of a conversation
@@ -19,7 +20,7 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 def check_schema(schema: Any) -> Any:
     if schema is not None and not isinstance(schema, dict | bool):
         raise ValueError("must be a JSON schema")
-    return schema
+    return check_sendable(schema)
 
 
 class FunctionTool(Strict):
