@@ -12,7 +12,7 @@ from infer.server.chat_protocol import MAX_MESSAGES, MAX_PARTS, Message, Reasoni
 from infer.server.errors import field_error, shown
 from infer.server.fields import Strict, Unless
 from infer.server.protocol import Count, GenerationRequest
-from infer.server.structure import JsonSchemaFormat, ResponseFormat
+from infer.server.structure import JsonObject, JsonSchemaFormat, ResponseFormat
 from infer.server.tool_protocol import (
     MAX_ARGUMENTS,
     MAX_TOOLS,
@@ -152,7 +152,7 @@ def messages_of(items: Sequence[InputItem]) -> list[Message]:
     return turns
 
 
-def parts_of(content: str | list[InputPart] | None) -> list[dict[str, str]]:
+def parts_of(content: str | list[InputPart] | None) -> list[Any]:
     """As a chat's message has them, at least one."""
     if isinstance(content, list) and content:
         return [text_part(part.text) for part in content]
@@ -172,7 +172,7 @@ class TextFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(default=None, max_length=64)
     description: str | None = Field(default=None, max_length=4096)
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: JsonObject | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from infer.grammar import Grammar
 from infer.server.errors import ApiError, field_error
@@ -18,12 +18,24 @@ MAX_GRAMMAR_TEXT = 2**20  # of the wire; server.max_grammar_bytes is the operato
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_TEXT)]
 
 
+def check_sendable(value: Any) -> Any:
+    """What Python reads as JSON may hold NaN, 1e999 or half a surrogate pair, which no answer and no grammar can."""
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError("must hold finite numbers and whole characters, and not be nested too deeply") from error
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_sendable)]
+
+
 class JsonSchemaFormat(Strict):
     """`strict` changes nothing: the schema is always enforced."""
 
     name: str = Field(max_length=64)
     description: str | None = Field(default=None, max_length=4096)
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     strict: bool | None = None
 
 
@@ -47,7 +59,7 @@ class ResponseFormat(Strict):
 class StructuredOutputs(Strict):
     """vLLM's; one of these."""
 
-    json_: dict[str, Any] | GrammarText | None = Field(default=None, alias="json")
+    json_: JsonObject | GrammarText | None = Field(default=None, alias="json")
     regex: GrammarText | None = None
     choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
     grammar_: GrammarText | None = Field(default=None, alias="grammar")

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Discriminator, Field, ModelWrapValidatorHan
 
 from infer.server.errors import field_error
 from infer.server.fields import Strict
+from infer.server.structure import check_sendable
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # in one message of a conversation
@@ -23,7 +24,7 @@ TOOL_ACCEPTED = frozenset({"async", "allowed_callers", "defer_loading", "output_
 def check_schema(schema: Any) -> Any:
     if schema is not None and not isinstance(schema, dict | bool):
         raise ValueError("must be a JSON schema")
-    return schema
+    return check_sendable(schema)
 
 
 class FunctionTool(Strict):

@@ -8,6 +8,7 @@ import re
 import time
 from typing import Any
 
+import httpx
 import jsonschema
 import openai
 import pydantic
@@ -54,6 +55,68 @@ def test_a_schema_is_kept_and_drafts_change_nothing(
     events = read_events(server.post("/v1/chat/completions", body | {"stream": True}).text)
     streamed = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
     assert streamed == choice["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/Kind", "$defs": {"Kind": {"enum": ["noun", "verb"]}}},
+        {"type": "array", "items": {"$ref": "#/definitions/K"}, "maxItems": 1, "definitions": {"K": {"enum": [1, 2]}}},
+        {
+            "type": "object",
+            "properties": {"a": {"enum": [1, 2]}, "b": {"$ref": "#/properties/a"}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+        {"anyOf": [{"enum": [1, 2]}, {"type": "array", "items": {"$ref": "#"}, "minItems": 1, "maxItems": 1}]},
+    ],
+    ids=["$defs", "definitions", "properties", "root"],
+)
+def test_references_in_every_field_that_takes_a_schema(
+    server: Server, no_space: dict[str, int], schema: dict[str, Any]
+) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "seed": 2, "logit_bias": no_space}
+    texts = [
+        server.complete(**fields, max_tokens=80, structured_outputs={"json": schema}).json()["choices"][0]["text"],
+        server.post(
+            "/v1/chat/completions",
+            {**fields, "max_tokens": 80, "messages": MESSAGES, "response_format": format_of(schema)},
+        ).json()["choices"][0]["message"]["content"],
+        server.post(
+            "/v1/responses",
+            fields
+            | {"max_output_tokens": 80, "input": "a word"}
+            | {"text": {"format": {"type": "json_schema", "name": "answer", "schema": schema}}},
+        ).json()["output"][0]["content"][0]["text"],
+    ]
+    for text in texts:
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", "-Infinity", '"\\ud83d"', '{"\\ud83d": 1}', "[" * 2000 + "]" * 2000])
+def test_a_schema_that_no_answer_could_hold_is_a_400(talking: dict[str, Server], value: str) -> None:
+    """JSON as Python reads it. The answer of /v1/responses shows its schemas again."""
+    schema, server = f'{{"type": "object", "default": {value}}}', talking["hermes"]
+    chat = '"messages": [{"role": "user", "content": "x"}], "max_tokens": 2'
+    function = f'{{"name": "x", "parameters": {schema}}}'
+    responses = '"input": "x", "max_output_tokens": 2'
+    for path, body in (
+        ("completions", f'"prompt": "x", "structured_outputs": {{"json": {schema}}}'),
+        (
+            "chat/completions",
+            f'{chat}, "response_format": {{"type": "json_schema", "json_schema": {{"name": "x", "schema": {schema}}}}}',
+        ),
+        ("chat/completions", f'{chat}, "tools": [{{"type": "function", "function": {function}}}]'),
+        ("responses", f'{responses}, "tools": [{{"type": "function", "name": "x", "parameters": {schema}}}]'),
+        ("responses", f'{responses}, "text": {{"format": {{"type": "json_schema", "name": "x", "schema": {schema}}}}}'),
+    ):
+        answer = httpx.post(
+            f"{server.url}/v1/{path}",
+            content=f'{{"model": "{MODEL}", {body}}}',
+            headers={"content-type": "application/json"},
+            timeout=60,
+        )
+        assert answer.status_code == 400, answer.text
 
 
 def test_several_answers_each_keep_it(server: Server, no_space: dict[str, int]) -> None:

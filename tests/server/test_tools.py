@@ -8,6 +8,7 @@ from typing import Any
 
 import jsonschema
 import openai
+import pydantic
 import pytest
 
 from tests.server.harness import MODEL, Server
@@ -91,8 +92,8 @@ def test_a_call_can_be_required(talking: dict[str, Server], style: str, stream: 
     """At a temperature at which this model has no idea."""
     fields: dict[str, Any] = {"tools": [NOW, ADD], "temperature": 2.0, "seed": 4, "max_tokens": 200, "stream": stream}
     named = {"type": "function", "function": {"name": "add"}}
-    for choice, most in (("required", 8), (named, 8), (named, 1)):
-        asked = fields | {"tool_choice": choice, "parallel_tool_calls": most > 1}
+    for choice, most in (("required", 8), ("required", 1), (named, 1)):
+        asked = fields | {"tool_choice": choice, "parallel_tool_calls": most > 1 or choice is named}
         answer = chat(talking[style], **asked)
         if stream:
             deltas = [event["choices"][0] for event in answer]
@@ -101,16 +102,77 @@ def test_a_call_can_be_required(talking: dict[str, Server], style: str, stream: 
             assert not any(delta["delta"].get("content") for delta in deltas)
         else:
             message, reason = answer["choices"][0]["message"], answer["choices"][0]["finish_reason"]
-            assert message["content"] is None or reason == "length"
+            assert not message["content"]
         calls = calls_of(message)
         if reason == "tool_calls":
             assert 1 <= len(calls) <= most
-        for name, arguments in calls:
+        for name, arguments in calls if reason == "tool_calls" else ():
             assert name == "add" if choice is named else name in ("add", "now")
             jsonschema.validate(arguments, {"add": ADD, "now": NOW}[name]["function"]["parameters"])
         off = chat(talking[style], **asked, speculative={"enabled": False})
         if not stream:
             assert calls_of(off["choices"][0]["message"]) == calls
+
+
+class Point(pydantic.BaseModel):
+    x: int = pydantic.Field(ge=0, le=9)
+
+
+class Line(pydantic.BaseModel):
+    end: Point
+
+
+LINE: dict[str, Any] = {"name": "line", "parameters": Line.model_json_schema()}
+OTHER: dict[str, Any] = {
+    "name": "other",
+    "parameters": {
+        "type": "object",
+        "properties": {"p": {"$ref": "#/definitions/Point"}, "q": {"$ref": "#/properties/p"}},
+        "required": ["p", "q"],
+        "additionalProperties": False,
+        "definitions": {"Point": {"enum": ["north", "south"]}},
+    },
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_references_stay_inside_their_tool(talking: dict[str, Server], style: str) -> None:
+    """What pydantic writes of nested and recursive models, and another tool's Point; in chats and in responses."""
+    assert "$defs" in LINE["parameters"]
+    server, seen = talking[style], set()
+    tools = [LINE, OTHER]
+    no_space = {str(token): -100 for form in (" ", "\n", "\t", "\r") for token in server.ids(form)}
+    fields: dict[str, Any] = {"temperature": 1.0, "seed": 1, "parallel_tool_calls": False, "logit_bias": no_space}
+    for name in ("line", "other", None):
+        choice: Any = "required" if name is None else {"type": "function", "function": {"name": name}}
+        nested = [{"type": "function", "function": function} for function in tools]
+        (chosen,) = chat(server, **fields, tools=nested, tool_choice=choice)["choices"]
+        (call,) = chosen["message"]["tool_calls"]
+        body = {"model": MODEL, "input": ASKED, "tools": [{"type": "function", **function} for function in tools]}
+        body |= {"tool_choice": "required" if name is None else {"type": "function", "name": name}}
+        response = server.post("/v1/responses", {**body, **fields, "max_output_tokens": 150})
+        assert response.status_code == 200, response.text
+        (item,) = response.json()["output"]
+        assert {key: item[key] for key in ("name", "arguments")} == call["function"]
+        assert name in (None, item["name"])
+        if item["status"] == "completed":
+            schema = {"line": LINE, "other": OTHER}[item["name"]]["parameters"]
+            jsonschema.validate(json.loads(item["arguments"]), schema)
+            seen.add(item["name"])
+    assert seen == {"line", "other"}
+
+
+def test_one_call_where_they_may_not_be_parallel(talking: dict[str, Server]) -> None:
+    """Of those too that the model makes by itself."""
+    for style in STYLES:
+        for stream in (False, True):
+            answer = chat(talking[style], parallel_tool_calls=False, stream=stream)
+            if stream:
+                calls = [call for event in answer for call in event["choices"][0]["delta"].get("tool_calls", [])]
+                assert answer[-1]["choices"][0]["finish_reason"] == "tool_calls"
+            else:
+                calls = answer["choices"][0]["message"]["tool_calls"]
+            assert calls_of({"tool_calls": calls}) == WANTED[:1]
 
 
 def test_none_calls_nothing(talking: dict[str, Server]) -> None:
@@ -172,6 +234,17 @@ def test_where_no_reasoning_can_be_none_is_counted(talking: dict[str, Server]) -
     assert bound["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
 
 
+def tools_with(parameters: Any) -> list[Any]:
+    return [{"type": "function", "function": {"name": "x", "parameters": parameters}}]
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        schema = {"not": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -186,10 +259,13 @@ def test_where_no_reasoning_can_be_none_is_counted(talking: dict[str, Server]) -
         ({"tools": [ADD], "tool_choice": "sometimes"}, "tool_choice"),
         ({"chat_template_kwargs": {"messages": "mine"}}, "chat_template_kwargs.messages"),
         ({"messages": [*MESSAGES, {"role": "tool", "content": "3"}]}, "messages[1].tool_call_id"),
-        (
-            {"tools": [ADD | {"function": {"name": "x", "parameters": {"type": "wibble"}}}], "tool_choice": "required"},
-            "tools",
-        ),
+        ({"tools": tools_with({"type": "wibble"}), "tool_choice": "required"}, "tools"),
+        ({"tools": tools_with({"type": "array"}), "tool_choice": "required"}, "tools"),
+        ({"tools": tools_with({"$ref": "#/$defs/nowhere"}), "tool_choice": "required"}, "tools"),
+        ({"tools": tools_with({"properties": {"a": False}, "required": ["a"]}), "tool_choice": "required"}, "tools"),
+        ({"tools": tools_with([])}, "tools[0].function.parameters"),
+        ({"tools": tools_with(deep(33))}, "tools"),
+        ({"tools": tools_with(deep(400))}, "tools"),
     ],
 )
 def test_what_cannot_be_is_a_400(talking: dict[str, Server], fields: dict[str, Any], param: str) -> None:

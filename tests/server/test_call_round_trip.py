@@ -1,0 +1,196 @@
+"""What the server sends as a call it takes back in the next request, whole or cut, and all of it is strictly JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from infer.server.chat_protocol import Message
+from infer.server.responses_protocol import ResponsesRequest
+from tests.server.harness import MODEL, Server
+from tests.server.talking import ASKED
+from tests.server.test_tools import ADD, MESSAGES
+
+Json = dict[str, Any]
+TOOL: Json = {"type": "function", **ADD["function"]}
+# arguments as a model may write them -> as they are sent
+ARGUMENTS = {
+    r'{"a": "\ud83d"}': r'{"a": "\ufffd"}',
+    r'{"a":  "\ude00 \ud83d\ude00"}': r'{"a":  "\ufffd \ud83d\ude00"}',
+    '{"a": 1e999, "b": -1E999}': "=",
+    f'{{"a": {"9" * 30}, "a": 2}}': "=",
+    '{"a": NaN}': None,
+    '{"a": [-Infinity]}': None,
+    "[1]": None,
+    '{"a": ' + "[" * 101 + "]" * 101 + "}": None,
+}
+WRITTEN = {
+    "hermes": 'So.<tool_call>\n{{"name": "add", "arguments": {}}}\n</tool_call>',
+    "llama3": '{{"name": "add", "parameters": {}}}',
+    "mistral": "So.[TOOL_CALLS]add[ARGS]{}",
+}
+FIELDS: Json = {"model": MODEL, "temperature": 0}
+PATHS = ("/v1/chat/completions", "/v1/responses")
+
+
+def written_exactly(server: Server, text: str) -> Json:
+    """Binds the answer to one text; a mark that is a special token is one in it."""
+    pieces = [f"{json.dumps(piece, ensure_ascii=False)}" for piece in text.split("[TOOL_CALLS]") if piece]
+    mark = f" <[{server.service.special_id('[TOOL_CALLS]')}]> "
+    start = mark if text.startswith("[TOOL_CALLS]") else ""
+    return {"structured_outputs": {"grammar": f"start: {start}{mark.join(pieces)}"}}
+
+
+def strictly(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} on the wire")
+
+    document = json.loads(text, parse_constant=refuse)
+    json.dumps(document, ensure_ascii=False).encode()  # no half pairs
+    return document
+
+
+def events_of(text: str) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [strictly(line) for line in lines if line != "[DONE]"]
+
+
+def chat_message(server: Server, *, stream: bool, **fields: Any) -> tuple[Json, str]:
+    """As the client has it, and the reason it ended for."""
+    body = FIELDS | {"messages": MESSAGES, "tools": [ADD], "stream": stream} | fields
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        (choice,) = strictly(answer.text)["choices"]
+        return choice["message"], choice["finish_reason"]
+    deltas = [event["choices"][0] for event in events_of(answer.text)]
+    message: Json = {"role": "assistant", "content": "".join(delta["delta"].get("content") or "" for delta in deltas)}
+    calls = [call for delta in deltas for call in delta["delta"].get("tool_calls", [])]
+    assert [call.pop("index") for call in calls] == list(range(len(calls)))
+    return message | ({"tool_calls": calls} if calls else {}), deltas[-1]["finish_reason"]
+
+
+def response_items(server: Server, *, stream: bool, **fields: Any) -> list[Json]:
+    answer = server.post("/v1/responses", FIELDS | {"input": ASKED, "tools": [TOOL], "stream": stream} | fields)
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        return strictly(answer.text)["output"]
+    events = events_of(answer.text)
+    assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == (
+        events[-1]["response"]["output"]
+    )
+    return events[-1]["response"]["output"]
+
+
+def said(message: Json) -> tuple[str, list[tuple[str, str]]]:
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    return message["content"] or "", [(call["name"], call["arguments"]) for call in calls]
+
+
+def said_in(items: list[Json]) -> tuple[str, list[tuple[str, str]]]:
+    text = "".join(part["text"] for item in items if item["type"] == "message" for part in item["content"])
+    return text, [(item["name"], item["arguments"]) for item in items if item["type"] == "function_call"]
+
+
+def send_back(server: Server, message: Json, items: list[Json]) -> None:
+    """The next turn is taken by both endpoints, and is the same conversation in both."""
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "3"} for call in message.get("tool_calls", [])]
+    outputs = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": [{"type": "input_text", "text": "3"}]}
+        for item in items
+        if item["type"] == "function_call"
+    ]
+    chat = FIELDS | {"messages": [*MESSAGES, message, *results], "tools": [ADD], "max_tokens": 1}
+    responses = FIELDS | {"input": [*MESSAGES, *items, *outputs], "tools": [TOOL], "max_output_tokens": 1}
+    for path, body in zip(PATHS, (chat, responses), strict=True):
+        answer = server.post(path, body)
+        assert answer.status_code == 200, answer.text
+    if not items:
+        return  # an empty message is none in a response
+    rendered = [
+        [message.for_template() for message in messages]
+        for messages in (map(Message.model_validate, chat["messages"]), ResponsesRequest(**responses).messages)
+    ]
+    for turns in rendered:
+        for turn in turns:
+            turn.pop("tool_call_id", None)
+            for call in turn.get("tool_calls", ()):
+                call.pop("id")
+    assert rendered[0] == rendered[1]
+
+
+@pytest.mark.parametrize("style", WRITTEN)
+def test_whatever_a_model_writes_as_a_call(talking: dict[str, Server], style: str) -> None:
+    for number, (written, sent) in enumerate(ARGUMENTS.items()):
+        text = WRITTEN[style].format(written)
+        fields = written_exactly(talking[style], text)
+        content = "So." if text.startswith("So.") else ""
+        wanted = (text, []) if sent is None else (content, [("add", written if sent == "=" else sent)])
+        stream = bool(number % 2)
+        message, reason = chat_message(talking[style], stream=stream, **fields)
+        assert (said(message), reason) == (wanted, "stop" if sent is None else "tool_calls")
+        items = response_items(talking[style], stream=not stream, **fields)
+        assert said_in(items) == wanted
+        send_back(talking[style], message, items)
+
+
+@pytest.mark.parametrize("style", WRITTEN)
+def test_a_call_that_max_tokens_cut(talking: dict[str, Server], style: str) -> None:
+    """Forced or not, its markup is nobody's content, and what there is of it goes back as history."""
+    server = talking[style]
+    written = WRITTEN[style].format(ADD_ALL := '{"a": 12, "b": "x"}')
+    tokens, named = len(server.ids(written)), {"type": "function", "function": {"name": "add"}}
+    content = "So." if written.startswith("So.") else ""
+    complete = set()
+    for count in (tokens - 2, tokens - 12, tokens - 25):
+        free = written_exactly(server, written)
+        message, reason = chat_message(server, stream=False, max_tokens=count, **free)
+        streamed, _ = chat_message(server, stream=True, max_tokens=count, **free)
+        assert said(message) == said(streamed)
+        assert said(message)[0] == content
+        for name, arguments in said(message)[1]:
+            assert (name, reason) == ("add", "length")
+            assert ADD_ALL.startswith(arguments)
+            complete.add(arguments == ADD_ALL)
+        items = response_items(server, stream=False, max_output_tokens=count, **free)
+        assert said_in(items) == said(message)
+        for item in items:
+            if item["type"] == "function_call":
+                assert (item["status"] == "completed") == (item["arguments"] == ADD_ALL)
+        send_back(server, message, items)
+    assert complete >= {False}
+    begun = set()
+    for count in (2, 12, 40):
+        forced: Json = {"tool_choice": named, "temperature": 1.5, "seed": count}
+        message, reason = chat_message(server, stream=False, max_tokens=count, **forced)
+        assert said(message) == said(chat_message(server, stream=True, max_tokens=count, **forced)[0])
+        assert (message["content"] or "", reason) in (("", "length"), ("", "tool_calls"))
+        calls = said(message)[1]
+        assert len(calls) <= 1
+        begun.add(len(calls))
+        forced |= {"tool_choice": {"type": "function", "name": "add"}, "max_output_tokens": count}
+        items = response_items(server, stream=True, **forced)
+        assert said_in(items) == said(message)
+        send_back(server, message, items)
+    assert begun == {0, 1}
+
+
+def test_reasoning_goes_back(talking: dict[str, Server]) -> None:
+    """Whole, and cut in the middle of it."""
+    for count in (100, 12):
+        items = response_items(talking["think"], stream=False, tools=None, max_output_tokens=count)
+        assert [item["type"] for item in items] == ["reasoning", "message"][: 1 + (count == 100)]
+        message, _ = chat_message(talking["think"], stream=False, tools=None, max_tokens=count)
+        assert message["reasoning_content"] == items[0]["content"][0]["text"]
+        message.pop("refusal")
+        chat = FIELDS | {"messages": [*MESSAGES, message, *MESSAGES], "max_tokens": 1}
+        body = FIELDS | {"input": [*MESSAGES, *items, *MESSAGES], "max_output_tokens": 1}
+        answers = [
+            talking["think"].post(path, body)
+            for path, body in (("/v1/chat/completions", chat), ("/v1/responses", body))
+        ]
+        assert [answer.status_code for answer in answers] == [200, 200]
+        wanted = [Message.model_validate(turn).for_template() for turn in chat["messages"]]
+        assert [turn.for_template() for turn in ResponsesRequest(**body).messages] == wanted
