@@ -212,7 +212,8 @@ def open_features(
     folder = resolve_path(settings.path) if settings.path else default
     store = FeatureStore(folder, target, aux_layers, sequences, layout, settings.shard_mb)
     refuse_small_disk(folder, store.missing_bytes)
-    say(accelerator, f"features in {folder}: {store.missing_bytes / 1e9:.2f} GB to be computed")
+    kept = f"; {there} of {store.shards} shards are there" if (there := store.shards - len(store.missing)) else ""
+    say(accelerator, f"features in {folder}: {store.missing_bytes / 1e9:.2f} GB to be computed{kept}")
     if accelerator.is_main_process:
         made_by = open_store(folder, record)
         say(accelerator, f"the store is of Headway {made_by.get('version')}, commit {made_by.get('commit')}")
