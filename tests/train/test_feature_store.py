@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,14 +20,14 @@ from models.targets.llama import LAST, LlamaTarget
 from models.tokenizer import Tokenizer
 from tests.conftest import MakeTarget
 from tests.train.launching import ROOT
-from tests.train.running import SETTINGS, run
+from tests.train.running import SETTINGS, assert_equal, run, tensors
 from train import atomic
 from train import feature_store as module
 from train.config import OfflineFeaturesConfig, TrainConfig
 from train.data import Batch, Sequences
 from train.feature_layout import Layout
 from train.feature_store import FeatureStore, cut_shards, manifest, open_store, refuse_small_disk
-from train.features import TopTokens, compute_features
+from train.features import Features, TopTokens, compute_features
 from train.loop import train
 from train.objectives import recall, teach
 from train.provenance import code_state
@@ -236,6 +238,38 @@ def test_ctrl_c_while_features_are_computed_loses_no_finished_shard(
     (whole,) = (tmp_path / "whole" / "features" / "demo").iterdir()
     assert len(content(whole)) == 6
     assert content(store) == content(whole)
+
+
+def test_ctrl_c_keeps_what_was_computed_for_memory_too(
+    tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """features=online: what is computed before the first step goes on where it was, to the same head."""
+    batches: list[tuple[int, ...]] = []
+    real = compute_features
+
+    def compute(target: LlamaTarget, batch: Batch, layers: Sequence[int]) -> Features:
+        batches.append(tuple(batch.rows))
+        if len(batches) == 3 and interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(target, batch, layers)
+
+    monkeypatch.setattr("train.features.compute_features", compute)
+    words = [*SETTINGS, f"model.path={tiny_target_folder}", "steps=1", *SMALL, "batch_size=1", "eval_prompts=1"]
+    heads = []
+    for name, interrupt in (("torn", True), ("torn", False), ("whole", False)):
+        batches.clear()
+        own = [*words, f"output_dir={tmp_path / name}"]
+        if interrupt:
+            assert train(compose("train", TrainConfig, own), own) is None
+            assert len(batches) == 3
+            assert len(list((tmp_path / "torn" / "features" / "demo").iterdir())) == 1
+            continue
+        run(own)
+        computed = [rows for rows in batches if len(rows) == 1][:6]
+        assert computed[:3] == ([(3,), (4,), (5,)] if name == "torn" else [(0,), (1,), (2,)])
+        heads.append(tensors(tmp_path / name))
+    assert_equal(*heads)
+    assert not list((tmp_path / "torn" / "features" / "demo").iterdir())  # no longer needed
 
 
 @pytest.mark.parametrize("top_k", [None, 384, 8])
