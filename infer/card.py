@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from infer.command_words import head_words, model_words, python_command
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.config_checks import REPO_ROOT
 from infer.costs import CostTable
@@ -54,9 +55,8 @@ def describe_proposer(name: str, asked: ProposerConfig, head: HeadConfig, model:
         return f"{name.replace('_', ' ')}{sources}, {drafts}{pays}"
     lookup = f"n-gram lookup, {drafts}{pays}"
     if asked.name == "auto" and head.name != "none":
-        return (
-            f"{lookup} (no head at {short(folder)}; train one: python train/run.py model={model.name} head={head.name})"
-        )
+        command = python_command("train/run.py", *model_words(model), *head_words(head, output_dir))
+        return f"{lookup} (no head at {short(folder)}; train one: {command})"
     return lookup
 
 

@@ -21,7 +21,7 @@ TEXT, NULL = (str, str | None), "null"
 # no interpolation, escape or control character, and nothing that is alone in meaning something
 PLAIN = re.compile(r"(?!\?\?\?$)(?:(?!\$\{)[^\\\x00-\x1f\x7f-\x9f\ud800-\udfff])*")
 MISSING, STANDS_FOR_MISSING = "???", "\ue000???"  # OmegaConf takes even a resolved ??? for a value that is not there
-SWEEP = re.compile(r",|^(?:choice|range|interval|glob|sort|shuffle)\(")
+SWEEP = re.compile(r",|\$\{|^(?:choice|range|interval|glob|sort|shuffle)\(")
 
 
 def encode(text: str) -> str:
@@ -69,7 +69,7 @@ def literal_words(words: Sequence[str], schema: type) -> list[str]:
     """The words of a command line, those that set a text of `schema` in such a form that Hydra leaves it alone.
 
     `null` stays the value that it is everywhere. A list of texts is `[a,b]`, with quotes around an item that holds a
-    comma. With `-m` a comma sweeps, but for fields whose metadata say FREE_TEXT.
+    comma. With `-m` a comma sweeps and `${key}` is that key's value, but in fields whose metadata say FREE_TEXT.
     """
     sweeps = bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(words))
     return [_literal_word(word, schema, sweeps=sweeps) for word in words]

@@ -26,7 +26,7 @@ from models.formats import FORMATS, Checkpoint, Given, Written, detect, read_che
 from models.formats.verifier import find_verifier, weights_of
 from models.weights import fingerprint
 from train import atomic
-from train.provenance import provenance
+from train.provenance import portable, provenance
 
 USER_ERROR = 2
 
@@ -98,12 +98,12 @@ def destination(out: Path, *, dry_run: bool) -> Iterator[Path]:
 
 def record(args: argparse.Namespace, checkpoint: Checkpoint, verifier: Path | None) -> dict[str, Any]:
     """provenance.json. Only a verifier that is here whole has a fingerprint, and binds the head to it."""
-    facts: dict[str, Any] = {"converted_from": {"format": args.source, "folder": str(args.folder)}}
+    facts: dict[str, Any] = {"converted_from": {"format": args.source, "folder": args.folder.resolve().name}}
     if checkpoint.verifier is not None:
         facts["target"] = checkpoint.verifier.name
     if verifier is not None and any(verifier.glob("*.safetensors")):
         facts["target_fingerprint"] = fingerprint(verifier)
-    return provenance({}, **facts)
+    return portable(provenance({}, **facts))
 
 
 def report(args: argparse.Namespace, checkpoint: Checkpoint, written: Written) -> str:

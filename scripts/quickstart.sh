@@ -7,7 +7,9 @@ source scripts/setup_env.sh train,serve
 trap 'exit 130' INT # training ends well when it is interrupted; what follows it must not begin then
 
 run() {
-    printf '\n+ python %s\n' "$*"
+    printf '\n+'
+    printf ' %q' "$PYTHON" "$@"
+    printf '\n'
     "$PYTHON" "$@"
 }
 

@@ -166,7 +166,7 @@ class OfflineFeaturesConfig(FeaturesConfig):
     """Computed once, before the first step, into files that later runs read again."""
 
     path: str | None = None  # the store's folder; null: <output_dir>/features/<model>/<hash of all it depends on>
-    shard_mb: int = 512  # about; what an interruption can lose
+    shard_mb: int = 512  # at most, about; or 1/32 of the store: what an interruption can lose
     dtype: str = "same"  # of the stored hidden states: same: the target's | fp8, a scale per token and layer
     # the teacher: null: made from the last hidden state, which is stored | k: the target's k likeliest tokens and their
     # log-probabilities are stored in its place, all others counting nothing

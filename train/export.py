@@ -7,12 +7,14 @@ The folder changes at once or not at all. What is published was loaded back and 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from infer.command_words import HEAD_FOLDER, OUTPUTS, TARGET_FOLDER, head_words, model_words, portable_path
 from infer.proposers.measured_tree import RANK_ACCURACY
 from infer.request import SpeculationStats
 from models.heads import load_head, save_head
@@ -20,6 +22,7 @@ from models.heads.base import Head
 from models.targets.llama import LlamaTarget
 from train import atomic
 from train.config import TrainConfig
+from train.provenance import portable, target_name
 
 FORMATS = {
     "eagle": "The tensors bear the names of SafeAILab's EAGLE-1 heads, which vLLM reads as well.",
@@ -71,24 +74,24 @@ def export_head(
     provenance: Mapping[str, Any],
     measure: Callable[[Head], Measured],
     *,
-    words: str | None = None,
     note: str = "",
 ) -> tuple[Path, Measured]:
     """Publishes the head in the target's dtype. `measure` sees the head as serving will load it.
 
-    `words` name the target on a command line; `note` is said of it on the card.
+    Nothing that is written names a place of this machine. `note` is said of the target on the card.
     """
     folder = config.head.folder(config.output_dir, config.model.name)  # of the target as it is published
     dtype = target.norm.weight.dtype
     atomic.sweep(folder.parent)
     with atomic.replace_folder(folder) as staging:
-        record = {**provenance, "target_fingerprint": target.fingerprint, "target": target.path}
+        name = target_name(config.model)
+        record = portable({**provenance, "target_fingerprint": target.fingerprint, "target": name})
 
         def write(record: Mapping[str, Any]) -> None:
             save_head(
                 head,
                 staging,
-                verifier=target.path,
+                verifier=name,
                 verifier_architecture=target.config.architecture,
                 speculative_tokens=config.eval_draft_tokens,
                 provenance=dict(record),
@@ -99,13 +102,14 @@ def export_head(
         loaded = load_head(staging, name=head.name, dtype=dtype, device=target.norm.weight.device, target=target)
         measured = measure(loaded)
         write({**record, **measured.record()})
-        text = card(config, record, measured, words or f"model={config.model.name}", note)
+        text = card(config, record, measured, note)
         (staging / "README.md").write_text(text, encoding="utf-8")
     return folder, measured
 
 
-def card(config: TrainConfig, record: Mapping[str, Any], measured: Measured, words: str, note: str) -> str:
+def card(config: TrainConfig, record: Mapping[str, Any], measured: Measured, note: str) -> str:
     """The model card."""
+    words, placeholders = serving_words(config)
     engine, greedy, sampled = measured.greedy.engine, measured.greedy, measured.sampled
     model, head = config.model.name, config.head.name
     commit = (record.get("git") or {}).get("commit") or "unknown"
@@ -134,8 +138,10 @@ Chains, on {config.eval_prompts} held-out prompts with up to {config.eval_max_to
 
 ## Serve it
 
-    python infer/serve.py {words} head={head}
-    python infer/generate.py {words} head={head} compare=true
+From the root of Headway's repository{placeholders}:
+
+    python infer/serve.py {words}
+    python infer/generate.py {words} compare=true
 
 {FORMATS[head]} The head belongs to one target, fingerprint
 `{record["target_fingerprint"]}`; loading it for another is refused unless `head.allow_mismatch=true`.
@@ -145,6 +151,18 @@ Chains, on {config.eval_prompts} held-out prompts with up to {config.eval_max_to
 Run `{record["run"]}`, {record["steps"]} steps; data {record["data_source"]} (hash `{record["data_hash"]}`);
 commit `{commit[:12]}`. `provenance.json` holds the versions and the whole configuration.
 """
+
+
+def serving_words(config: TrainConfig) -> tuple[str, str]:
+    """What serves the head anywhere, for the card; and what is to be filled in, where that depends on the machine."""
+    model = replace(config.model, path=portable_path(config.model.path) or TARGET_FOLDER, device="auto")
+    path, output_dir = (place and portable_path(place) for place in (config.head.path, config.output_dir))
+    if (config.head.path and path is None) or output_dir is None:
+        path = HEAD_FOLDER
+    words = [*model_words(model), *head_words(replace(config.head, path=path), output_dir or OUTPUTS)]
+    said = {TARGET_FOLDER: "where the target lies", HEAD_FOLDER: "where this card lies"}
+    open_ones = [f"`{place}` ({why})" for place, why in said.items() if any(place in word for word in words)]
+    return shlex.join(words), f", with {' and '.join(open_ones)} filled in" if open_ones else ""
 
 
 def check_room(config: TrainConfig, head: Head, target: LlamaTarget, besides: int = 0) -> None:

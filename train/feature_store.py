@@ -3,7 +3,8 @@
     manifest.json            what the features were made of; a store of anything else is refused
     shard-00000.safetensors  what feature_layout.py keeps of the tokens of consecutive sequences
 
-A shard is whole or not there, so an interrupted store is completed; processes share the shards.
+A shard is whole or not there, so an interrupted store is completed, by the same command or any other run of the same
+features; processes share the shards.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from train.feature_layout import Layout
 from train.features import Features, compute_features
 from train.provenance import code_state
 
-MANIFEST, FORMAT = "manifest.json", 2
+MANIFEST, FORMAT = "manifest.json", 3
+LEAST_SHARDS = 32  # of a store that has so many sequences, so that an interruption loses little of a small one too
 CODE = "code"  # of a manifest: version and commit, which no store is refused for
 OPEN_SHARDS = 64  # maps held at once
 
@@ -90,10 +92,10 @@ def store_name(record: dict[str, Any]) -> str:
 
 
 def cut_shards(sequences: Sequences, token_bytes: int, shard_mb: int) -> list[Shard]:
-    """Consecutive sequences up to about `shard_mb` each."""
-    room = max(1, int(shard_mb * 2**20 / token_bytes))
+    """Consecutive sequences up to about `shard_mb` each, and no more than a share of the whole."""
     shards: list[Shard] = []
     first, offsets = 0, sequences.offsets.tolist()
+    room = max(1, min(int(shard_mb * 2**20 / token_bytes), offsets[-1] // LEAST_SHARDS))
     while first < len(sequences):
         last = first + 1
         while last < len(sequences) and offsets[last + 1] - offsets[first] <= room:
@@ -188,6 +190,10 @@ class FeatureStore:
         self._shards = cut_shards(sequences, layout.token_bytes, shard_mb)
         self._shard_of = [shard for shard in self._shards for _ in range(shard.first, shard.last)]
         self._maps: OrderedDict[str, Any] = OrderedDict()
+
+    @property
+    def shards(self) -> int:
+        return len(self._shards)
 
     @property
     def missing(self) -> list[Shard]:

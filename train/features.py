@@ -7,17 +7,21 @@ Knows nothing about losses; what a feature means is DESIGN section 2.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
 from models.attention import CausalAttention
 from models.targets.llama import LAST, LlamaTarget
-from train import alignment
+from train import alignment, atomic
 from train.config import OnlineFeaturesConfig
 from train.data import Batch, Sequences
+from train.stopping import Interrupted
 
 
 class TopTokens(NamedTuple):
@@ -83,22 +87,56 @@ class CachedFeatures:
         *,
         show: bool,
         check: Callable[[], None] = lambda: None,
+        kept: Path | None = None,
     ) -> None:
-        """With `room` sequences share a row of up to so many tokens. `check` is called often and may raise to stop."""
+        """With `room` sequences share a row of up to so many tokens. `check` is called often and may raise Interrupted.
+
+        The file `kept`, whose name says what the features depend on, then holds what was computed, for the next time.
+        """
         self._offsets = sequences.offsets
         self._device = target.norm.weight.device
         layers, total = stored_layers(aux_layers), int(sequences.offsets[-1])
         self._aux, self._hidden = [layers.index(layer) for layer in aux_layers], layers.index(LAST)
         dtype = target.norm.weight.dtype
         self._store = torch.empty(len(layers), total, target.config.hidden_size, dtype=dtype, device=self._device)
-        batches = sequences.batches(range(len(sequences)), batch_size, room)
-        for batch in tqdm(batches, desc="features", unit="batch", disable=not show, dynamic_ncols=True):
-            check()
-            features = compute_features(target, batch.to(self._device), layers)
-            for row, place in zip(batch.rows, batch.places, strict=True):
-                low, high = int(self._offsets[row]), int(self._offsets[row + 1])
-                for part, feature in enumerate(features.aux):
-                    self._store[part, low:high] = feature[place.row, place.first : place.first + high - low]
+        batches = list(sequences.batches(range(len(sequences)), batch_size, room))
+        done = self._take_up(kept) if kept else 0
+        with tqdm(total=len(batches), initial=done, desc="features", unit="batch", disable=not show) as bar:
+            try:
+                for batch in batches[done:]:
+                    check()
+                    self._compute(target, batch, layers)
+                    done += 1
+                    bar.update()
+            except Interrupted:
+                if kept and done:
+                    rows = [row for batch in batches[:done] for row in batch.rows]
+                    self._keep(kept, done, int(self._offsets[max(rows) + 1]))
+                raise
+        if kept:
+            kept.unlink(missing_ok=True)
+
+    def _compute(self, target: LlamaTarget, batch: Batch, layers: Sequence[int]) -> None:
+        features = compute_features(target, batch.to(self._device), layers)
+        for row, place in zip(batch.rows, batch.places, strict=True):
+            low, high = int(self._offsets[row]), int(self._offsets[row + 1])
+            for part, feature in enumerate(features.aux):
+                self._store[part, low:high] = feature[place.row, place.first : place.first + high - low]
+
+    def _keep(self, file: Path, batches: int, tokens: int) -> None:
+        """`tokens` reach to the end of the last sequence of the first `batches`."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        states = self._store[:, :tokens].contiguous().cpu()
+        atomic.write_tensors(file, {"states": states, "batches": torch.tensor(batches)})
+
+    def _take_up(self, file: Path) -> int:
+        """How many batches an interrupted run has left; a file that cannot be read is none."""
+        try:
+            kept = load_file(file)
+        except (OSError, SafetensorError):
+            return 0
+        self._store[:, : kept["states"].shape[1]] = kept["states"].to(self._device)
+        return int(kept["batches"])
 
     def __call__(self, batch: Batch) -> Features:
         shape = (self._store.shape[0], *batch.ids.shape, self._store.shape[2])
@@ -123,8 +161,9 @@ def make_features(
     room: int | None = None,
     show: bool = False,
     check: Callable[[], None] = lambda: None,
+    kept: Path | None = None,
 ) -> FeatureSource:
     """The cached form while it fits `features.cache_gb`, else the target runs for every batch."""
     if feature_bytes(target, aux_layers, int(sequences.offsets[-1])) <= config.cache_gb * 1e9:
-        return CachedFeatures(target, aux_layers, sequences, batch_size, room, show=show, check=check)
+        return CachedFeatures(target, aux_layers, sequences, batch_size, room, show=show, check=check, kept=kept)
     return OnlineFeatures(target, aux_layers)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
+from infer.command_words import head_words, model_words, python_command
 from infer.config_checks import resolve_path
 from infer.engine import Engine
 from train import checkpoint, run_folder, schedule
@@ -100,9 +100,8 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
 
 
 def resume_command(config: TrainConfig, overrides: Sequence[str], processes: int = 1) -> str:
-    launcher = ["python"] if processes == 1 else ["torchrun", "--nproc_per_node", str(processes)]
-    kept = [item for item in overrides if not item.startswith("run=")]
-    return shlex.join([*launcher, "train/run.py", *kept, f"run={config.run}"])
+    kept = [item for item in overrides if not item.lstrip("+").startswith("run=")]
+    return python_command("train/run.py", *kept, f"run={config.run}", processes=processes)
 
 
 class Run:
@@ -351,25 +350,37 @@ class Run:
                 work()
 
     def _decide_steps(self) -> int:
-        """Evaluates the untrained head, and turns `minutes` into steps; once per run."""
-        decided = run_folder.read_steps(self.folder)
-        if decided is None:
+        """Turns the budget into steps: once per run, and again where it goes on under another budget."""
+        config, budget = self.config, run_folder.read_budget(self.folder)
+        if budget is None:
             begun = time.perf_counter()
-            self._evaluate()
+            self._evaluate()  # the untrained head
             eval_seconds = time.perf_counter() - begun
-            limits = [self.config.steps] if self.config.steps is not None else []
-            if self.config.minutes is not None:
-                seconds = self._trial_seconds()
-                left = 60 * self.config.minutes - (time.perf_counter() - self.started)
-                limits.append(schedule.steps_in(left, seconds, eval_seconds, self.config.eval_every))
-            decided = int(broadcast_text(self.accelerator, str(min(limits))))
-            if self.accelerator.is_main_process:
-                run_folder.write_steps(self.folder, decided)
-            per_step = self.config.batch_size * self.config.accumulate * self.accelerator.num_processes
-            epochs = decided * per_step / len(self.prepared.packs)
-            rows = "packs" if self.config.packing else "sequences"
-            say(self.accelerator, f"{decided} steps of {per_step} {rows}, {epochs:.1f} epochs")
+            fit = pace = None
+            if config.minutes is not None:
+                step_seconds = self._trial_seconds()
+                pace = step_seconds + eval_seconds / config.eval_every
+                left = 60 * config.minutes - (time.perf_counter() - self.started)
+                fit = schedule.steps_in(left, step_seconds, eval_seconds, config.eval_every)
+            decided = min(limit for limit in (config.steps, fit) if limit is not None)
+            new = schedule.Budget(decided, config.steps, config.minutes, fit, pace)
+        else:
+            new = budget.changed(config.steps, config.minutes, done=self.step, fit_from_now=self._fit_from_now)
+        decided = int(broadcast_text(self.accelerator, str(new.decided)))
+        if new == budget:
+            return decided
+        if self.accelerator.is_main_process:
+            run_folder.write_budget(self.folder, dataclasses.replace(new, decided=decided))
+        per_step = config.batch_size * config.accumulate * self.accelerator.num_processes
+        epochs = decided * per_step / len(self.prepared.packs)
+        rows = "packs" if config.packing else "sequences"
+        before = "" if budget is None else f" (before: {budget.decided})"
+        say(self.accelerator, f"{decided} steps{before} of {per_step} {rows}, {epochs:.1f} epochs")
         return decided
+
+    def _fit_from_now(self) -> int:
+        assert self.config.minutes is not None
+        return schedule.steps_in(60 * self.config.minutes, self._trial_seconds(), 0.0, self.config.eval_every)
 
     def _trial_seconds(self) -> float:
         """Of one step, measured without changing anything."""
@@ -420,7 +431,8 @@ class Run:
         positions = " ".join(f"{share:.2f}" for share in greedy.engine.acceptance_by_position)
         say(self.accelerator, f"acceptance length τ {lengths['engine']:.3f} in the engine (by position {positions})")
         say(self.accelerator, f"exported to {export}; report in {report}")
-        say(self.accelerator, f"serve it: python infer/serve.py {published.words} head={config.head.name}")
+        words = [*model_words(published.config.model), *head_words(config.head, config.output_dir)]
+        say(self.accelerator, f"serve it: {python_command('infer/serve.py', *words)}")
         seconds = round(time.perf_counter() - self.started, 1)
         return {"export": str(export), "acceptance_length": lengths, "gap": round(greedy.gap, 4), "seconds": seconds}
 
@@ -432,7 +444,6 @@ class Run:
             published.config,
             record,
             published.evaluator.measure_fully,
-            words=published.words,
             note=published.note,
         )
         return published, export, measured

@@ -191,7 +191,12 @@ def open_features(
 ) -> FeatureSource:
     """Raises Interrupted on every process when a stop is requested meanwhile."""
     settings, target, show = config.features, engine.target, accelerator.is_main_process
+    assert engine.tokenizer is not None
+    weights = config.engine.weight_format
+    place = resolve_path(config.output_dir) / "features" / config.model.name
     if isinstance(settings, OnlineFeaturesConfig):
+        record = manifest(target, engine.tokenizer, sequences, Layout.of(target, aux_layers), 0, weights)
+        of_batches = {"batch_size": config.batch_size, "room": config.room, "process": accelerator.process_index}
         with stopping_together(accelerator, target.lend):
             return make_features(
                 settings,
@@ -202,17 +207,16 @@ def open_features(
                 room=config.room,
                 show=show,
                 check=stop.check,
+                kept=place / f"interrupted-{store_name(record | of_batches)}.safetensors",
             )
     assert isinstance(settings, OfflineFeaturesConfig)
-    assert engine.tokenizer is not None
     layout = Layout.of(target, aux_layers, settings)
-    weights = config.engine.weight_format
     record = manifest(target, engine.tokenizer, sequences, layout, settings.shard_mb, weights)
-    default = resolve_path(config.output_dir) / "features" / config.model.name / store_name(record)
-    folder = resolve_path(settings.path) if settings.path else default
+    folder = resolve_path(settings.path) if settings.path else place / store_name(record)
     store = FeatureStore(folder, target, aux_layers, sequences, layout, settings.shard_mb)
     refuse_small_disk(folder, store.missing_bytes)
-    say(accelerator, f"features in {folder}: {store.missing_bytes / 1e9:.2f} GB to be computed")
+    kept = f"; {there} of {store.shards} shards are there" if (there := store.shards - len(store.missing)) else ""
+    say(accelerator, f"features in {folder}: {store.missing_bytes / 1e9:.2f} GB to be computed{kept}")
     if accelerator.is_main_process:
         made_by = open_store(folder, record)
         say(accelerator, f"the store is of Headway {made_by.get('version')}, commit {made_by.get('commit')}")

@@ -1,4 +1,7 @@
-"""outputs/<run>/: one folder per run, opened anew, or resumed under exactly the configuration it was begun with."""
+"""outputs/<run>/: one folder per run, opened anew, or resumed under the configuration it was begun with.
+
+What may differ then is in FREE: no past update depends on it.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,15 @@ from infer.config_checks import resolve_path
 from train import atomic
 from train import config as train_config
 from train.config import TrainConfig
+from train.schedule import Budget
 
 CONFIG, SCHEDULE = "config.yaml", "schedule.json"
 WRITTEN_INTO = ("data", "checkpoints")  # by a run, of its folder
 HEAD_CONFIG, PROVENANCE = "config.json", "provenance.json"  # of an exported head
-# What may differ when a run is resumed: nothing that an update depends on.
+# What may differ when a run is resumed: nothing that a past update depends on.
 FREE = (
+    "steps",
+    "minutes",
     "check",
     "stage",
     "tracker.",
@@ -121,7 +127,7 @@ def refuse_differences(new: TrainConfig, old: TrainConfig, folder: Path) -> None
     if different:
         raise ValueError(
             f"run={new.run}: {folder} was begun with other settings: {'; '.join(different)}. "
-            "Give the run's own to resume it, or another run= to begin a new one"
+            "Give the run's own to resume it, or another run= to begin a new one; steps and minutes may change"
         )
 
 
@@ -136,11 +142,14 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def read_steps(folder: Path) -> int | None:
-    """How many steps this run has, once that is decided."""
+def read_budget(folder: Path) -> Budget | None:
+    """What was decided of the run's steps; None before that. Raises ValueError for a file that says something else."""
     path = folder / SCHEDULE
-    return int(json.loads(path.read_text(encoding="utf-8"))["steps"]) if path.is_file() else None
+    try:
+        return Budget(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: is not of this version ({error}); begin anew with another run=<name>") from error
 
 
-def write_steps(folder: Path, steps: int) -> None:
-    atomic.write_text(folder / SCHEDULE, json.dumps({"steps": steps}) + "\n")
+def write_budget(folder: Path, budget: Budget) -> None:
+    atomic.write_text(folder / SCHEDULE, json.dumps(asdict(budget)) + "\n")

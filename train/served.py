@@ -29,6 +29,7 @@ from train.evaluation import Evaluator, prompts_of
 from train.features import OnlineFeatures
 from train.objectives import teach
 from train.objectives.medusa import MedusaTogether
+from train.provenance import target_name
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,6 @@ class Publication:
     config: TrainConfig  # `model` is the target as it is published
     target: LlamaTarget
     evaluator: Evaluator
-    words: str  # that name the target on a command line
     note: str = ""  # for the head's card
 
 
@@ -58,7 +58,7 @@ class FrozenTarget:
         return self.measure
 
     def publish(self) -> Publication:
-        return Publication(self.config, self.target, self.measure, f"model={self.config.model.name}")
+        return Publication(self.config, self.target, self.measure)
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,10 @@ class AdaptedTarget:
         target = load_target(str(folder), dtype=target.norm.weight.dtype, device=target.norm.weight.device)
         evaluator = self._evaluator_of(target, config)
         difference = difference_of(evaluator, before.name)
-        atomic.write_text(folder / "README.md", CARD.format(name=name, before=before.path, difference=difference))
-        words = f"model={before.name} model.name={name} model.path={folder}"
-        return Publication(config, target, evaluator, words, f"The target is not `{before.name}`. {difference}\n\n")
+        atomic.write_text(
+            folder / "README.md", CARD.format(name=name, before=target_name(before), difference=difference)
+        )
+        return Publication(config, target, evaluator, f"The target is not `{before.name}`. {difference}\n\n")
 
     def _merged(self) -> LlamaTarget:
         target = copy.deepcopy(self.objective.target).requires_grad_(False)

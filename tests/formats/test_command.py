@@ -81,7 +81,7 @@ def test_provenance_binds_the_head_to_the_verifier_that_was_given(tmp_path, run,
     folder = SOURCES["speculators"].write(tmp_path / "in")
     run("--from", "auto", "--to", "headway", "--verifier", tiny_target_folder, folder, tmp_path / "bound")
     record = json.loads((tmp_path / "bound" / "provenance.json").read_text())
-    assert record["converted_from"] == {"format": "speculators", "folder": str(folder)}
+    assert record["converted_from"] == {"format": "speculators", "folder": "in"}
     assert record["target_fingerprint"] == fingerprint(tiny_target_folder)
     load_head(tmp_path / "bound", target=load_target(str(tiny_target_folder)))
 

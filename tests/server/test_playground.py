@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -52,9 +53,15 @@ def test_speculation_on_and_off_side_by_side(server: Server, browser: Browser, s
     page.keyboard.press("Space")
     expect(page.locator("#compare")).not_to_be_checked()
     page.keyboard.press("Space")
+    bodies: list[dict[str, Any]] = []
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
     page.keyboard.press("Control+Enter")
-    expect(page.locator("#status")).to_contain_text("done: the same text", timeout=30_000)
-    expect(page.locator("#verdict")).to_have_text(re.compile(r"^\d+\.\d\d× as fast, the same 60 tokens$"))
+    expect(page.locator("#status")).to_contain_text("done: the same text, 60 tokens, seed 7", timeout=120_000)
+    expect(page.locator("#verdict")).to_have_text(VERDICT)
+    assert [body["speculative"].get("enabled", True) for body in bodies] == [False, True, False, True, True, False]
+    assert [body["max_tokens"] for body in bodies] == [16, 16, 60, 60, 60, 60]
+    assert {body["seed"] for body in bodies} == {7}
+    assert len({body["cache_salt"] for body in bodies}) == 6  # none finds what another left in the server's caches
     clocks = page.locator("#clocks dd").all_text_contents()
     assert clocks == [
         f"{page.locator('.run').nth(index).locator('[data-is=clock]').text_content()} s" for index in (0, 1)
@@ -71,6 +78,57 @@ def test_speculation_on_and_off_side_by_side(server: Server, browser: Browser, s
     assert page.evaluate("() => document.documentElement.scrollWidth") <= size[0]
     assert problems == []
     page.close()
+
+
+VERDICT = re.compile(
+    r"^(\d+\.\d\d× as fast, |Slower: \d+\.\d\d× the speed without, |No difference: \d+\.\d\d×, within the noise of "
+    r"\d+ %, |Nothing was drafted: it would not have paid \(\d+\.\d\d×, )the same 60 tokens\)?$"
+)
+REPORTED = ([74.9, 74.9], [66.6, 66.6])  # tokens/s; the first token had come after 0.54 s and 0.08 s
+
+
+@pytest.mark.parametrize(
+    ("off", "on", "text"),
+    [
+        (*REPORTED, "Slower: 0.89× the speed without, the same 61 tokens"),
+        ([50, 52], [100, 98], "1.94× as fast, the same 61 tokens"),
+        ([100, 100], [101, 101], "No difference: 1.01×, within the noise of 3 %, the same 61 tokens"),
+        ([100, 100], [97.5, 97.5], "No difference: 0.97×, within the noise of 3 %, the same 61 tokens"),
+        ([100, 100], [96, 96], "Slower: 0.96× the speed without, the same 61 tokens"),
+        ([100, 100], [104, 104], "1.04× as fast, the same 61 tokens"),
+        ([80, 125], [105, 110], "No difference: 1.07×, within the noise of 28 %, the same 61 tokens"),
+        ([100, 100], [100, 100], "No difference: 1.00×, within the noise of 3 %, the same 61 tokens"),
+    ],
+)
+def test_the_verdict_follows_from_the_speeds(browser: Browser, off: list[float], on: list[float], text: str) -> None:
+    assert judged(browser, off, on) == text
+
+
+def test_the_verdict_of_what_cannot_be_compared(browser: Browser) -> None:
+    assert judged(browser, [100, 100], [101, 101], drafted=0) == (
+        "Nothing was drafted: it would not have paid (1.01×, the same 61 tokens)"
+    )
+    assert judged(browser, [100, 100], [80, 80], drafted=0).startswith("Slower: 0.80×")
+    assert judged(browser, [100, 100], [200, 200], texts="ab") == "The texts differ"
+    assert judged(browser, [100, 100], [200, 200], decoded=0) == "Too few tokens to compare"
+
+
+def judged(
+    browser: Browser, off: list[float], on: list[float], *, drafted: int = 40, texts: str = "aa", decoded: int = 60
+) -> str:
+    """The page's own function, on reads of these speeds."""
+    page = browser.new_page()
+    page.set_content(the_page().html)
+    reads = [
+        [
+            {"text": text, "tokens": 61, "decoded": decoded, "seconds": 60 / speed, "drafted": count, "firstAt": 0.1}
+            for speed in speeds
+        ]
+        for speeds, text, count in ((off, texts[0], 0), (on, texts[1], drafted))
+    ]
+    text = page.evaluate("([off, on]) => verdict(off, on)", reads)
+    page.close()
+    return text
 
 
 def test_every_control_has_a_name(server: Server, browser: Browser) -> None:

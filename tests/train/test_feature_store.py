@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,13 +19,15 @@ from models.targets import load_target
 from models.targets.llama import LAST, LlamaTarget
 from models.tokenizer import Tokenizer
 from tests.conftest import MakeTarget
+from tests.train.launching import ROOT
+from tests.train.running import SETTINGS, assert_equal, run, tensors
 from train import atomic
 from train import feature_store as module
 from train.config import OfflineFeaturesConfig, TrainConfig
 from train.data import Batch, Sequences
 from train.feature_layout import Layout
 from train.feature_store import FeatureStore, cut_shards, manifest, open_store, refuse_small_disk
-from train.features import TopTokens, compute_features
+from train.features import Features, TopTokens, compute_features
 from train.loop import train
 from train.objectives import recall, teach
 from train.provenance import code_state
@@ -35,6 +40,7 @@ AUX = (2, 4, 5)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard per two or three sequences of the tiny target, whatever features.shard_mb says."""
     real = cut_shards
+    monkeypatch.setattr(module, "LEAST_SHARDS", 1)
     monkeypatch.setattr(module, "cut_shards", lambda sequences, size, mb: real(sequences, 2**20 // 110, 1))
 
 
@@ -101,6 +107,8 @@ def test_shards_hold_every_sequence_once(responses: Sequences) -> None:
         assert rows == list(range(len(responses)))
         assert len({shard.file for shard in shards}) == len(shards)
     assert len(cut_shards(responses, 2**20, 1)) == len(responses)
+    many = Sequences.of([([1, 2, 3], [False, True, True])] * 320)
+    assert [shard.last - shard.first for shard in cut_shards(many, 1, 512)] == [10] * 32  # however small the store
 
 
 def test_a_store_of_anything_else_is_refused_and_the_difference_named(
@@ -167,14 +175,14 @@ def test_a_run_learns_the_same_from_a_store(
         "precision=fp32", "engine.max_tokens_in_cache=1024", "objective.steps=2", "eval_draft_tokens=2",
     ]  # fmt: skip
 
-    def run(*more: str) -> list[float]:
+    def losses(*more: str) -> list[float]:
         assert train(compose("train", TrainConfig, [*settings, *more])) is not None
         name = next(item for item in more if item.startswith("run="))[4:]
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         return [row["train/loss"] for row in rows if "train/loss" in row]
 
-    online = run("run=online")
-    assert run("run=offline", "features=offline") == pytest.approx(online, rel=1e-4)
+    online = losses("run=online")
+    assert losses("run=offline", "features=offline") == pytest.approx(online, rel=1e-4)
     (store,) = (tmp_path / "features" / "demo").iterdir()
     record = json.loads((store / "manifest.json").read_text())
     assert record["code"] == code_state()
@@ -182,13 +190,86 @@ def test_a_run_learns_the_same_from_a_store(
     assert said in capsys.readouterr().err
     record["code"]["commit"] = "0ther"
     (store / "manifest.json").write_text(json.dumps(record))
-    assert run("run=later", "features=offline") == pytest.approx(online, rel=1e-4)
+    assert losses("run=later", "features=offline") == pytest.approx(online, rel=1e-4)
     assert "made by other code (commit 0ther, here" in capsys.readouterr().err
-    small = run("run=small", "features=offline", "features.dtype=fp8", "features.top_k=384", "objective.fused=true")
+    small = losses("run=small", "features=offline", "features.dtype=fp8", "features.top_k=384", "objective.fused=true")
     assert small == pytest.approx(online, rel=0.1)
     assert small != pytest.approx(online, rel=1e-4)
     with pytest.raises(ValueError, match=r"layers is \[-1, 2, 4, 5\], this run has \[-1, 1, 2\]"):
-        run("run=other", "features=offline", f"features.path={store}", "head.aux_layers=[1,2]")
+        losses("run=other", "features=offline", f"features.path={store}", "head.aux_layers=[1,2]")
+
+
+SMALL = ["data.num_sequences=6", "data.max_new_tokens=8", "eval_prompts=2", "eval_max_tokens=6", "objective.steps=2"]
+INTERRUPTED = """
+import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the test was started with
+sys.path.insert(0, {root!r})
+from train import atomic
+write = atomic.write_tensors
+def write_and_interrupt(path, tensors):
+    write(path, tensors)
+    if path.name.startswith("shard-"):
+        atomic.write_tensors = write
+        os.kill(os.getpid(), signal.SIGINT)
+atomic.write_tensors = write_and_interrupt
+sys.argv[0] = {script!r}
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_features_are_computed_loses_no_finished_shard(
+    tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command itself, which hears Ctrl-C as soon as its first shard is written; then the same words again."""
+    words = [*SETTINGS, f"model.path={tiny_target_folder}", "features=offline", "steps=1", *SMALL]
+    torn = [*words, f"output_dir={tmp_path / 'torn'}"]
+    code = INTERRUPTED.format(root=str(ROOT), script=str(ROOT / "train" / "run.py"))
+    ran = subprocess.run([sys.executable, "-c", code, *torn], capture_output=True, text=True, check=False, timeout=300)
+    assert (ran.returncode, ran.stdout) == (0, ""), ran.stderr
+    assert "stopped; resume with: " in ran.stderr
+    (store,) = (tmp_path / "torn" / "features" / "demo").iterdir()
+    (kept,) = store.glob("shard-*")
+    before = kept.stat()
+    run(torn)
+    assert "; 1 of 6 shards are there" in capsys.readouterr().err
+    after = kept.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    run([*words, f"output_dir={tmp_path / 'whole'}"])
+    (whole,) = (tmp_path / "whole" / "features" / "demo").iterdir()
+    assert len(content(whole)) == 6
+    assert content(store) == content(whole)
+
+
+def test_ctrl_c_keeps_what_was_computed_for_memory_too(
+    tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """features=online: what is computed before the first step goes on where it was, to the same head."""
+    batches: list[tuple[int, ...]] = []
+    real = compute_features
+
+    def compute(target: LlamaTarget, batch: Batch, layers: Sequence[int]) -> Features:
+        batches.append(tuple(batch.rows))
+        if len(batches) == 3 and interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(target, batch, layers)
+
+    monkeypatch.setattr("train.features.compute_features", compute)
+    words = [*SETTINGS, f"model.path={tiny_target_folder}", "steps=1", *SMALL, "batch_size=1", "eval_prompts=1"]
+    heads = []
+    for name, interrupt in (("torn", True), ("torn", False), ("whole", False)):
+        batches.clear()
+        own = [*words, f"output_dir={tmp_path / name}"]
+        if interrupt:
+            assert train(compose("train", TrainConfig, own), own) is None
+            assert len(batches) == 3
+            assert len(list((tmp_path / "torn" / "features" / "demo").iterdir())) == 1
+            continue
+        run(own)
+        computed = [rows for rows in batches if len(rows) == 1][:6]
+        assert computed[:3] == ([(3,), (4,), (5,)] if name == "torn" else [(0,), (1,), (2,)])
+        heads.append(tensors(tmp_path / name))
+    assert_equal(*heads)
+    assert not list((tmp_path / "torn" / "features" / "demo").iterdir())  # no longer needed
 
 
 @pytest.mark.parametrize("top_k", [None, 384, 8])

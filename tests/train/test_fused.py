@@ -15,7 +15,7 @@ from train.data import Batch, Sequences
 from train.features import compute_features
 from train.loop import train
 from train.objectives import teach, teacher
-from train.run_folder import read_steps
+from train.run_folder import read_budget
 
 CHUNK = 13  # slots
 CASES = [("eagle3", "ttt", {"loss": loss}) for loss in ("kl", "ce", "lk_hybrid")] + [
@@ -91,7 +91,9 @@ def test_a_run_from_the_command_line(tiny_target_folder, tmp_path) -> None:
     settings = [*SETTINGS, f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "steps=2", "run=one"]
     config = compose("train", TrainConfig, [*settings, "objective.fused=true"])
     assert train(config) is not None
-    assert read_steps(tmp_path / "one") == 2
+    budget = read_budget(tmp_path / "one")
+    assert budget is not None
+    assert budget.decided == 2
 
 
 def test_only_where_parameters_are_whole() -> None:

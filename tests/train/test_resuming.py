@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import math
 import os
 import random
+import shlex
 import shutil
 import signal
 import sys
@@ -14,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from infer.cli import compose
+from infer.command_words import python_command
 from tests.train.conftest import full_disk
+from tests.train.launching import ROOT
 from tests.train.running import assert_equal, run, start, tensors, wait_for
-from train import checkpoint
+from train import checkpoint, run_folder, schedule
 from train.config import TrainConfig
 from train.loop import Run, train
 from train.regenerate import regenerate
@@ -49,16 +55,18 @@ def test_interrupted_in_every_way_it_is_the_same_head(
     with monkeypatch.context() as patch:
         patch.setattr("train.data_folder.regenerate", interrupt)
         assert train(compose("train", TrainConfig, torn), torn) is None
-    expected = " ".join(["stopped; resume with: python train/run.py", *torn])
-    assert capsys.readouterr().err.strip().endswith(expected)
+    assert capsys.readouterr().err.strip().endswith(f"stopped; resume with: {python_command('train/run.py', *torn)}")
     assert not (folder / "checkpoints").exists()
 
-    process = start(torn)
+    process = start(torn)  # from another folder
     wait_for(process, lambda: steps() >= 7)
     process.send_signal(signal.SIGUSR1)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, ""), err
-    assert err.strip().endswith(expected)
+    python, script, *words = shlex.split(err.strip().rpartition("resume with: ")[2])
+    assert shutil.which(python) or Path("/", python).is_file()
+    assert words == torn
+    assert Path("/", script).resolve() == ROOT / "train" / "run.py"
     stopped = int((folder / "checkpoints" / "latest").read_text().split("-")[1])
     assert 7 <= stopped < 30
 
@@ -155,6 +163,43 @@ def test_a_run_is_resumed_under_its_own_settings_only(settings: list[str], tmp_p
         run(settings, "run=mine")
 
 
+def test_a_run_goes_on_under_a_larger_budget(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once it has ended, and once it was interrupted; further minutes at the pace that the run has measured."""
+    own, rows = [*settings, "run=one"], lambda: [r for r in read_metrics(tmp_path / "one") if "train/lr" in r]
+    run(own, "steps=4")
+    first = tensors(tmp_path)
+    real = Run._between_steps
+
+    def between(self: Run) -> None:
+        if self.step == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_between_steps", between)
+        longer = [*own, "steps=8"]
+        assert train(compose("train", TrainConfig, longer), longer) is None
+    assert "8 steps (before: 4)" in capsys.readouterr().err
+    run(own, "steps=10")
+    assert [row["step"] for row in rows()] == list(range(1, 11))
+    peak, optim = 0.001, compose("train", TrainConfig, own).optim
+    totals = [4] * 4 + [8] * 2 + [10] * 4  # the rate is that of a run of so many steps
+    wanted = [schedule.learning_rate(step, total, optim, peak) for step, total in enumerate(totals)]
+    assert [row["train/lr"] for row in rows()] == pytest.approx(wanted)
+    assert any(not torch.equal(value, first[name]) for name, value in tensors(tmp_path).items())
+    assert json.loads((tmp_path / "heads" / "demo" / "eagle3" / "provenance.json").read_text())["steps"] == 10
+    with pytest.raises(ValueError, match=r"steps=3: the run has done 10; give at least that, or begin anew"):
+        run(own, "steps=3")
+    budget = run_folder.read_budget(tmp_path / "one")
+    assert budget is not None
+    timed = dataclasses.replace(budget, steps=None, minutes=25.0, fit=10, pace=300.0)  # as of a run of 25 minutes
+    run_folder.write_budget(tmp_path / "one", timed)
+    run(own, "steps=null", "minutes=35")
+    assert [row["step"] for row in rows()] == list(range(1, 13))
+
+
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_run_goes_on_with_the_weights_it_was_begun_with(
     torn: bool, settings: list[str], tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -186,9 +231,9 @@ def test_answers_that_the_target_does_not_write_here_are_an_error_that_says_so(
     """As on another machine, whose arithmetic rounds otherwise."""
     run(settings, "run=one", "stage=regenerate")
     path = tmp_path / "one" / "data" / "held_out.safetensors"
-    tensors = load_file(path)
-    tensors["ids"][-1] += 1
-    save_file(tensors, path)
+    held_out = load_file(path)
+    held_out["ids"][-1] += 1
+    save_file(held_out, path)
     with pytest.raises(ValueError, match="held-out prompt 3: the target does not write here what it wrote when"):
         run(settings, "run=one")
 

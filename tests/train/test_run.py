@@ -7,6 +7,7 @@ import json
 import math
 import re
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from train.data import Batch
 from train.features import compute_features
 from train.loop import Run, resume_command, train
 from train.parallel import refuse_other_launch
-from train.run_folder import name_run
+from train.run_folder import name_run, read_budget, write_budget
 from train.sharding import Whole
 from train.stopping import Interrupted
 from train.trackers import read_metrics
@@ -261,12 +262,20 @@ def test_the_head_that_drafted_best_is_exported(
 
 def test_minutes_become_steps_once(settings: list[str], tmp_path: Path) -> None:
     run(settings, "run=one", "minutes=0.5", "steps=3", "accumulate=2", "batch_size=3")
-    assert json.loads((tmp_path / "one" / "schedule.json").read_text()) == {"steps": 3}
+    assert decided(tmp_path / "one") == 3
     run(settings, "run=short", "minutes=0.001", "steps=null")
-    assert json.loads((tmp_path / "short" / "schedule.json").read_text()) == {"steps": 1}
-    (tmp_path / "short" / "schedule.json").write_text('{"steps": 2}')  # as if it had been measured then
+    assert decided(tmp_path / "short") == 1
+    budget = read_budget(tmp_path / "short")
+    assert budget is not None
+    write_budget(tmp_path / "short", replace(budget, decided=2))  # as if it had been measured then
     run(settings, "run=short", "minutes=0.001", "steps=null")
     assert max(row["step"] for row in read_metrics(tmp_path / "short")) == 2
+
+
+def decided(folder: Path) -> int:
+    budget = read_budget(folder)
+    assert budget is not None
+    return budget.decided
 
 
 def rows_of_ones_own(folder: Path) -> Path:

@@ -100,6 +100,8 @@ def test_all_else_is_hydra_s() -> None:
         assert literal_words([word], EvalConfig if "columns" in word else GenerateConfig) == [word]
     sweep = ["-m", "precision=fp32,bf16", "run=a", "output_dir=x y"]
     assert literal_words(sweep, TrainConfig) == ["-m", "precision=fp32,bf16", "run='a'", "output_dir='x y'"]
+    place = ["-m", "objective.steps=3,5", "head.path=outputs/heads/${objective.steps}"]  # a folder for each of them
+    assert literal_words(place, TrainConfig) == place
     assert literal_words(["-m", "prompt=a,b"], GenerateConfig) == ["-m", "prompt='a,b'"]
 
 

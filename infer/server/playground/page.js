@@ -53,9 +53,9 @@ function chosenDrafts() {
 async function generate() {
   if (!model || abort) return;
   const seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 32) : Number($("seed").value);
-  const drafts = chosenDrafts();
-  const plans = [[`Speculation: ${drafts.proposer}`, drafts]];
-  if ($("compare").checked) plans.unshift(["Speculation off", { enabled: false }]);
+  const drafts = chosenDrafts(), compare = $("compare").checked;
+  const modes = compare ? [["Speculation off", { enabled: false }]] : [];
+  modes.push([`Speculation: ${drafts.proposer}`, drafts]);
   abort = new AbortController();
   $("run").disabled = true;
   $("cancel").disabled = false;
@@ -63,17 +63,20 @@ async function generate() {
   $("clocks").replaceChildren();
   $("verdict").textContent = "One prompt, one seed …";
   $("empty").hidden = true;
-  $("race").hidden = plans.length === 1;
+  $("race").hidden = !compare;
   const runs = [];
-  for (const [title] of plans) runs.push(new Run(title, runs));
+  for (const [title] of modes) runs.push(new Run(title, runs));
   if (matchMedia("(max-width: 760px)").matches) $("stage").scrollIntoView();
   try {
-    for (const [index, [title, speculative]] of plans.entries()) {
+    if (compare) await warmUp(modes, seed);
+    for (const index of compare ? ORDER : [0]) {
+      const [title, speculative] = modes[index];
       say(`${title}: generating with seed ${seed}`);
-      await runs[index].read(requestBody(seed, speculative), abort.signal);
+      await runs[index].read({ ...requestBody(seed, speculative), ...(compare && unshared()) }, abort.signal);
     }
-    say(summary(runs, seed));
-    if (runs.length > 1) $("verdict").textContent = verdict(runs);
+    for (const run of runs) run.settle();
+    if (compare) $("verdict").textContent = verdict(...runs.map((run) => run.reads));
+    say(`done: ${compare ? `${sameText(runs)}, ` : ""}${runs.at(-1).tokens} tokens, seed ${seed}`);
   } catch (error) {
     say(error.name === "AbortError" ? "stopped" : error.message);
     $("verdict").textContent = "";
@@ -83,18 +86,52 @@ async function generate() {
   $("cancel").disabled = true;
 }
 
-function summary(runs, seed) {
-  const last = runs.at(-1);
-  const one = `${last.tokens} tokens in ${last.seconds.toFixed(2)} s, seed ${seed}`;
-  if (runs.length === 1) return `done: ${one}`;
-  const same = runs[0].pre.textContent === last.pre.textContent ? "the same text" : "DIFFERENT TEXTS";
-  return `done: ${same}, ${(runs[0].seconds / last.seconds).toFixed(2)} times as fast with speculation; ${one}`;
+// A comparison: off, on, on, off. What drifts, as a machine that warms up, then weighs on both alike.
+const ORDER = [0, 1, 1, 0];
+const WARM_UP_TOKENS = 16;
+const LEAST_NOISE = Math.log(1.03); // two runs alike differ by so much on a quiet machine
+
+// A cache salt of its own: no request finds the prompt's KV, or an earlier answer to draft from, in the server's caches.
+const unshared = () => ({ cache_salt: `compare-${crypto.getRandomValues(new Uint32Array(4)).join("-")}` });
+
+async function warmUp(modes, seed) {
+  for (const [title, speculative] of modes) {
+    say(`${title}: warming up`);
+    const body = { ...requestBody(seed, speculative), ...unshared() };
+    body.max_tokens = Math.min(WARM_UP_TOKENS, body.max_tokens ?? WARM_UP_TOKENS);
+    const answer = await post(body, abort.signal);
+    await answer.text();
+  }
 }
 
-function verdict([off, on]) {
-  if (off.pre.textContent !== on.pre.textContent) return "The texts differ";
-  if (on.drafted === 0) return "Nothing was drafted: it would not have paid";
-  return `${(off.seconds / on.seconds).toFixed(2)}× as fast, the same ${on.tokens} tokens`;
+async function post(body, signal) {
+  const path = body.messages ? "/v1/chat/completions" : "/v1/completions";
+  const headers = { "content-type": "application/json" };
+  const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  if (!answer.ok) throw new Error((await answer.json()).error.message);
+  return answer;
+}
+
+const sameText = (runs) => {
+  const texts = new Set(runs.flatMap((run) => run.reads.map((read) => read.text)));
+  return texts.size === 1 ? "the same text" : "DIFFERENT TEXTS";
+};
+
+// Of the reads of either mode, { text, tokens, decoded, seconds, drafted }: `decoded` tokens came in `seconds` after the
+// first; `tokens` counts that too. Speeds of one mode that lie apart show the noise, within which there is no verdict.
+function verdict(off, on) {
+  const reads = [...off, ...on];
+  if (new Set(reads.map((read) => read.text)).size > 1) return "The texts differ";
+  if (reads.some((read) => read.decoded < 1 || !(read.seconds > 0))) return "Too few tokens to compare";
+  const logs = [off, on].map((mode) => mode.map((read) => Math.log(read.decoded / read.seconds)));
+  const [plain, drafting] = logs.map((values) => values.reduce((sum, value) => sum + value, 0) / values.length);
+  const apart = logs.map((values) => Math.max(...values) - Math.min(...values));
+  const gain = drafting - plain, noise = Math.max(LEAST_NOISE, (apart[0] + apart[1]) / 2);
+  const ratio = `${Math.exp(gain).toFixed(2)}×`, same = `the same ${on[0].tokens} tokens`;
+  if (gain < -noise) return `Slower: ${ratio} the speed without, ${same}`;
+  if (on.every((read) => read.drafted === 0)) return `Nothing was drafted: it would not have paid (${ratio}, ${same})`;
+  if (gain > noise) return `${ratio} as fast, ${same}`;
+  return `No difference: ${ratio}, within the noise of ${Math.round(100 * (Math.exp(noise) - 1))} %, ${same}`;
 }
 
 class Run {
@@ -112,26 +149,40 @@ class Run {
     clock.append(this.bar, this.time);
     row.append(name, clock);
     $("clocks").append(row);
-    this.tokens = 0; this.seconds = 0; this.verifies = 0; this.verified = 0; this.firstAt = null;
-    this.reached = []; // verifies that accepted a draft at this depth, or deeper
-    this.speeds = [];
-    this.drafted = null; // told at the end
+    this.reads = []; // finished ones
+    this.begin();
     bars(this.view.querySelector(".bars"), null);
     line(this.view.querySelector(".line"), this.speeds, 1);
   }
 
+  begin() {
+    this.tokens = 0; this.decoded = 0; this.seconds = 0; this.verifies = 0; this.verified = 0; this.firstAt = null;
+    this.reached = []; // verifies that accepted a draft at this depth, or deeper
+    this.speeds = [];
+    this.drafted = null; // told at the end
+    this.pre.replaceChildren();
+  }
+
   async read(body, signal) {
-    const path = body.messages ? "/v1/chat/completions" : "/v1/completions";
+    this.begin();
     this.began = performance.now();
-    const headers = { "content-type": "application/json" };
-    const answer = await fetch(path, { method: "POST", headers, body: JSON.stringify(body), signal });
-    if (!answer.ok) throw new Error((await answer.json()).error.message);
+    const answer = await post(body, signal);
     this.view.classList.add("live");
     try {
       await this.readEvents(answer.body);
     } finally {
       this.view.classList.remove("live");
     }
+    const { tokens, decoded, seconds, drafted, firstAt } = this;
+    this.reads.push({ text: this.pre.textContent, tokens, decoded, seconds, drafted, firstAt });
+  }
+
+  settle() { // shows the mean of its reads
+    const mean = (key) => this.reads.reduce((sum, read) => sum + read[key], 0) / this.reads.length;
+    this.seconds = mean("seconds");
+    this.firstAt = this.firstAt === null ? null : mean("firstAt");
+    if (this.seconds > 0) this.speeds.push(mean("decoded") / this.seconds);
+    this.show();
   }
 
   async readEvents(stream) {
@@ -167,10 +218,11 @@ class Run {
       span.textContent = token.text;
       this.pre.append(span);
     }
+    const now = (performance.now() - this.began) / 1000;
+    if (this.tokens) this.decoded += tokens.length; else this.firstAt = now;
     this.tokens += tokens.length;
-    this.seconds = (performance.now() - this.began) / 1000;
-    this.firstAt ??= this.seconds;
-    if (this.seconds > this.firstAt + 0.1) this.speeds.push((this.tokens - 1) / (this.seconds - this.firstAt));
+    this.seconds = now - this.firstAt;
+    if (this.seconds > 0.1) this.speeds.push(this.decoded / this.seconds);
   }
 
   show() {
