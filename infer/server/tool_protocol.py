@@ -84,9 +84,10 @@ class OtherTool(Strict):
 
 
 AnyFunction = TypeVar("AnyFunction")
+# The tags are part of where pydantic says that an error is, and must be no keys of a request.
 AnyTool = Annotated[
-    Annotated[AnyFunction, Tag("function")] | Annotated[OtherTool, Tag("other")],
-    Discriminator(lambda tool: "other" if is_other_tool(tool) else "function"),
+    Annotated[AnyFunction, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")],
+    Discriminator(lambda tool: "<other>" if is_other_tool(tool) else "<function>"),
 ]
 
 
