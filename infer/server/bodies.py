@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
-from infer.server.errors import ApiError, RefusedBody
+from infer.server.errors import ApiError, RefusedBody, join_path
 
 MAX_NESTING = 128  # levels of objects and lists; what reads them recurses
 PARTS = re.compile(rb'"[^"\\]*+(?:\\[\s\S][^"\\]*+)*+"?|[\[\]{}:]')  # its time is linear in the body
@@ -112,14 +112,14 @@ def nested_too_deep(body: bytes) -> str | None:
 
 
 def place_of(document: Any, wanted: Unfit) -> str:
-    """The path of keys and indices to it, with dots between."""
+    """The path of keys and indices to it."""
     layer: list[tuple[str, Any]] = [("", document)]
     while layer:
         inner: list[tuple[str, Any]] = []
         for path, value in layer:
             if value is wanted:
-                return path.removeprefix(".")
+                return path
             items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-            inner += [(f"{path}.{key}", item) for key, item in items]
+            inner += [(join_path(path, key), item) for key, item in items]
         layer = inner
     raise AssertionError("it is not in this document")
