@@ -25,9 +25,13 @@ def check_request(prompt: Sequence[int], params: SamplingParams, limits: Limits)
         raise ValueError(
             f"prompt: {len(prompt)} tokens; the context is {limits.context}, one of which must be left to generate"
         )
-    for token in (*prompt, *params.token_ids):
-        if not 0 <= token < limits.vocab_size:
-            raise ValueError(f"token id {token}: outside this target's vocabulary of {limits.vocab_size}")
+    for name, tokens in (("prompt", prompt), *params.token_ids.items()):
+        for token in tokens:
+            if not 0 <= token < limits.vocab_size:
+                raise ValueError(f"{name}: token id {token} is outside this target's vocabulary of {limits.vocab_size}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > limits.vocab_size:
+            raise ValueError(f"{name}={getattr(params, name)}: the vocabulary has {limits.vocab_size} tokens")
     needed = -(-min(limits.context, len(prompt) + params.max_tokens) // limits.page_size)
     if needed > limits.pages:
         raise ValueError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from infer.isolation import isolated, together
 from infer.logits import TokenCounts, shape_logits
 from infer.logprobs import TokenLogprob, token_logprobs
 from infer.request import Request
@@ -43,7 +44,7 @@ def choose_rows(
     tree: DraftTree | None = None,
 ) -> Choices:
     """logits `[R, V]`, `counts[b]` rows of each request: its nodes in `tree`, or the one row after its tokens."""
-    parameters = choice_parameters(requests, logits.device)
+    parameters = together(requests, lambda some: choice_parameters(some, logits.device))
     if parameters is not None:
         parameters = parameters.rows(torch.repeat_interleave(torch.tensor(counts, device=logits.device)))
     shaped, first = logits, 0
@@ -53,18 +54,24 @@ def choose_rows(
                 shaped = logits.float().clone()
             rows = slice(first, first + count)
             paths = [[]] if tree is None else drafted_paths(tree, b, count)
-            shaped[rows] = shape_logits(
-                logits[rows],
-                request.params,
-                count_tokens(request, logits.shape[1], logits.device),
-                request.tokens,
-                request.output_length,
-                paths,
-                request.stop_ids,
-                None if request.constraint is None else request.constraint.words(paths),
-            )
+            with isolated(request):
+                shaped[rows] = shape_rows(request, logits[rows], paths)
         first += count
     return Choices(choose(shaped, parameters, positions), logits, shaped, parameters)
+
+
+def shape_rows(request: Request, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    """logits `[n, V]` of a request's rows, `paths[i]` the drafted tokens on the way to row i -> the shaped ones."""
+    return shape_logits(
+        logits,
+        request.params,
+        count_tokens(request, logits.shape[1], logits.device),
+        request.tokens,
+        request.output_length,
+        paths,
+        request.stop_ids,
+        None if request.constraint is None else request.constraint.words(paths),
+    )
 
 
 def drafted_paths(tree: DraftTree, row: int, count: int) -> list[list[int]]:

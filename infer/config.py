@@ -201,6 +201,7 @@ class ServerConfig:
     max_waiting: int = 256  # requests queued before a 429
     request_timeout_s: float = 600.0  # queued and running together
     drain_s: float = 30.0  # how long SIGTERM waits for running requests
+    stall_s: float = 120.0  # a step of the engine that takes longer is logged with all stacks; 0: never
     tool_parser: str = "auto"  # how the model writes tool calls: auto (by its chat template) | hermes | llama3 | ...
     reasoning_parser: str = "auto"  # auto (by the chat template) | think | none
     max_grammar_bytes: int = 65536  # of a JSON schema, regular expression, ... of structured output
@@ -219,6 +220,7 @@ class ServerConfig:
         at_least("server.replicas", self.replicas, 1)
         at_least("server.request_timeout_s", self.request_timeout_s, 0.001)
         at_least("server.drain_s", self.drain_s, 0)
+        at_least("server.stall_s", self.stall_s, 0)
         at_least("server.grammar_timeout_s", self.grammar_timeout_s, 0.001)
         at_least("server.grammar_memory_mb", self.grammar_memory_mb, 64)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from infer.grammar import Grammar, compile_matcher, make_tokenizer, one_line
+from infer.isolation import isolated
 from infer.tree import DraftTree
 from kernels.shape import FORBIDDEN, packed, unpacked
 from models.tokenizer import Tokenizer
@@ -120,7 +121,8 @@ def without_forbidden(tree: DraftTree, requests: Sequence[Request]) -> DraftTree
     for b, request in enumerate(requests):
         if request.constraint is not None and len(kept[b]) > 1:
             count = len(kept[b])
-            kept[b] = request.constraint.allowed(tree.token[b, :count].tolist(), tree.parent[b, :count].tolist())
+            with isolated(request):
+                kept[b] = request.constraint.allowed(tree.token[b, :count].tolist(), tree.parent[b, :count].tolist())
             changed |= len(kept[b]) < count
     return tree.only(kept) if changed else tree
 

@@ -114,7 +114,10 @@ class Drafting:
             if request.upkeep is Upkeep.NONE:
                 request.upkeep = Upkeep.REST
                 self._followed.setdefault(name, set()).add(known)
-                self._proposers[name].wake(request)
+                try:
+                    self._proposers[name].wake(request)
+                except Exception as error:
+                    self._give_up(request, error)
             return granted if self._is_ready(request) else NOTHING
         if request.upkeep is not Upkeep.NONE:
             self._idle[known] = self._idle.get(known, 0) + 1
@@ -228,11 +231,17 @@ class Drafting:
         return self._of(request).synced(request) if request.upkeep is Upkeep.WHOLE else request.computed
 
     def resume(self, request: Request) -> None:
-        self._of(request).resume(request)
+        try:
+            self._of(request).resume(request)
+        except Exception as error:
+            self._give_up(request, error)
 
     def release(self, request: Request) -> None:
         for proposer in self._keepers:
-            proposer.release(request)
+            try:
+                proposer.release(request)
+            except Exception:  # the request ends all the same, and the others go on
+                log.exception("%s: proposer %s could not let go of it", request.request_id, proposer.name)
         for followed in self._followed.values():
             followed.discard(request.request_id)
         self._idle.pop(request.request_id, None)

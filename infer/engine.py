@@ -37,6 +37,7 @@ from infer.loading import load_parts
 from infer.memory import plan_memory, weight_bytes
 from infer.offline import generate
 from infer.pages import BlockKeys
+from infer.params import as_ids
 from infer.proposers import build_proposers, head_proposer
 from infer.proposers.base import NoProposer, Proposer
 from infer.proposers.draft_model import DraftModelProposer
@@ -103,6 +104,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._ids, self._arrivals = itertools.count(), itertools.count()
         self._stats, self._clock = EngineStats(), clock
+        self._activity = ("nothing", 0, 0)  # phase, requests, rows of the target
         self._learnt = Learnt(Survival(priors))
         self._synthetic_rates = tuple(self.proposer_config.acceptance or ())
         self._head: HeadProposer | None = None
@@ -160,7 +162,7 @@ class Engine:
         `parent`: an unfinished request with the same prompt, whose pages over it this one shares. `constraint`: what
         `compile` made of `params.grammar`, for a caller who would not have this thread do it.
         """
-        prompt = list(prompt_ids)
+        prompt = list(as_ids("prompt", prompt_ids))
         check_request(prompt, params, self._limits())
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self._requests:
@@ -245,6 +247,12 @@ class Engine:
         return stats
 
     @property
+    def activity(self) -> str:
+        """What the step in progress, or the last one, is at; to be read from any thread."""
+        phase, batch, rows = self._activity
+        return f"{phase} of {batch} requests, {rows} rows"
+
+    @property
     def costs(self) -> CostTable | None:
         """What steps and drafts were measured to cost; None where drafting does not ask for it."""
         return self._planner.costs.table if isinstance(self._planner, Controller) else None
@@ -298,12 +306,14 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """One round: drafts and verifies every decoding request, and brings prompts forward by a chunk."""
         begin = time.perf_counter()  # planning is a part of what a step costs
+        self._activity = ("scheduling", len(self._requests), 0)
         outputs = self._expire()
         decoding = [request for request in self._scheduler.running if request.phase is Phase.DECODE]
         known = tuple(request.request_id for request in decoding)
         load = self._load
         self._planner.plan(known, load, lambda: self._drafting.candidates(decoding, self._planner, load))
         if self._rounds is not None:
+            self._activity = ("a round of graphs", len(decoding), self._rounds.most_rows)
             with cpu_threads(self.threads.count(self._rounds.most_rows)):
                 ahead = self._rounds.step(self._planner)
             if ahead is not None:
@@ -318,8 +328,10 @@ class Engine:
         rows = len(step.decodes) + sum(budget.nodes for budget in step.budgets) + sum(step.chunks)
         with cpu_threads(self.threads.count(rows)):
             if step.decodes:
+                self._activity = ("decode", len(step.decodes), rows - sum(step.chunks))
                 outputs += self._stepping.decode(step.decodes, step.budgets)
             if step.prefills:
+                self._activity = ("prefill", len(step.prefills), sum(step.chunks))
                 outputs += self._stepping.prefill(step.prefills, step.chunks)
         if step.decodes and not step.prefills:
             whole, drafting = time.perf_counter() - begin, self._drafting.seconds - drafting
@@ -399,11 +411,12 @@ class Engine:
         return request.deadline is not None and self._clock() > request.deadline
 
     def _expire(self) -> list[StepOutput]:
-        """Ends requests whose deadline has passed, those that wait included."""
-        late = [request for request in self._requests.values() if self._expired(request)]
+        """Ends requests whose deadline has passed, those that wait included, and those that failed in a prompt."""
+        failed = [request for request in self._requests.values() if request.failed]
+        late = [request for request in self._requests.values() if self._expired(request) and not request.failed]
         for request in late:
             self._finish(request, "deadline")
-        return [self._stepping.output(request, [], []) for request in late]
+        return [self._stepping.output(request, [], []) for request in late] + list(map(self._stepping.fail, failed))
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason

@@ -136,6 +136,7 @@ class Request:
     counts: TokenCounts | None = None  # for penalties
     stop_text: StopText | None = None  # for stop strings
     constraint: Constraint | None = None  # for a grammar
+    failed: bool = False  # work for it alone has raised (infer/isolation.py); it ends in this step
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output, if asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt from its second token on
     finish_reason: FinishReason | None = None
@@ -186,6 +187,7 @@ class StepOutput:
     stop_reason: int | str | None = None
     ended_by_token: bool = False  # the last token is no part of the text
     error: str | None = None  # with the finish reason "error"
+    internal: bool = False  # the error is an exception, and not what the request asked for
     logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, if asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # with the first output, if asked for
     cached_tokens: int = 0  # of the prompt, computed for an earlier request

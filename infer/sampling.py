@@ -7,10 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from infer.lossy import DRAFTS
+from infer.params import SamplingParams
 from infer.request import Request
 from kernels.acceptance import stream
 from kernels.choose import ChoiceParameters
 from kernels.noise import MASK32
+
+GREEDY = SamplingParams()
 
 
 def choice_parameters(
@@ -18,9 +21,10 @@ def choice_parameters(
 ) -> ChoiceParameters | None:
     """One row per request, or None when all are greedy.
 
-    A drafter meets the target's own noise, so that they choose alike; for block verification it must not.
+    A drafter meets the target's own noise, so that they choose alike; for block verification it must not. A request
+    that has failed is passed over, as if it were greedy.
     """
-    params = [request.params for request in requests]
+    params = [GREEDY if request.failed else request.params for request in requests]
     if all(p.temperature == 0 for p in params):
         return None
     return ChoiceParameters(

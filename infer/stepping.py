@@ -13,6 +13,7 @@ from infer.choosing import Choices, choose_rows
 from infer.constraint import without_forbidden
 from infer.drafting import Drafting
 from infer.engine_stats import EngineStats
+from infer.isolation import INTERNAL, isolated
 from infer.kv_cache import KVPool
 from infer.logprobs import token_logprobs
 from infer.request import Phase, Request, StepOutput
@@ -67,9 +68,7 @@ class Stepping:
             path_rows = [first_row[b] + node for node in path]
             tokens = [*(drafts[b][node] for node in path[1:]), verdicts[b].bonus]
             output = self.advance(request, tokens, Verified(budgets[b], lengths[b] - 1, depths[b], path[1:]))
-            output.logprobs = choices.logprobs(request, path_rows, output.token_ids)
-            request.logprobs += output.logprobs
-            outputs.append(output)
+            outputs.append(self._scored(request, choices, path_rows, output))
             if request.finish_reason is None:
                 survivors.append(request)
                 counts.append(len(path))
@@ -120,9 +119,7 @@ class Stepping:
                     self._stats.cached_tokens += request.cached
                 request.phase = Phase.DECODE
                 tokens = self._emit(request, [token])
-                output = self.output(request, tokens, [False] * len(tokens))
-                output.logprobs = choices.logprobs(request, [row], tokens)
-                request.logprobs += output.logprobs
+                output = self._scored(request, choices, [row], self.output(request, tokens, [False] * len(tokens)))
                 if request.output_length == len(tokens):
                     output.prompt_logprobs = request.prompt_logprobs
                 outputs.append(output)
@@ -171,7 +168,23 @@ class Stepping:
             if top is None or known >= len(following):
                 continue
             logits = self._runner.logits(piece[known : len(following)])
-            request.prompt_logprobs += token_logprobs(logits, following[known:], top)
+            with isolated(request):
+                request.prompt_logprobs += token_logprobs(logits, following[known:], top)
+
+    def _scored(self, request: Request, choices: Choices, rows: Sequence[int], output: StepOutput) -> StepOutput:
+        """`output` with the log-probabilities of its tokens, chosen at `rows`, as far as the request wants them."""
+        with isolated(request):
+            output.logprobs = choices.logprobs(request, rows, output.token_ids)
+            request.logprobs += output.logprobs
+            return output
+        return self.fail(request)
+
+    def fail(self, request: Request) -> StepOutput:
+        """Ends a request that has failed, if it has not ended by itself; what this step found for it is dropped."""
+        if request.finish_reason is None:
+            self._finish(request, "error")
+        request.finish_reason = "error"
+        return self.output(request, [], [])
 
     def _emit(self, request: Request, tokens: list[int]) -> list[int]:
         """Appends tokens up to the first one that ends the request; what follows it is cut and not counted."""
@@ -181,16 +194,21 @@ class Stepping:
         if request.constraint is not None and request.constraint.error is not None:
             self._finish(request, "error")
             return []
-        emitted, reason, request.stop_reason = cut(
-            tokens,
-            room=min(request.remaining, self._context - len(request.tokens)),
-            stop_ids=request.stop_ids,
-            eos_id=request.eos_id,
-            emitted_before=request.output_length,
-            min_tokens=request.params.min_tokens,
-            text=request.stop_text,
-            constraint=request.constraint,
-        )
+        emitted, reason = [], None
+        with isolated(request):
+            emitted, reason, request.stop_reason = cut(
+                tokens,
+                room=min(request.remaining, self._context - len(request.tokens)),
+                stop_ids=request.stop_ids,
+                eos_id=request.eos_id,
+                emitted_before=request.output_length,
+                min_tokens=request.params.min_tokens,
+                text=request.stop_text,
+                constraint=request.constraint,
+            )
+        if request.failed:  # here or earlier in this step
+            self._finish(request, "error")
+            return []
         request.tokens += emitted
         self._stats.generation_tokens += len(emitted)
         if reason is not None:
@@ -206,7 +224,8 @@ class Stepping:
             request.finish_reason,
             request.stop_reason,
             request.ended_by_token,
-            error=request.constraint and request.constraint.error,
+            error=INTERNAL if request.failed else request.constraint and request.constraint.error,
+            internal=request.failed,
             cached_tokens=request.cached,
             queued_s=request.queued_s or 0.0,
         )

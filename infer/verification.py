@@ -9,6 +9,7 @@ from torch import Tensor
 
 from infer import lossy
 from infer.choosing import Choices
+from infer.isolation import together
 from infer.lossy import Verdict
 from infer.request import Request
 from infer.tree import DraftTree
@@ -38,11 +39,22 @@ def verify(
         chosen.append(tokens[first : first + length] + [-1] * (width - length))
         first += length
     grid = torch.tensor(chosen)  # [B, N]
-    blocks = [b for b, rule in enumerate(rules) if rule == "block" and tree.is_chain_of(b)]
-    typical = [b for b, rule in enumerate(rules) if rule == "typical"]
-    also = likely_nodes(tree, choices, typical) if typical else None
+    places = {request.request_id: b for b, request in enumerate(requests)}
+
+    def still(rule: str, some: Sequence[Request]) -> list[int]:
+        wanted = [places[request.request_id] for request in some if not request.failed]
+        return [b for b in wanted if rules[b] == rule]
+
+    def by_typical(some: Sequence[Request]) -> Tensor | None:
+        typical = still("typical", some)
+        return likely_nodes(tree, choices, typical) if typical else None
+
+    def by_block(some: Sequence[Request]) -> dict[int, tuple[int, int]]:
+        blocks = [b for b in still("block", some) if tree.is_chain_of(b)]
+        return dict(zip(blocks, verify_blocks(requests, tree, choices, blocks), strict=True))
+
+    also, verified = together(requests, by_typical), together(requests, by_block)
     last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, grid, also).tolist()
-    verified = dict(zip(blocks, verify_blocks(requests, tree, choices, blocks), strict=True))
     verdicts = []
     for b, (request, rule) in enumerate(zip(requests, rules, strict=True)):
         if rule == "synthetic":

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from infer.server.answers import Json, answer
+from infer.server.bodies import json_router
 from infer.server.chat_protocol import ChatRequest
 from infer.server.conversation import Conversation
 from infer.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
@@ -92,7 +93,7 @@ class ChatFormat:
 
 
 def router(service: Service) -> APIRouter:
-    routes = APIRouter()
+    routes = json_router()
 
     @routes.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from infer.params import MAX_INT
 from infer.server.errors import field_error, shown
 from infer.server.fields import Strict, Unless
 from infer.server.protocol import Count, GenerationRequest
@@ -105,8 +106,8 @@ class ChatRequest(ToolFields, GenerationRequest):
     absent = GenerationRequest.absent | {"tool_choice": ("", {})}
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     chat_template_kwargs: TemplateOptions | None = None

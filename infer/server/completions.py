@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from infer.server.answers import Json, answer
+from infer.server.bodies import json_router
 from infer.server.logprobs import TokenNames, completion_logprobs, prompt_logprobs
 from infer.server.protocol import COMPLETION_MAX_TOKENS, CompletionRequest
 from infer.server.service import Service
@@ -53,7 +54,7 @@ class CompletionFormat:
 
 
 def router(service: Service) -> APIRouter:
-    routes = APIRouter()
+    routes = json_router()
 
     @routes.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:

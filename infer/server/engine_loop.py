@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import logging
 import queue
+import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from infer.constraint import Constraint
 from infer.controller import Forecast
 from infer.engine import Engine
+from infer.isolation import panics_as_errors
 from infer.request import SamplingParams, StepOutput
 from infer.server.errors import ApiError, internal_error
 
@@ -97,8 +100,10 @@ class EngineLoop:
         engine: Engine,
         commands: queue.SimpleQueue[Command],
         report: Callable[[list[Event], Snapshot], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.engine, self.commands, self.report = engine, commands, report
+        self.engine, self.commands, self.report, self._clock = engine, commands, report, clock
+        self.busy_since: float | None = None  # when the step in progress began; None between steps
 
     def run(self) -> None:
         while True:
@@ -106,7 +111,9 @@ class EngineLoop:
             if not self._take_commands(events):
                 return
             if self.engine.has_work:
+                self.busy_since = self._clock()
                 events += self.engine.step()
+                self.busy_since = None
             self.report(events, take_snapshot(self.engine))
 
     def _take_commands(self, events: list[Event]) -> bool:
@@ -128,9 +135,16 @@ class EngineLoop:
     def _add(self, command: Add) -> ApiError | None:
         """One request's failure is that request's alone."""
         try:
-            self.engine.add(command.prompt_ids, command.params, request_id=command.request_id, parent=command.parent)
+            with panics_as_errors():
+                self.engine.add(
+                    command.prompt_ids,
+                    command.params,
+                    request_id=command.request_id,
+                    parent=command.parent,
+                    constraint=command.constraint,
+                )
         except ValueError as error:
-            return ApiError(400, str(error), param="prompt", code="invalid_prompt")
+            return ApiError(400, str(error), param=re.split("[=: ]", str(error), maxsplit=1)[0], code="invalid_prompt")
         except Exception:
             log.exception("a request could not be added")
             return internal_error()

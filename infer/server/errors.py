@@ -12,11 +12,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, LiteralString
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic_core import PydanticCustomError
-from starlette.exceptions import HTTPException
+from starlette.exceptions import HTTPException as StarletteHTTPException
 
 log = logging.getLogger("headway.server")
 
@@ -52,6 +52,14 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, headers=self.headers)
+
+
+class RefusedBody(HTTPException):
+    """Carries an ApiError past FastAPI, which replaces what else is raised while it reads a body."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.status)
+        self.error = error
 
 
 def printable(text: str) -> str:
@@ -187,8 +195,12 @@ def install(app: FastAPI) -> None:
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         return from_validation(error.errors(), error.body).response()
 
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+    @app.exception_handler(RefusedBody)
+    async def refused_body(_: Request, refused: RefusedBody) -> JSONResponse:
+        return refused.error.response()
+
+    @app.exception_handler(StarletteHTTPException)
+    async def http_error(request: Request, error: StarletteHTTPException) -> JSONResponse:
         if error.status_code == 404:
             return ApiError(404, f"{request.method} {request.url.path}: no such endpoint", code="not_found").response()
         allowed = (error.headers or {}).get("Allow")

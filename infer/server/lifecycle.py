@@ -1,6 +1,7 @@
 """From a listening socket to an exit code: HTTP up at once, the model loaded behind it, serving, draining, the end.
 
-SIGTERM and Ctrl-C drain; a second one ends the drain. Knows what happens when, and nothing about requests.
+SIGTERM and Ctrl-C drain; a second one ends the drain. When the engine dies the process ends by itself, exit code 1.
+Knows what happens when, and nothing about requests.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 import uvicorn
 
@@ -24,6 +28,9 @@ log = logging.getLogger("headway.server")
 
 HTTP_GRACE_S = 3  # for answers that are still being written when everything else has ended
 THREAD_GRACE_S = 5.0  # for the engine's step in progress
+# When the engine has died: /health says so for a moment, for who balances load, then HTTP ends, and then the process,
+# whatever still hangs. Together they stay below five seconds.
+DEAD_LINGER_S, DEAD_HTTP_GRACE_S, DEAD_LIMIT_S = 1.0, 1, 4.5
 
 
 def log_to_console() -> None:
@@ -62,14 +69,31 @@ def serve(
             asyncio.get_running_loop().add_signal_handler(number, stopping.ask)
         return await run(service, listener, stopping, api_keys=api_keys, on_ready=on_ready)
 
+    end_after(service.runtime.died)
     code = asyncio.run(main())
     if not service.runtime.stop(THREAD_GRACE_S if service.attached else 0):
         # Still loading, or inside a long step: a thread in native code cannot be ended, and the interpreter's own
         # shutdown would trip over it.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        leave(code)
     return code
+
+
+def end_after(died: threading.Event) -> None:
+    """The process does not outlive its engine for long, even where the event loop or a worker thread hangs."""
+
+    def wait() -> None:
+        died.wait()
+        time.sleep(DEAD_LIMIT_S)
+        leave(1)
+
+    threading.Thread(target=wait, name="end after the engine", daemon=True).start()
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process without waiting for its threads."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 async def run(
@@ -79,7 +103,9 @@ async def run(
     *,
     api_keys: Sequence[str],
     on_ready: Callable[[Engine], None],
+    linger_s: float = DEAD_LINGER_S,
 ) -> int:
+    """`linger_s`: how long HTTP is up after the engine has died, unless it is told to stop."""
     app = create_app(service, api_keys=api_keys)
     options = uvicorn.Config(
         app,
@@ -93,14 +119,20 @@ async def run(
     http = HttpServer(options)
     serving = asyncio.ensure_future(http.serve(sockets=[listener]))
     loading = service.runtime.start()
-    asked, hurry = (asyncio.ensure_future(event.wait()) for event in (stopping.asked, stopping.hurry))
+    asked, hurry, dead = (
+        asyncio.ensure_future(event.wait()) for event in (stopping.asked, stopping.hurry, service.runtime.dead)
+    )
     try:
         await asyncio.wait((loading, asked, serving), return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             engine = loading.result()
             service.attach(engine)
             on_ready(engine)
-            await asyncio.wait((asked, serving), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((asked, serving, dead), return_when=asyncio.FIRST_COMPLETED)
+            if dead.done():
+                log.error("the engine is dead: the server ends with exit code 1")
+                await asyncio.wait((asked, serving), timeout=linger_s, return_when=asyncio.FIRST_COMPLETED)
+                options.timeout_graceful_shutdown = DEAD_HTTP_GRACE_S
         drain = asyncio.ensure_future(service.runtime.drain(service.config.drain_s))
         if service.runtime.in_flight:
             log.info("finishing %d requests, at most %g s", service.runtime.in_flight, service.config.drain_s)
@@ -111,6 +143,7 @@ async def run(
     finally:
         asked.cancel()
         hurry.cancel()
+        dead.cancel()
         http.should_exit = True
         await serving
         await service.close()

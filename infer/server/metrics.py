@@ -40,11 +40,11 @@ OURS, VLLMS = "headway_", "vllm:"
 class Metrics:
     """`speculative` is set once it is known whether the server drafts."""
 
-    def __init__(self, model_name: str, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(self, model_name: str, snapshot: Callable[[], Snapshot], stalls: Callable[[], int]) -> None:
         self.speculative = False
         self._registry = CollectorRegistry()
         self._labels = (model_name, ENGINE)
-        self._registry.register(EngineCounters(self._labels, snapshot, lambda: self.speculative))
+        self._registry.register(EngineCounters(self._labels, snapshot, stalls, lambda: self.speculative))
         self.first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", FIRST_TOKEN_BUCKETS)
         self.between = self._histogram(
             "inter_token_latency_seconds", "Between two outputs of one request", BETWEEN_BUCKETS
@@ -90,9 +90,13 @@ class WithAliases(Collector):
 
 class EngineCounters(Collector):
     def __init__(
-        self, labels: tuple[str, str], snapshot: Callable[[], Snapshot], speculative: Callable[[], bool]
+        self,
+        labels: tuple[str, str],
+        snapshot: Callable[[], Snapshot],
+        stalls: Callable[[], int],
+        speculative: Callable[[], bool],
     ) -> None:
-        self._labels, self._snapshot, self._speculative = labels, snapshot, speculative
+        self._labels, self._snapshot, self._stalls, self._speculative = labels, snapshot, stalls, speculative
 
     def collect(self) -> Iterator[Metric]:
         now = self._snapshot()
@@ -119,6 +123,7 @@ class EngineCounters(Collector):
             ("prefix_cache_queries", "Tokens of prompts that were looked up", now.prompt_tokens),
             ("prefix_cache_hits", "Tokens of prompts that an earlier request had computed", now.cached_tokens),
             ("generation_tokens", "Tokens emitted", now.generation_tokens),
+            ("engine_stalls", "Steps of the engine that took longer than server.stall_s", self._stalls()),
         ]
         # A request may name a proposer where the server has none of its own.
         drafts = self._speculative() or now.drafts > 0

@@ -18,6 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from infer.isolation import panics_as_errors
 from infer.server.errors import ApiError, internal_error
 
 OPEN_PATHS = {"/health"}  # everything else needs a key, known endpoint or not
@@ -60,7 +61,8 @@ class Gate:
             await response(scope, receive, send_with_id)
             return
         try:
-            await self.app(scope, receive, send_with_id)
+            with panics_as_errors():
+                await self.app(scope, receive, send_with_id)
         except Exception:
             if not started:
                 await internal_error().response()(scope, receive, send_with_id)

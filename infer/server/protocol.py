@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field, model_validator
 
 from infer.grammar import Grammar
-from infer.params import SamplingParams
+from infer.params import MAX_INT, MOST_PENALTY, SamplingParams
 from infer.server.errors import field_error
 from infer.server.fields import EMPTY, Strict, Unless
 from infer.server.structure import ResponseFormat, StructuredOutputs
@@ -31,8 +31,10 @@ MAX_N = 32
 MAX_LOGPROBS = 20  # OpenAI's bound for chats
 MAX_PRIORITY = 2**31
 GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object")}
+MAX_TIMEOUT_S = 1e9
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat may fill the context
 
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 Count = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]
@@ -64,7 +66,7 @@ def check_prompt(prompt: Any) -> Any:
 
 
 def is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+    return isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item <= MAX_INT for item in value)
 
 
 def check_stop(stop: Any) -> Any:
@@ -134,29 +136,29 @@ class GenerationRequest(Strict):
         return others | ({"structured_outputs": guided} if guided else {})
 
     model: str
-    max_tokens: int | None = Field(default=None, ge=0)
-    min_tokens: int | None = Field(default=None, ge=0)
+    max_tokens: int | None = Field(default=None, ge=0, le=MAX_INT)
+    min_tokens: int | None = Field(default=None, ge=0, le=MAX_INT)
     n: int | None = Field(default=None, ge=1, le=MAX_N)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_INT)
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    repetition_penalty: float | None = Field(default=None, ge=1 / MOST_PENALTY, le=100)
     logit_bias: LogitBias | None = None
-    allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     seed: int | None = Field(default=None, ge=0, lt=2**63 - MAX_N)
     stop: Stop | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None  # false: the answer's text shows them
     prompt_logprobs: Count | None = None
     return_token_ids: bool | None = None
     priority: int | None = Field(default=None, gt=-MAX_PRIORITY, lt=MAX_PRIORITY)  # as vLLM: lower goes first
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
-    timeout_s: float | None = Field(default=None, gt=0)  # ours: a deadline of its own, before the server's
+    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)  # ours: its deadline, before the server's
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     speculative: Speculative | None = None

@@ -63,7 +63,7 @@ class Replica:
 
     async def __init__(self, config: ServeConfig, api_keys: Sequence[str]) -> None:
         from infer.engine import Engine
-        from infer.server.lifecycle import log_to_console
+        from infer.server.lifecycle import end_after, log_to_console
         from infer.server.service import Service
 
         log_to_console()
@@ -73,6 +73,7 @@ class Replica:
 
         self._api_keys = api_keys
         self._service = Service(config.model.name, config.server, load)
+        end_after(self._service.runtime.died)  # and Ray starts another replica
         self._service.attach(await self._service.runtime.start())
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from infer.server.answers import EventStream, event, run_to_end, shown, unless_gone
+from infer.server.bodies import json_router
 from infer.server.conversation import Conversation
 from infer.server.errors import ApiError, internal_error
 from infer.server.logprobs import ScoredToken, TokenNames, chat_logprobs
@@ -229,7 +230,7 @@ def failure(error: ApiError) -> Json:
 
 
 def router(service: Service) -> APIRouter:
-    routes = APIRouter()
+    routes = json_router()
 
     @routes.post("/v1/responses", response_model=None)
     async def responses(body: ResponsesRequest, request: Request) -> Response:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from infer.grammar import Grammar
+from infer.params import MAX_INT
 from infer.server.chat_protocol import MAX_MESSAGES, MAX_PARTS, Message, ReasoningEffort, TemplateOptions
 from infer.server.errors import field_error, shown
 from infer.server.fields import Strict, Unless
@@ -227,7 +228,7 @@ class ResponsesRequest(GenerationRequest):
 
     input: Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]  # a string is one user message
     instructions: str | None = None
-    max_output_tokens: int | None = Field(default=None, ge=1)
+    max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
     top_logprobs: Count | None = None
     include: Annotated[list[Includable], Field(max_length=16)] | None = None
     reasoning: Reasoning | None = None

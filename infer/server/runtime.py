@@ -21,6 +21,7 @@ from infer.offline import answers
 from infer.request import SamplingParams, StepOutput
 from infer.server.engine_loop import Abort, Add, Command, EngineLoop, Event, Failure, Snapshot, Stop, is_last
 from infer.server.errors import ApiError
+from infer.server.watchdog import Watchdog
 
 log = logging.getLogger("headway.server")
 
@@ -72,19 +73,22 @@ class Generation:
 class Runtime:
     """Loads the engine in a thread of its own and runs it there until `stop`."""
 
-    def __init__(self, load: Callable[[], Engine], *, max_waiting: int) -> None:
+    def __init__(self, load: Callable[[], Engine], *, max_waiting: int, stall_s: float) -> None:
         self.state: State = "loading"
         self.snapshot = Snapshot()
-        self._load, self._max_waiting = load, max_waiting
+        self.stalls = 0  # steps that took longer than `stall_s`
+        self._load, self._max_waiting, self._stall_s = load, max_waiting, stall_s
         self._max_batch = 0  # known with the engine
         self._generations: dict[str, Generation] = {}  # by engine request id, unfinished ones
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.died = threading.Event()  # set in the engine's thread, as its last deed when a step has raised
 
     def start(self) -> asyncio.Future[Engine]:
         """The future has the engine once it is loaded, or the error that loading raised."""
         self._loop = asyncio.get_running_loop()
+        self.dead = asyncio.Event()  # the same for the event loop: requests have been told
         self._loaded: asyncio.Future[Engine] = self._loop.create_future()
         self._thread.start()
         return self._loaded
@@ -175,9 +179,13 @@ class Runtime:
                     del self._generations[event.request_id]
                 generation.deliver(event)
 
+    def _on_stall(self) -> None:
+        self.stalls += 1
+
     def _on_death(self) -> None:
         self.state = "dead"
         self._fail_all(ApiError(500, "the engine has stopped; the server's log says why", code="engine_dead"))
+        self.dead.set()
 
     def _run(self) -> None:
         """In the engine's thread, with `_report` its only way out."""
@@ -187,11 +195,20 @@ class Runtime:
             self._report(self._on_load_failed, error)
             return
         self._report(self._on_loaded, engine)
+        loop = EngineLoop(engine, self._commands, lambda *round_: self._report(self._on_step, *round_))
+        watchdog = Watchdog(loop, threading.get_ident(), self._stall_s, lambda: self._report(self._on_stall))
+        if self._stall_s:
+            watchdog.start()
         try:
-            EngineLoop(engine, self._commands, lambda *round_: self._report(self._on_step, *round_)).run()
-        except Exception:
+            loop.run()
+        except BaseException:  # whatever it is, nobody computes any more
             log.exception("the engine has stopped")
             self._report(self._on_death)
+            self.died.set()
+            with contextlib.suppress(Exception):
+                engine.close()  # ranks of a divided target end with it
+        finally:
+            watchdog.stop()
 
     def _report(self, callback: Callable[..., None], *args: object) -> None:
         """In the engine's thread. The event loop may already be closed when the process is told to go at once."""

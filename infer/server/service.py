@@ -39,8 +39,8 @@ class Service:
 
     def __init__(self, model_id: str, config: ServerConfig, load: Callable[[], Engine]) -> None:
         self.model_id, self.config = model_id, config
-        self.runtime = Runtime(load, max_waiting=config.max_waiting)
-        self.metrics = Metrics(model_id, lambda: self.runtime.snapshot)
+        self.runtime = Runtime(load, max_waiting=config.max_waiting, stall_s=config.stall_s)
+        self.metrics = Metrics(model_id, lambda: self.runtime.snapshot, lambda: self.runtime.stalls)
         self.unknown_fields = UnknownFields(strict=config.strict)
         self.created = int(time.time())
         self.context = 0

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from infer.isolation import panics_as_errors
 from infer.logprobs import TokenLogprob
 from infer.request import FinishReason, SpeculationStats, StepOutput
-from infer.server.errors import ApiError
+from infer.server.errors import ApiError, internal_error
 from infer.server.logprobs import ScoredToken
 from infer.server.metrics import Metrics
 from infer.server.runtime import Generation
@@ -154,9 +155,10 @@ class Session:
             raise ApiError(504, message, code="timeout") from None
         if output.error is not None:
             self._metrics.finished("error")
-            raise ApiError(400, output.error, code="grammar_failed")
+            raise internal_error() if output.internal else ApiError(400, output.error, code="grammar_failed")
         choice = self.choices[index]
-        piece = choice.take(output)
+        with panics_as_errors():
+            piece = choice.take(output)
         self._observe(choice, output)
         return choice, piece
 

@@ -9,10 +9,12 @@ from typing import Annotated, Any, ClassVar
 from fastapi import APIRouter
 from pydantic import Field, model_validator
 
+from infer.server.bodies import json_router
 from infer.server.chat_protocol import MAX_MESSAGES, Message, TemplateOptions
 from infer.server.conversation import template_options
 from infer.server.errors import field_error
 from infer.server.fields import Strict, Unless
+from infer.server.protocol import TokenId
 from infer.server.service import Service
 from infer.server.tool_protocol import MAX_TOOLS, AnyTool, Tool
 
@@ -51,11 +53,11 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: Annotated[list[int], Field(max_length=MAX_TOKENS)]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS)]
 
 
 def router(service: Service) -> APIRouter:
-    routes = APIRouter()
+    routes = json_router()
 
     @routes.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Makes an engine's proposers fail for chosen requests, before their work is done or after it."""
+"""Makes an engine's proposers fail for chosen requests, and its own work for one request, at every stage of it."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -63,3 +64,52 @@ def said() -> Iterator[list[str]]:
         yield told
     finally:
         log.removeFilter(note)
+
+
+class PanicException(BaseException):
+    """As a library in Rust raises it: by this name, and no Exception."""
+
+
+# Of functions that work for one request, or for several: whether these arguments are of the request.
+Concerns = Callable[[Request, tuple[Any, ...]], bool]
+FUNCTIONS: dict[str, tuple[str, Concerns]] = {
+    "penalty counts": ("infer.choosing.count_tokens", lambda own, args: args[0] is own),
+    "shaping": ("infer.choosing.shape_logits", lambda own, args: args[1] is own.params),
+    "log-probabilities": ("infer.choosing.token_logprobs", lambda own, args: args[2] == own.params.logprobs),
+    "prompt log-probabilities": (
+        "infer.stepping.token_logprobs",
+        lambda own, args: args[2] == own.params.prompt_logprobs,
+    ),
+    "block verification": ("infer.verification.verify_blocks", lambda own, args: own in [args[0][b] for b in args[3]]),
+    "typical acceptance": ("infer.verification.likely_nodes", lambda own, args: own.params.acceptance == "typical"),
+}
+METHODS = {
+    "grammar mask": ("constraint", "words"),
+    "grammar push": ("constraint", "push"),
+    "grammar on a draft": ("constraint", "allowed"),
+    "stop text": ("stop_text", "push"),
+}
+STAGES = (*FUNCTIONS, *METHODS, "choice parameters")
+
+
+def install_at(stage: str, own: Request, monkeypatch: Any, *, late: int, error: type[BaseException] = Fault) -> None:
+    """Work at this stage raises for the request `own`, once it has emitted `late` tokens."""
+
+    def failing(work: Callable[..., Any], concerns: Concerns) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if own.output_length >= late and concerns(own, args):
+                raise error(own.request_id)
+            return work(*args, **options)
+
+        return call
+
+    if stage in METHODS:
+        holder, name = METHODS[stage]
+        part = getattr(own, holder)
+        setattr(part, name, failing(getattr(part, name), lambda own, args: True))
+    elif stage in FUNCTIONS:
+        place, concerns = FUNCTIONS[stage]
+        module, name = place.rsplit(".", 1)
+        monkeypatch.setattr(place, failing(getattr(sys.modules[module], name), concerns))
+    else:
+        object.__setattr__(own.params, "top_k", 2**63)  # no constructor lets it through, and no int64 tensor takes it

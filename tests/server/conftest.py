@@ -55,7 +55,8 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
 
         async def main() -> int:
             state["loop"], state["stopping"] = asyncio.get_running_loop(), Stopping()
-            return await run(service, listener, state["stopping"], api_keys=api_keys, on_ready=on_ready)
+            # A dead engine's server stays for as long as a test looks at it.
+            return await run(service, listener, state["stopping"], api_keys=api_keys, on_ready=on_ready, linger_s=600)
 
         def in_thread() -> None:
             state["code"] = asyncio.run(main())

@@ -24,6 +24,7 @@ from infer.config import ModelConfig, ProposerConfig
 from infer.head_config import HeadConfig
 from infer.loading import load_parts
 from infer.server.address import bind
+from tests.server.dying_server import DYING_SEED
 
 ROOT = Path(__file__).resolve().parents[2]
 CANARY = "zebra crossing at midnight"
@@ -155,6 +156,33 @@ def test_the_image_s_command(tiny_target_folder: Path, tmp_path: Path, monkeypat
         assert process.end(signal.SIGTERM) == 0
 
 
+def test_a_dead_engine_ends_the_process(tiny_target_folder: Path) -> None:
+    """By itself, so that a supervisor starts another. Streams end with an error; /health says so until then."""
+    (program, _, *rest) = command(tiny_target_folder, "proposer=none")
+    script = str(ROOT / "tests" / "server" / "dying_server.py")
+    with start(program, script, *rest) as process:
+        url = process.wait_for(r"(http://127\.0\.0\.1:\d+): loading")[1]
+        process.wait_for("try: curl")
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        stream = client.completions.create(
+            model="tiny", prompt="x", max_tokens=480, stream=True, seed=1, extra_body={"ignore_eos": True}
+        )
+        pieces = iter(stream)
+        next(pieces)
+        with pytest.raises(openai.APIError, match="the engine has stopped"):
+            client.completions.create(model="tiny", prompt="x", seed=DYING_SEED)
+        try:
+            health = httpx.get(f"{url}/health").status_code
+        except httpx.TransportError:
+            health = 0  # it had gone already
+        assert health in (503, 0)
+        with pytest.raises(openai.APIError, match="the engine has stopped"):
+            list(pieces)
+        assert process.child.wait(60) == 1
+        assert "RuntimeError: the device is gone" in process.output
+        assert "the engine is dead: the server ends with exit code 1" in process.output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["drained", "lost"])
 def test_a_divided_target_is_served(tiny_target_folder: Path, started_here: Callable[[], list[int]], end: str) -> None:
@@ -180,7 +208,7 @@ def test_a_divided_target_is_served(tiny_target_folder: Path, started_here: Call
             with pytest.raises(openai.APIError, match="the engine has stopped"):
                 list(stream)
             process.wait_for(r"RankLost: engine\.tensor_parallel=2: rank 1 has ended \(signal 9\)")
-            assert process.end(signal.SIGTERM) == 1
+            assert process.child.wait(60) == 1  # by itself
         assert started_here() == []
 
 

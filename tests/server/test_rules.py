@@ -8,10 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import yaml
+from fastapi.routing import APIRoute
 
 from infer.cli import compose
 from infer.config import ServeConfig
+from infer.server.app import create_app
+from infer.server.bodies import JsonRoute
 from infer.server.chat_protocol import ChatRequest
 from infer.server.protocol import CompletionRequest
 from infer.server.responses_protocol import ResponsesRequest
@@ -42,6 +46,36 @@ def unbounded(schema: Any, place: str = "") -> list[str]:
 def test_every_list_of_the_wire_is_bounded() -> None:
     for kind in (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest):
         assert unbounded(kind.model_json_schema()) == [], kind
+
+
+def unbounded_numbers(schema: Any, place: str = "") -> list[str]:
+    """Numbers without a least or a most value."""
+    found = []
+    if isinstance(schema, dict):
+        ends = [{"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}]
+        if schema.get("type") in ("integer", "number") and not all(end & set(schema) for end in ends):
+            found.append(place)
+        schema = list(schema.items())
+    if isinstance(schema, list):
+        for index, item in enumerate(schema):
+            name, inner = item if isinstance(item, tuple) else (index, item)
+            found += unbounded_numbers(inner, f"{place}/{name}")
+    return found
+
+
+def test_every_number_of_the_wire_is_bounded(server: Server) -> None:
+    """A prompt's ids are held to the vocabulary."""
+    schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
+    places = [place for place in unbounded_numbers(schemas) if "/CompletionRequest/properties/prompt/" not in place]
+    assert [place for place in places if not place.startswith("/ValidationError/")] == []
+    assert len(schemas) > 20
+
+
+def test_every_body_is_read_strictly(server: Server) -> None:
+    app = create_app(server.service, api_keys=())
+    reading = [route for route in app.routes if isinstance(route, APIRoute) and "POST" in route.methods]
+    assert len(reading) >= 5
+    assert [route.path for route in reading if not isinstance(route, JsonRoute)] == []
 
 
 def calls(tree: ast.AST) -> list[ast.Call]:

@@ -1,0 +1,79 @@
+"""Notices a step of the engine that does not end, and says what it was doing: every thread's stack and one log line.
+
+It ends nothing: a step may be slow for reasons that pass. A step that compiles a kernel at its first use has ten times
+as long. A step that holds Python's lock all the time cannot be seen from here.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from infer.server.engine_loop import EngineLoop
+
+log = logging.getLogger("headway.server")
+
+LOOKS = 4  # per stall_s
+COMPILING = 10  # times as long
+COMPILERS = ("triton.compiler", "triton.runtime.build", "triton.backends", "kernels.cpu.library", "torch._inductor")
+
+
+class Watchdog:
+    """Watches `loop`, which the thread `thread_id` runs, until `stop`. `on_stall` is called once per stall."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        thread_id: int,
+        stall_s: float,
+        on_stall: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._loop, self._thread_id, self._stall_s = loop, thread_id, stall_s
+        self._on_stall, self._clock = on_stall, clock
+        self._stalled: float | None = None  # when the step began of which the log has told
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def look(self) -> None:
+        begin, now = self._loop.busy_since, self._clock()
+        if self._stalled is not None and begin != self._stalled:
+            log.warning("the step that stalled has ended, at most %.1f s after it began", now - self._stalled)
+            self._stalled = None
+        if begin is None or begin == self._stalled or now - begin < self._stall_s:
+            return
+        frame = sys._current_frames().get(self._thread_id)
+        if now - begin < COMPILING * self._stall_s and is_compiling(frame):
+            return
+        self._stalled = begin
+        log.error(
+            "the engine stalls: a step has not ended for %.1f s (server.stall_s=%g); %s; all threads' stacks follow",
+            now - begin,
+            self._stall_s,
+            self._loop.engine.activity,
+        )
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        self._on_stall()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._stall_s / LOOKS):
+            self.look()
+
+
+def is_compiling(frame: FrameType | None) -> bool:
+    """Whether a call on this stack makes a kernel: by the modules that do."""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).startswith(COMPILERS):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,30 @@
+"""The server's own command, with an engine whose step raises for a request of one seed: `DYING_SEED`."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+DYING_SEED = 666
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main() -> None:
+    sys.path.insert(0, str(ROOT))
+    from infer.engine import Engine
+
+    step = Engine.step
+
+    def dying(engine: Engine) -> object:
+        if any(request.seed == DYING_SEED for request in engine._requests.values()):
+            raise RuntimeError("the device is gone")
+        return step(engine)
+
+    Engine.step = dying  # type: ignore[method-assign,assignment]
+    sys.argv[0] = str(ROOT / "infer" / "serve.py")
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

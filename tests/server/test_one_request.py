@@ -1,0 +1,230 @@
+"""One request is one request's problem: what it raises, wherever, is its error alone, and others go on as if alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import httpx
+import pytest
+
+from infer.request import SamplingParams
+from infer.server.watchdog import Watchdog, is_compiling
+from tests.lossless.faults import Fault, PanicException
+from tests.server.harness import MODEL, MakeServer, Server, wait_until
+
+BESIDE: dict[str, Any] = {"max_tokens": 150, "seed": 11, "ignore_eos": True, "return_token_ids": True}
+DOOMED: dict[str, Any] = {"max_tokens": 40, "seed": 666, "ignore_eos": True, "stop": "never seen"}
+look: Any = None  # what a function calls that is made with other globals
+
+
+@pytest.fixture(scope="module")
+def alone(plain_engine: Any) -> list[int]:
+    """What the stream beside is, without anybody beside it."""
+    params = SamplingParams(temperature=1.0, max_tokens=BESIDE["max_tokens"], seed=BESIDE["seed"], ignore_eos=True)
+    (completion,) = plain_engine.generate(["def f("], params)
+    return completion.token_ids
+
+
+@contextmanager
+def stream_beside(server: Server) -> Iterator[list[int]]:
+    """A stream that runs while the block does; its tokens are there, and the answer has ended well, after it."""
+    tokens: list[int] = []
+    began = threading.Event()
+
+    def read() -> None:
+        stream = server.openai.completions.create(
+            model=MODEL, prompt="def f(", stream=True, max_tokens=BESIDE["max_tokens"], seed=BESIDE["seed"],
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )  # fmt: skip
+        for chunk in stream:
+            tokens.extend(getattr(chunk.choices[0], "token_ids", None) or ())
+            began.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert began.wait(30)
+        yield tokens
+    finally:
+        reader.join(60)
+
+
+def in_the_engine(server: Server, error: type[BaseException]) -> Callable[[], None]:
+    """Stop strings are looked for in the engine's thread."""
+    add = server.engine.add
+
+    def adding(*args: Any, **options: Any) -> str:
+        name = add(*args, **options)
+        if (request := server.engine.request(name)).seed == DOOMED["seed"]:
+            request.stop_text.push = raising(error)
+        return name
+
+    server.engine.add = adding
+    return lambda: delattr(server.engine, "add")
+
+
+def in_the_session(server: Server, error: type[BaseException]) -> Callable[[], None]:
+    """The text that is shown is decoded in the event loop. The stream beside has its decoder already."""
+    tokenizer = server.service.tokenizer
+
+    class Decoder:
+        push = flush = raising(error)
+
+    vars(tokenizer)["stream"] = lambda **options: Decoder()
+    return lambda: vars(tokenizer).pop("stream")
+
+
+def in_the_prompt(server: Server, error: type[BaseException]) -> Callable[[], None]:
+    tokenizer = server.service.tokenizer
+    vars(tokenizer)["encode"] = raising(error)
+    return lambda: vars(tokenizer).pop("encode")
+
+
+def raising(error: type[BaseException]) -> Callable[..., Any]:
+    def call(*_: Any, **__: Any) -> Any:
+        raise error("a defect that this request alone brings out")
+
+    return call
+
+
+@pytest.mark.parametrize("error", [Fault, PanicException])
+@pytest.mark.parametrize("place", [in_the_engine, in_the_session, in_the_prompt])
+def test_what_a_request_raises_is_its_error_alone(
+    server: Server, alone: list[int], place: Callable[..., Callable[[], None]], error: type[BaseException]
+) -> None:
+    with stream_beside(server) as tokens:
+        mend = place(server, error)
+        try:
+            whole = server.complete(**DOOMED)
+            streamed = server.complete(**DOOMED, stream=True)
+        finally:
+            mend()
+    assert (whole.status_code, whole.json()["error"]["code"]) == (500, "internal_error")
+    assert streamed.status_code == 500 or '"code":"internal_error"' in streamed.text
+    assert "defect" not in whole.text + streamed.text
+    assert tokens == alone
+    wait_until(lambda: not server.engine.has_work)
+    assert server.complete(**{**DOOMED, "max_tokens": 2}).status_code == 200
+    server.engine._pool.invariants([])
+
+
+def test_no_grammar_is_compiled_on_the_engine_s_thread(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once per answer either: two prompts with two answers each are one compilation."""
+    threads: list[str] = []
+    compile_ = server.engine._constraints.compile
+
+    def noting(grammar: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return compile_(grammar)
+
+    monkeypatch.setattr(server.engine._constraints, "compile", noting)
+    asked = {"structured_outputs": {"choice": ["left", "right"]}, "max_tokens": 40}
+    answer = server.complete(prompt=["a", "b"], n=2, **asked).json()
+    assert {choice["text"] for choice in answer["choices"]} <= {"left", "right"}
+    assert len(threads) == 1
+    assert threads[0] != "engine"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x"}),
+    ],
+)
+def test_a_number_that_no_tensor_holds_is_a_400_by_its_name(server: Server, path: str, body: dict[str, Any]) -> None:
+    for name in ("top_k", "seed", "min_tokens", "priority"):
+        for text in (str(2**63), "9" * 5000, "1e999", "NaN", "-Infinity"):
+            content = json.dumps({"model": MODEL, **body, name: "?"}).replace('"?"', text)
+            error = post_text(server, path, content)
+            assert error["param"] == name, error
+    deep = json.dumps({"model": MODEL, **body, "tools": "?"}).replace('"?"', "[" * 100_000 + "]" * 100_000)
+    assert post_text(server, path, deep)["param"] == "tools"
+
+
+def post_text(server: Server, path: str, content: str) -> dict[str, Any]:
+    answer = httpx.post(
+        f"{server.url}{path}", content=content, headers={"content-type": "application/json"}, timeout=60
+    )
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+def test_top_k_beyond_the_vocabulary_is_off(server: Server) -> None:
+    off, beyond = (server.complete(max_tokens=20, seed=1, top_k=top_k).json() for top_k in (-1, 2**63 - 1))
+    assert beyond["choices"] == off["choices"]
+
+
+def test_the_least_temperatures_are_greedy(server: Server) -> None:
+    greedy, *least = (
+        server.complete(max_tokens=20, seed=1, temperature=t).json()["choices"] for t in (0, 1e-6, 1e-38, 1e-45, 1e-320)
+    )
+    assert least == [greedy] * 4
+
+
+def test_the_watchdog_tells_of_a_stall_once(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    go_on, waited = threading.Event(), threading.Event()
+    answers: list[Any] = []
+    with make_server(stall_s=0.2) as server:
+        step = server.engine.step
+
+        def hanging() -> Any:
+            if not waited.is_set():
+                waited.set()
+                assert go_on.wait(60)
+            return step()
+
+        server.engine.step = hanging
+        asking = threading.Thread(target=lambda: answers.append(server.complete(max_tokens=5)))
+        asking.start()
+        wait_until(lambda: server.metrics()["headway_engine_stalls_total"] == 1)
+        told = [record.getMessage() for record in caplog.records if "the engine stalls" in record.getMessage()]
+        go_on.set()
+        asking.join(60)
+        assert answers[0].status_code == 200
+        wait_until(lambda: "the step that stalled has ended" in caplog.text)
+    (line,) = told
+    assert "server.stall_s=0.2" in line
+    assert "in hanging" in capfd.readouterr().err  # the engine's stack
+
+
+def test_what_the_watchdog_takes_for_a_stall(caplog: pytest.LogCaptureFixture) -> None:
+    class Engine:
+        activity = "decode of 3 requests, 12 rows"
+
+    class Loop:
+        engine, busy_since = Engine, None
+
+    now, stalls, loop = [100.0], [], Loop()
+    watchdog = Watchdog(loop, threading.get_ident(), 5.0, lambda: stalls.append(now[0]), lambda: now[0])  # type: ignore[arg-type]
+
+    def looks(*times: float) -> list[float]:
+        stalls.clear()
+        for now[0] in times:
+            watchdog.look()
+        return list(stalls)
+
+    assert looks(100, 200, 300) == []  # nothing is done
+    loop.busy_since = 300.0  # type: ignore[assignment]
+    assert looks(301, 304.9, 305, 306, 400) == [305]
+    assert "decode of 3 requests, 12 rows" in caplog.text
+    loop.busy_since = 401.0  # type: ignore[assignment]
+    assert looks(402, 407, 500) == [407]
+
+    compile_ = FunctionType((lambda: look()).__code__, {"__name__": "triton.compiler.compiler", "look": watchdog.look})
+    loop.busy_since = 500.0  # type: ignore[assignment]
+    for now[0] in (506.0, 549.0):
+        compile_()
+    assert stalls == [407]
+    now[0] = 550.0
+    compile_()
+    assert stalls == [407, 550]
+    assert not is_compiling(None)
