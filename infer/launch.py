@@ -97,6 +97,8 @@ def _follow(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> None:
         follow(shard, ranks)
     except RankLost:
         raise SystemExit(1) from None  # the reason is another rank's to tell
+    finally:
+        ranks.disconnect()
 
 
 def load_shard(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> Shard:
