@@ -57,7 +57,7 @@ def make_controller(
         "head": None if engine.head is None else repr(engine.head.config),
         "drafters": {name: list(limit) for name, limit in sorted(drafters.items())},
         "device": torch.cuda.get_device_name(engine.device) if on_gpu else processor(),
-        "threads": list(asdict(engine.threads).values()),
+        "threads": list(asdict(engine.threads.plan).values()),
         "dtype": str(engine.dtype),
         "torch": torch.__version__,
         "engine": asdict(config),

@@ -28,7 +28,7 @@ from infer.controller import AsAllowed, Controller, Never, Planner
 from infer.costs import CostTable
 from infer.drafting import Drafting
 from infer.engine_stats import EngineStats
-from infer.exactness import probe_exactness
+from infer.exactness import probe_exactness, same_bits
 from infer.grammar import Grammar
 from infer.head_config import HeadConfig
 from infer.kv_cache import KVPool
@@ -96,9 +96,10 @@ class Engine:
         self._shard = LeadingShard(target, ranks, **packing) if ranks else Shard(target, **packing)
         self.device, self.dtype = self._shard.device, self._shard.dtype
         self.context = target.config.max_position_embeddings
-        self.threads = plan_threads(self.config, self._shard)
+        self.threads = plan_threads(self.config, self._shard, timer)
         if exact and probe:
-            probe_exactness(self._shard, self.threads)
+            probe_exactness(self._shard, self.threads.plan)
+            self.threads.admit = lambda count: same_bits(self._shard, self.threads.plan.many, count)
         self._requests: dict[str, Request] = {}
         self._ids, self._arrivals = itertools.count(), itertools.count()
         self._stats, self._clock, self._timer = EngineStats(), clock, timer
@@ -329,6 +330,7 @@ class Engine:
 
     def _stepped(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
         self._stats.steps.record(batch, rows, drafting, whole)
+        self.threads.stepped(rows, whole)
         self._planner.stepped(batch, rows, drafting, whole)
 
     def generate(

@@ -113,7 +113,7 @@ def load_shard(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> Shard:
         part=ranks.part,
     )
     shard = Shard(target, exact=engine.exact, weights=engine.weight_format, kv=engine.kv_dtype)
-    threads = plan_threads(engine, shard)
+    threads = plan_threads(engine, shard).plan
     torch.set_num_threads(threads.many)
     if engine.exact:
         probe_exactness(shard, threads)
