@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,9 +15,10 @@ from infer.budget import Budget
 from infer.confidence import DRAFTER, Confidence
 from infer.controller import Controller
 from infer.costs import Costs, CostTable
-from infer.measuring import kept_table, measure
+from infer.measuring import Unmeasured, kept_table, measure
 from infer.proposers.head import HeadProposer
 from infer.survival import Survival
+from infer.trials import guessed_costs
 from kernels.cpu.library import cache_folder, processor
 
 if TYPE_CHECKING:
@@ -38,9 +40,15 @@ class Learnt:
 
 
 def make_controller(
-    engine: Engine, limits: Mapping[str, Budget], learnt: Learnt, head: HeadProposer | None
+    engine: Engine,
+    limits: Mapping[str, Budget],
+    learnt: Learnt,
+    head: HeadProposer | None,
+    timer: Callable[[], float] = time.perf_counter,
 ) -> Controller:
-    """`limits`: what each of the engine's proposers drafts at most. Measuring takes some seconds, the first time."""
+    """`limits`: what each of the engine's proposers drafts at most. Measuring takes seconds of `timer` at first.
+    Where it fails the controller begins without drafts, and learns what they cost.
+    """
     drafters = {name: limit for name, limit in limits.items() if name in (engine.proposer_name, *COSTLY)}
     target, config = engine.target, engine.config
     on_gpu = engine.device.type == "cuda"
@@ -49,7 +57,7 @@ def make_controller(
         "head": None if engine.head is None else repr(engine.head.config),
         "drafters": {name: list(limit) for name, limit in sorted(drafters.items())},
         "device": torch.cuda.get_device_name(engine.device) if on_gpu else processor(),
-        "threads": list(asdict(engine.threads).values()),
+        "threads": list(asdict(engine.threads.plan).values()),
         "dtype": str(engine.dtype),
         "torch": torch.__version__,
         "engine": asdict(config),
@@ -68,11 +76,16 @@ def make_controller(
             context=engine.context,
             max_batch=config.max_batch,
             max_rows=config.max_rows,
+            clock=timer,
         )
 
     known = json.dumps(key, sort_keys=True)
     if known not in learnt.costs:
-        learnt.costs[known] = Costs(kept_table(cache_folder(), key, make))
+        try:
+            learnt.costs[known] = Costs(kept_table(cache_folder(), key, make))
+        except Unmeasured as error:
+            print(f"not measured ({error}): nothing is drafted until steps have shown what they cost", file=sys.stderr)
+            learnt.costs[known] = guessed_costs(drafters)
     costs = learnt.costs[known]
     if judged is None:
         return Controller(costs, learnt.survival)

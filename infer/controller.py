@@ -20,6 +20,7 @@ from infer.confidence import DRAFTER, Confidence, Prices
 from infer.costs import Costs
 from infer.settling import Settling
 from infer.survival import LATE, Kind, Survival
+from infer.trials import TRIAL_SHARE, TRIAL_STEPS
 
 CLEARLY = 0.04  # by which drafting for those that are followed must beat plain decoding
 # Following costs, in a step without drafts, such a share of a plain step of one request, hardly more for several of
@@ -188,7 +189,7 @@ class Controller:
             if not self.current.budgets:  # what drafts taught was of another load, and nothing would put it right
                 self.costs.fade(self._quiet_s)
             self._quiet_s = 0.0
-            planned = [own for own in self._candidates if own.ready or own.wakes]
+            planned = [] if self.costs.guessed else [own for own in self._candidates if own.ready or own.wakes]
             batch, depth = len(decoding), self.current.depth
             self.current = best_plan(batch, planned, self.costs, self.survival, depth, self._beginning(batch))
             if self.confidence is not None and self.current.budgets:
@@ -278,7 +279,7 @@ class Controller:
                 batch = len(self._decoding)
                 self._credit += accepted * self.costs.plain(batch) / batch
                 self._age = KEPT_STEPS if accepted > expected else self._age
-                self._probe.steps = 0
+                self._probe.steps = min(self._probe.steps, TRIAL_STEPS) if self.costs.guessed else 0
 
     def stepped(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
         self._unlearnt += whole
@@ -287,7 +288,7 @@ class Controller:
         if due:
             self._unlearnt = 0.0
         if rows == batch:
-            self._credit += PROBE_SHARE * whole
+            self._credit += (TRIAL_SHARE if self.costs.guessed else PROBE_SHARE) * whole
             self._quiet_s += whole
             settled = self._settling.plain(whole, self.costs.plain(batch))
             if settled and (self._settling.reminds or due):
@@ -295,7 +296,12 @@ class Controller:
             self._before = (), {}
             return
         self._settling.drafted(whole)
-        before, self._before = self._before, (self._candidates, self.current.budgets)
+        if on_trial := self._on_trial():
+            budgets, due = {own.request_id: own.allowed for own in on_trial}, True
+            before, self._before = self._before, (on_trial, budgets)
+        else:
+            budgets = self.current.budgets
+            before, self._before = self._before, (self._candidates, budgets)
         if not due:
             return
         deep = drafted_for(*self._before)
@@ -305,6 +311,7 @@ class Controller:
                 drafts = self.costs.draft(deep[0].drafter, batch, self.current.depth)
                 verify = float(self.costs.verify(batch, float(rows)))
                 self.costs.learn(batch=batch, rows=rows, seconds=whole * verify / (verify + drafts))
+                self.costs.tried()
             return
         slow = self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
         known = {own.request_id for own in drafted_for(*before)}
@@ -312,10 +319,18 @@ class Controller:
             if self.confidence is not None and self.confidence.judging and deep[0].drafter == DRAFTER:
                 counts = self.confidence.counts
             else:
-                depths = [self.current.budgets[own.request_id].depth for own in deep]
+                depths = [budgets[own.request_id].depth for own in deep]
                 counts = [sum(depth > level for depth in depths) for level in range(max(depths))]
             # What slows a step's verify slows its drafts, and is no news of them.
             self.costs.learn_draft(deep[0].drafter, counts, drafting / slow)
+            self.costs.tried()
+
+    def _on_trial(self) -> list[Candidate]:
+        """Who is drafted for in order to learn what that costs: it alone."""
+        if self._probe is None or not self.costs.guessed:
+            return []
+        name = self._probe.request_id
+        return [own._replace(ready=True) for own in self._candidates if own.request_id == name]
 
     def forget(self, request_id: str) -> None:
         self.survival.forget(request_id)
@@ -368,7 +383,8 @@ class Controller:
         if chosen.request_id not in decoding:  # it has ended since
             return None
         self._credit -= price
-        return Probe(chosen.request_id, chosen.allowed, 1 if chosen.ready else WAKING_STEPS)
+        steps = TRIAL_STEPS if self.costs.guessed else 1
+        return Probe(chosen.request_id, chosen.allowed, steps if chosen.ready else WAKING_STEPS + steps - 1)
 
     def _price_probe(self, batch: int) -> tuple[Candidate, float]:
         """Whose turn it is, and how many seconds drafting for it costs."""

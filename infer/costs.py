@@ -6,6 +6,7 @@ themselves, since others may use the machine. Pure arithmetic over the table; in
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,6 +27,7 @@ LEAST_ROW = 0.3
 # What a step with drafts takes beside its rows, in such shares of a plain step: a tree is laid out, and the drafter's
 # weights have driven the target's from the caches. Known from steps alone.
 BESIDE, MOST_BESIDE = 0.1, 5.0
+MOST_DOUBTED = 16  # so many of them in a row do say something: what was expected is wrong
 EXTRA = (0.1, 3.0)  # so far the corrections of further rows and of drafts may go
 # So much of what drafted steps have taught is left a second later, where it fades. Rows of twice their usual price were
 # seen for a second now and then (LOG.md), and nobody must go undrafted for much longer than that. But who tries again
@@ -34,6 +36,9 @@ FADES = 0.75
 FORGETS = 0.998  # of how well plain steps are known, with every step of more rows
 WELL_SEEN = 0.25  # from here on what a step of more rows takes longer is these rows' doing,
 MOST_SEEN = 0.99  # nearly, or a few rows of hardly any cost would be blamed for all noise
+# How many times as long as a larger work a smaller one may take in a table: of so few rows, and of more.
+FEW_ROWS, STRICTLY, LOOSELY = 2, 1.5, 5.0
+UNSEEN_S = 2e-4  # by which drafts may differ, whatever share of them that is
 
 
 @dataclass(frozen=True)
@@ -123,11 +128,40 @@ class CostTable:
         return curves[right - 1](size) * (1 - share) + curves[right](size) * share
 
 
+def contradiction(table: CostTable) -> str:
+    """Why the table cannot be of a machine that did nothing else meanwhile; empty if it can.
+
+    More rows and deeper drafts do not take less. Some of them may: beyond a number of rows a step uses more threads,
+    so that only a step of one or two rows, which would use them too if that were faster, is held to it strictly.
+    """
+    steps = [
+        (rows, seconds) for curve in table.verify for rows, seconds in zip(curve.sizes, curve.seconds, strict=True)
+    ]
+    drafts = [curve for curves in table.drafts.values() for curve in curves]
+    everything = [seconds for _, seconds in steps] + [value for curve in drafts for value in curve.seconds]
+    if not all(0 <= seconds < math.inf for seconds in (*everything, *table.around, *table.reads.values())):
+        return "a time is negative or no number"
+    for rows, seconds in steps:
+        least_rows, least = min((own for own in steps if own[0] > rows), key=lambda own: own[1], default=(0.0, seconds))
+        if seconds > (STRICTLY if rows <= FEW_ROWS else LOOSELY) * least:
+            return f"{rows:g} rows took {1e3 * seconds:.3g} ms, {least_rows:g} rows {1e3 * least:.3g} ms"
+    for curve in drafts:
+        for depth, seconds, deeper in zip(curve.sizes, curve.seconds, curve.seconds[1:], strict=False):
+            if seconds > STRICTLY * deeper + UNSEEN_S:
+                return f"drafts of depth {depth:g} took {1e3 * seconds:.3g} ms, deeper ones {1e3 * deeper:.3g} ms"
+    return ""
+
+
 class Costs:
     """The table with what the steps since then have taught, for requests of a certain length."""
 
-    def __init__(self, table: CostTable) -> None:
+    def __init__(self, table: CostTable, *, trials: int = 0, extra: tuple[float, float] = EXTRA) -> None:
+        """`trials`: of drafted steps that a guessed table must be taught by before anything is planned by it. `extra`:
+        how far corrections of rows and drafts may go.
+        """
         self.table = table
+        self._trials, self._tried = trials, 0
+        self._bounds = extra
         widest = table.verify[-1]
         self._least = LEAST_ROW * max(0.0, widest.slope)
         self._further = 0.0  # tokens of context, in the mean of a batch, above those that the table is of
@@ -145,11 +179,26 @@ class Costs:
         self._seen = 0.0  # how well plain steps are known, from 0 to 1
         self._rows_seen = dict.fromkeys(table.batches, 0.0)  # and steps of more rows
         self._draft: dict[str, tuple[float, float]] = {}  # and of a drafter's, for its first level and further ones
+        self._doubted = 0  # steps in a row that were too far from what was expected
 
     @property
     def knows_plain(self) -> bool:
         """Whether plain steps were seen lately."""
         return self._seen > WELL_SEEN
+
+    @property
+    def guessed(self) -> bool:
+        """Whether this is a guess, of which too little is known yet."""
+        return self._tried < self._trials
+
+    def tried(self) -> None:
+        """A drafted step has taught a guess."""
+        self._tried += 1
+
+    @property
+    def _learns_guess(self) -> float:
+        """The share of the newest drafted step in a guess, which becomes their mean; 0 where this is none."""
+        return 1 / (1 + self._tried) if self.guessed else 0.0
 
     def set_context(self, tokens: Sequence[int]) -> None:
         """From now on costs are those of requests as long as these."""
@@ -214,22 +263,36 @@ class Costs:
         plain = self.plain(batch)
         expected = plain if rows == batch else float(self.verify(batch, float(rows)))
         extra, known = expected - plain, MOST_SEEN if rows > batch and self.knows_plain else 0.0
-        if not trusted(seconds, expected):
+        if not trusted(seconds, expected) and not self._convinced(seconds):
             return 1.0
+        self._doubted = 0
         # The table may be of a slower hour, and so may what was known before many drafts.
         size = self.table.size(batch)
-        learns = max(LEARNS, 1 - self._seen if rows == batch else RELEARNS * (1 - self._rows_seen[size]))
+        if rows == batch:
+            learns = max(LEARNS, 1 - self._seen)
+        else:
+            learns = self._learns_guess or max(LEARNS, RELEARNS * (1 - self._rows_seen[size]))
         unit = BESIDE * plain * (rows > batch)
         extra -= unit * self._beside[size]
         share = learns * (seconds - expected) / ((1 - known) * expected**2 + unit**2 + extra**2)
         self._all *= 1 + (1 - known) * share * expected
         self._beside[size] = min(max(self._beside[size] + share * unit, 0.0), MOST_BESIDE)
-        self._extra[size] = bounded(self._extra[size] * (1 + share * extra))
+        self._extra[size] = self._bounded(self._extra[size] * (1 + share * extra))
         if rows == batch:
             self._seen = (1 + self._seen) / 2
         else:
             self._seen, self._rows_seen[size] = FORGETS * self._seen, (3 * self._rows_seen[size] + 1) / 4
         return seconds / expected
+
+    def _convinced(self, seconds: float) -> bool:
+        """By a step that is far from what was expected: at once where nothing but a guess is known, else if all were
+        for some time. Then the table is wrong, or the machine another one, and plain steps are learnt anew.
+        """
+        self._doubted += 1
+        if seconds <= 0 or (self._doubted < MOST_DOUBTED and not (self.guessed and not self._seen)):
+            return False
+        self._seen = 0.0
+        return True
 
     def fade(self, seconds: float) -> None:
         """Forgets what drafted steps have taught as far as it is forgotten in so long."""
@@ -246,13 +309,14 @@ class Costs:
             more += self._drafting(drafter, count, level) - self._drafting(drafter, count, level - 1)
         first, further = self._draft.get(drafter, (1.0, 1.0))
         predicted = first * one + further * more
-        if trusted(seconds, predicted):  # here too normalised least mean squares
-            share = LEARNS * (seconds - predicted) / (one**2 + more**2)
-            self._draft[drafter] = bounded(first + share * one), bounded(further + share * more)
+        learns = self._learns_guess or LEARNS
+        if trusted(seconds, predicted) or (self.guessed and predicted > 0):  # here too normalised least mean squares
+            share = learns * (seconds - predicted) / (one**2 + more**2)
+            self._draft[drafter] = self._bounded(first + share * one), self._bounded(further + share * more)
 
-
-def bounded(correction: float) -> float:
-    return min(max(correction, EXTRA[0]), EXTRA[1])
+    def _bounded(self, correction: float) -> float:
+        least, most = self._bounds
+        return min(max(correction, least), most)
 
 
 def trusted(seconds: float, predicted: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -39,12 +39,18 @@ def grouped(names: Sequence[str]) -> list[list[int]]:
 class Drafting:
     """Proposers by name, each with what it is given at most per step. Other names cannot be asked for."""
 
-    def __init__(self, proposers: Mapping[str, tuple[Proposer, Budget]], default: str, context: int) -> None:
+    def __init__(
+        self,
+        proposers: Mapping[str, tuple[Proposer, Budget]],
+        default: str,
+        context: int,
+        timer: Callable[[], float] = time.perf_counter,
+    ) -> None:
         everyone = {"none": (NoProposer(), NOTHING), **proposers}
         self._proposers: dict[str, Proposer] = {name: proposer for name, (proposer, _) in everyone.items()}
         self._limits = {name: limit for name, (_, limit) in everyone.items()}
         self._keepers = dict.fromkeys(own for proposer in self._proposers.values() for own in keepers(proposer))
-        self._context, self.default = context, default
+        self._context, self.default, self._timer = context, default, timer
         self._followed: dict[str, set[str]] = {}  # by drafter, the requests of which it keeps something
         self._idle: dict[str, int] = {}  # of these, steps since their last draft
         self.seconds = 0.0  # spent in proposing, in all
@@ -183,11 +189,11 @@ class Drafting:
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         """One tree per request, whoever drafts it."""
-        begin = time.perf_counter()
+        begin = self._timer()
         try:
             return self._propose_all(requests, budgets)
         finally:
-            self.seconds += time.perf_counter() - begin
+            self.seconds += self._timer() - begin
 
     def _propose_all(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         trees: list[DraftTree] = []

@@ -28,7 +28,7 @@ from infer.controller import AsAllowed, Controller, Never, Planner
 from infer.costs import CostTable
 from infer.drafting import Drafting
 from infer.engine_stats import EngineStats
-from infer.exactness import probe_exactness
+from infer.exactness import probe_exactness, same_bits
 from infer.grammar import Grammar
 from infer.head_config import HeadConfig
 from infer.kv_cache import KVPool
@@ -66,7 +66,8 @@ from models.tokenizer import Tokenizer
 class Engine:
     """Takes over `target` and packs it for serving; its weights must not be trained afterwards. `head` is copied.
 
-    `probe` false takes for granted what `exact` rests on, which otherwise is tried out at the start.
+    `probe` false takes for granted what `exact` rests on, which otherwise is tried out at the start. `clock` counts the
+    seconds of deadlines, `timer` those that steps take, from which drafts are planned.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Engine:
         ranks: Ranks | None = None,
         priors: Mapping[str, Sequence[float]] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        timer: Callable[[], float] = time.perf_counter,
         probe: bool = True,
     ) -> None:
         self.config = config or EngineConfig()
@@ -98,12 +100,13 @@ class Engine:
         self._shard = LeadingShard(target, ranks, **packing) if ranks else Shard(target, **packing)
         self.device, self.dtype = self._shard.device, self._shard.dtype
         self.context = target.config.max_position_embeddings
-        self.threads = plan_threads(self.config, self._shard)
+        self.threads = plan_threads(self.config, self._shard, timer)
         if exact and probe:
-            probe_exactness(self._shard, self.threads)
+            probe_exactness(self._shard, self.threads.plan)
+            self.threads.admit = lambda count: same_bits(self._shard, self.threads.plan.many, count)
         self._requests: dict[str, Request] = {}
         self._ids, self._arrivals = itertools.count(), itertools.count()
-        self._stats, self._clock = EngineStats(), clock
+        self._stats, self._clock, self._timer = EngineStats(), clock, timer
         self._activity = ("nothing", 0, 0)  # phase, requests, rows of the target
         self._learnt = Learnt(Survival(priors))
         self._synthetic_rates = tuple(self.proposer_config.acceptance or ())
@@ -254,8 +257,11 @@ class Engine:
 
     @property
     def costs(self) -> CostTable | None:
-        """What steps and drafts were measured to cost; None where drafting does not ask for it."""
-        return self._planner.costs.table if isinstance(self._planner, Controller) else None
+        """What steps and drafts were measured to cost; None where drafting does not ask for it, or on a machine too
+        busy or too slow to be measured at the start.
+        """
+        costs = self._planner.costs if isinstance(self._planner, Controller) else None
+        return None if costs is None or costs.guessed else costs.table
 
     def set_proposer(self, name: str, head: Head | None = None, *, config: ProposerConfig | None = None) -> None:
         """Changes what drafts by default, and the head and the drafts' shape if they are given.
@@ -287,13 +293,13 @@ class Engine:
         )
         if self.graphs is not None and self.graphs.rounds:
             parts = self.graphs.rounds, self._pool, self._scheduler, self._drafting, self._stepping
-            self._rounds = Rounds(*parts, context=self.context)
+            self._rounds = Rounds(*parts, context=self.context, timer=self._timer)
         self._planner: Planner = AsAllowed()
         if self._head is not None:
             self._head.confidence = None
         if adaptive and name != "none":
             limits = {own: limit for own, (_, limit) in self._proposers.items()}
-            self._planner = make_controller(self, limits, self._learnt, self._head)
+            self._planner = make_controller(self, limits, self._learnt, self._head, self._timer)
 
     def add_proposer(self, proposer: Proposer, limit: Budget) -> None:
         """Makes a proposer of your own the default one, under its own name. Only while idle; it keeps no KV."""
@@ -305,7 +311,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One round: drafts and verifies every decoding request, and brings prompts forward by a chunk."""
-        begin = time.perf_counter()  # planning is a part of what a step costs
+        begin = self._timer()  # planning is a part of what a step costs
         self._activity = ("scheduling", len(self._requests), 0)
         outputs = self._expire()
         decoding = [request for request in self._scheduler.running if request.phase is Phase.DECODE]
@@ -334,12 +340,13 @@ class Engine:
                 self._activity = ("prefill", len(step.prefills), sum(step.chunks))
                 outputs += self._stepping.prefill(step.prefills, step.chunks)
         if step.decodes and not step.prefills:
-            whole, drafting = time.perf_counter() - begin, self._drafting.seconds - drafting
+            whole, drafting = self._timer() - begin, self._drafting.seconds - drafting
             self._stepped(len(step.decodes), self._stepping.rows, drafting, whole)
         return outputs
 
     def _stepped(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
         self._stats.steps.record(batch, rows, drafting, whole)
+        self.threads.stepped(rows, whole)
         self._planner.stepped(batch, rows, drafting, whole)
 
     def generate(
@@ -362,14 +369,21 @@ class Engine:
     # ---- for measuring what a step costs (infer/measuring.py) ----------------------------------------------------
 
     @torch.inference_mode()
-    def rehearse(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Request]:
+    def rehearse(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, check: Callable[[], None] = lambda: None
+    ) -> list[Request]:
         self._kept_stats, self._planner = copy.deepcopy(self._stats), Never()
         self._kept_rounds, self._rounds = self._rounds, None
         pages = self._pool.pages_for(len(prompts[0]) + params.max_tokens) + 1
         fitting = min(len(prompts), self._pool.free_pages // pages)
         requests = [self._requests[self.add(prompt, params)] for prompt in prompts[:fitting]]
-        while any(request.phase in (Phase.WAITING, Phase.PREFILL) for request in requests):
-            self.step()
+        try:
+            while any(request.phase in (Phase.WAITING, Phase.PREFILL) for request in requests):
+                check()
+                self.step()
+        except BaseException:
+            self.dismiss(requests)
+            raise
         requests = [request for request in requests if request.phase is Phase.DECODE]
         for request in requests:
             reserved = self._pool.reserve(request, len(request.prompt_ids) + params.max_tokens)
@@ -505,7 +519,7 @@ class Engine:
 
     def _draft_with(self, name: str) -> None:
         self._forget_rounds()
-        self._drafting = Drafting(self._proposers, name, self.context)
+        self._drafting = Drafting(self._proposers, name, self.context, self._timer)
         self._stepping = Stepping(
             self._runner,
             self._pool,

@@ -38,6 +38,15 @@ def probe_exactness(shard: Shard, threads: ThreadPlan) -> None:
         probe_division(shard, threads.many)
 
 
+def same_bits(shard: Shard, present: int, other: int) -> bool:
+    """Whether `other` threads give a row the bits that those in use give it."""
+    try:
+        probe_exactness(shard, ThreadPlan(present, other))
+    except ValueError:
+        return False
+    return True
+
+
 def probe_division(shard: Shard, threads: int) -> None:
     """Raises ValueError if ranks of so many threads compute other bits than one process with the threads of all.
 

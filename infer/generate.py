@@ -14,6 +14,7 @@ from infer.cli import entry_point
 from infer.config import GenerateConfig
 from infer.config_checks import resolve_path
 from infer.launched import launched_rank
+from infer.process_end import run_process
 
 if TYPE_CHECKING:
     from models.tokenizer import Tokenizer
@@ -88,4 +89,4 @@ def given_prompts(config: GenerateConfig) -> list[str] | None:
 main = entry_point("generate", GenerateConfig)(run)
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

@@ -97,6 +97,8 @@ def _follow(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> None:
         follow(shard, ranks)
     except RankLost:
         raise SystemExit(1) from None  # the reason is another rank's to tell
+    finally:
+        ranks.disconnect()
 
 
 def load_shard(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> Shard:
@@ -111,7 +113,7 @@ def load_shard(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> Shard:
         part=ranks.part,
     )
     shard = Shard(target, exact=engine.exact, weights=engine.weight_format, kv=engine.kv_dtype)
-    threads = plan_threads(engine, shard)
+    threads = plan_threads(engine, shard).plan
     torch.set_num_threads(threads.many)
     if engine.exact:
         probe_exactness(shard, threads)

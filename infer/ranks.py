@@ -76,11 +76,16 @@ class Ranks:
                 self.send(STOP)
         self._end()
 
+    def disconnect(self) -> None:
+        """Ends what this rank exchanges by. Its threads are joined: one that still releases the tensors of an exchange
+        while the interpreter ends would abort the process.
+        """
+        self._closed = True
+        self._control = self._data = None
+
     def _end(self) -> None:
         """Without a word: the others may be waiting for a part of a tensor."""
-        self._closed = True
-        # Their threads end now: at the end of the interpreter one that still runs would abort the process.
-        self._control = self._data = None
+        self.disconnect()
         if self._children is not None:
             self._children.close()
 

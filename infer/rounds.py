@@ -12,7 +12,7 @@ request that ended go to others in a step, which begins once the round has been 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -73,11 +73,12 @@ class Rounds:
         stepping: Stepping,
         *,
         context: int,
+        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._by_drafter = {own.drafter: own for own in graphs}
         self._graphs = graphs[0]  # in use
         self._pool, self._scheduler = pool, scheduler
-        self._drafting, self._stepping, self._context = drafting, stepping, context
+        self._drafting, self._stepping, self._context, self._timer = drafting, stepping, context, timer
         self._rows: list[Request | None] = []  # by row of the state; None where it has ended
         self._budget = NOTHING
         self._flying: Launched | None = None
@@ -171,7 +172,7 @@ class Rounds:
         """A round of so many has been read while the next one runs: what passed since the one before was read is a
         round's time, whatever else the host did.
         """
-        now, before = time.perf_counter(), self._read
+        now, before = self._timer(), self._read
         self._read = now
         if before is not None:
             self.timed = Timed(batch, batch * self._graphs.rows(self._budget), None, now - before)

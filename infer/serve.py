@@ -15,6 +15,7 @@ from socket import socket
 from infer.cli import entry_point
 from infer.config import ServeConfig
 from infer.launched import launched_rank
+from infer.process_end import run_process
 
 
 def run(config: ServeConfig) -> None:
@@ -105,4 +106,4 @@ def print_invitation(address: str, model: str, *, keyed: bool) -> None:
 main = entry_point("serve", ServeConfig)(run)
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

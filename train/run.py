@@ -13,6 +13,7 @@ os.environ.setdefault("USE_HUB_KERNELS", "NO")
 import json
 
 from infer.cli import entry_point
+from infer.process_end import run_process
 from train.config import TrainConfig
 
 
@@ -28,4 +29,4 @@ def main(config: TrainConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

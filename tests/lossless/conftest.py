@@ -54,6 +54,7 @@ def make_engine(tiny_target_folder, tiny_head_folder, trained_head_folder, make_
         draft_model=None,
         tokenizer=None,
         head=None,
+        timer=time.perf_counter,
         **config,
     ):
         target = load_target(str(tiny_target_folder), dtype=dtype)
@@ -72,6 +73,7 @@ def make_engine(tiny_target_folder, tiny_head_folder, trained_head_folder, make_
             proposer=proposer,
             config=EngineConfig(**config),
             proposer_config=drafting,
+            timer=timer,
         )
 
     return make

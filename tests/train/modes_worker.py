@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 
 import train.loop
 from infer.cli import compose
+from infer.process_end import run_process
 from train.config import TrainConfig
 from train.features import Features
 from train.loop import Run, StepResult
@@ -75,8 +76,8 @@ def main() -> None:
         Run._forward_backward = REAL_PASS
         assert closed == [True] * (4 if mode.startswith("zero") else 0), "DeepSpeed is ended however a run ends"
         closed.clear()
-    torch.distributed.destroy_process_group()  # left open, its threads may abort the process at its end
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

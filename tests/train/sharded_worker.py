@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState
 
 import train.loop
 from infer.cli import compose
+from infer.process_end import run_process
 from infer.request import SamplingParams
 from models.targets import load_target
 from tests.train.test_sharded_target import AUX, PROMPTS, batches_of, found_in
@@ -67,8 +68,8 @@ def main() -> None:
         ("offline", ["features.target=sharded", "features=offline", "features.shard_mb=1", "data.top_k=1000"]),
     ):
         assert run(compose("train", TrainConfig, [*settings, *more, f"run={name}"])) is not None
-    torch.distributed.destroy_process_group()  # left open, its threads may abort the process at its end
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run_process(main)

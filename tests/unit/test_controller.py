@@ -29,7 +29,7 @@ from infer.controller import (
     divided,
 )
 from infer.costs import FADES, ContextCost, Costs, CostTable, Curve
-from infer.measuring import LONG_TOKENS, MOST_REPEATS, PROMPT_TOKENS, Work, kept_table, measure, timed
+from infer.measuring import LONG_TOKENS, MOST_REPEATS, PROMPT_TOKENS, START_S, Stopwatch, Work, kept_table, measure
 from infer.settling import DRAFTED_STEPS, SETTLES_S
 from infer.survival import AGES, LATE, Kind, Survival
 from tests.drafts import chain
@@ -112,14 +112,16 @@ def test_context_decides_whether_drafting_pays(row, cost, pays):
 class KnownMachine:
     """An engine whose steps take what a formula says, by a clock of its own."""
 
-    FIXED, FIRST, FURTHER, LEVEL, PLAIN, READ = 10.0, 2.0, 1.0, 0.5, 0.25, 0.03
-    CONTEXT = ContextCost(0.01, 0.002, {"head": 0.004})
+    FIXED, FIRST, FURTHER, LEVEL, PLAIN, READ, READS = (1e-3 * ms for ms in (10.0, 2.0, 1.0, 0.5, 0.25, 0.03, 0.01))
+    CONTEXT = ContextCost(0.01e-3, 0.002e-3, {"head": 0.004e-3})
 
     def __init__(self, holds: int) -> None:
         self.holds, self.now = holds, 0.0
 
-    def rehearse(self, prompts, params):
+    def rehearse(self, prompts, params, check):
+        check()
         room = self.holds
+        self.now += self.READS * sum(map(len, prompts))
         requests = []
         for prompt in prompts:
             room -= len(prompt) + params.max_tokens
@@ -148,30 +150,34 @@ class KnownMachine:
         self.now += self.READ * sum(own.computed for own in requests)
 
 
+def profile(machine: KnownMachine, context: int = 4096, max_batch: int = 4) -> CostTable:
+    sizes = {"vocab_size": 50, "context": context, "max_batch": max_batch, "max_rows": 99}
+    return measure(machine, {"head": Budget(4, 4)}, clock=lambda: machine.now, **sizes)
+
+
 @pytest.mark.parametrize(("context", "holds", "beyond"), [(4096, 99999, True), (150, 99999, False), (4096, 800, False)])
-def test_a_known_machine_is_measured_as_it_is(monkeypatch, context, holds, beyond):
+def test_a_known_machine_is_measured_as_it_is(context, holds, beyond):
     machine = KnownMachine(holds)
-    monkeypatch.setattr("infer.measuring.time.perf_counter", lambda: machine.now)
-    table = measure(machine, {"head": Budget(4, 4)}, vocab_size=50, context=context, max_batch=4, max_rows=99)
+    table = profile(machine, context=context)
     assert (table.batches, table.context) == ((1, 2, 4), PROMPT_TOKENS)
     costs = Costs(table)
-    assert costs.plain(2) == pytest.approx(14.25)
-    assert costs.verify(4, 12.0) == pytest.approx(26.25)
-    assert costs.draft("head", 4, 3) == pytest.approx(6.0)
-    assert costs.read("head", 200) == pytest.approx(6.0)
+    assert costs.plain(2) == pytest.approx(14.25e-3)
+    assert costs.verify(4, 12.0) == pytest.approx(26.25e-3)
+    assert costs.draft("head", 4, 3) == pytest.approx(6e-3)
+    assert costs.read("head", 200) == pytest.approx(6e-3)
     assert costs.read("ngram", 200) == 0.0
     found = table.beyond
     measured = (found.first, found.further, found.levels.get("head", 0.0))
-    assert measured == (pytest.approx((0.01, 0.002, 0.004)) if beyond else (0.0, 0.0, 0.0))
+    assert measured == (pytest.approx((0.01e-3, 0.002e-3, 0.004e-3)) if beyond else (0.0, 0.0, 0.0))
     assert CostTable.from_json(json.loads(json.dumps(table.to_json()))) == table
     costs.set_context([LONG_TOKENS])
-    assert (costs.plain(1) > 20) == beyond
+    assert (costs.plain(1) > 20e-3) == beyond
+    assert machine.now < START_S
 
 
-def test_what_follows_a_large_work_is_timed_when_it_has_settled(monkeypatch):
+def test_what_follows_a_large_work_is_timed_when_it_has_settled():
     """It takes a millisecond, and two for some time after the large one; no other run is made of what must not be."""
     now, settled, steps = 0.0, 0.0, 0
-    monkeypatch.setattr("infer.measuring.time.perf_counter", lambda: now)
 
     def small() -> None:
         nonlocal now
@@ -186,13 +192,15 @@ def test_what_follows_a_large_work_is_timed_when_it_has_settled(monkeypatch):
         nonlocal now, steps
         now, steps = now + 1e-3, steps + 1
 
-    assert timed([Work(small), Work(once, again=False), Work(large)]) == pytest.approx((1e-3, 1e-3, 0.1))
+    watch = Stopwatch(lambda: now, 9.0)
+    seconds = watch.timed([Work(small), Work(once, again=False), Work(large)], 1.0)
+    assert seconds == pytest.approx((1e-3, 1e-3, 0.1))
     assert steps == 1 + MOST_REPEATS
 
 
 def test_a_machine_that_holds_no_request_cannot_be_measured():
     with pytest.raises(ValueError, match="no request of 96 tokens fits"):
-        measure(KnownMachine(90), {"head": Budget(4, 4)}, vocab_size=50, context=4096, max_batch=4, max_rows=99)
+        profile(KnownMachine(90))
 
 
 def test_a_draft_whose_chains_end_one_by_one_teaches_what_a_level_costs():

@@ -1,0 +1,103 @@
+"""Threads of a step on a machine that becomes busy, and idle again, by a clock of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from infer.threads import (
+    CLEARLY,
+    FIRST_S,
+    LOOKS_SHARE,
+    SELDOM_S,
+    SLOW_STEPS,
+    ThreadPlan,
+    Threads,
+)
+
+
+class Machine:
+    """Two threads take half the time of one, but where it is busy they wait for each other."""
+
+    def __init__(self, step: float = 1e-3) -> None:
+        self.step, self.busy, self.looking, self.stepping = step, False, 0.0, 0.0
+
+    def seconds(self, rows: int, count: int) -> float:
+        alone = self.step * (1 + rows / 16)
+        if count == 1:
+            return alone * (2 if self.busy else 1)
+        return 20 * alone if self.busy else alone / 2
+
+    def run(self, rows: int, count: int) -> float:
+        seconds = self.seconds(rows, count)
+        self.looking += seconds
+        return seconds
+
+    def decode(self, threads: Threads, seconds: float, rows: int = 1) -> list[int]:
+        """The threads of each step, for so long."""
+        counts, end = list[int](), self.stepping + seconds
+        while self.stepping < end:
+            counts.append(threads.count(rows))
+            took = self.seconds(rows, counts[-1])
+            self.stepping += took
+            threads.stepped(rows, took)
+        return counts
+
+
+def made(machine: Machine) -> Threads:
+    threads = Threads(ThreadPlan.measure(machine.run, 2), machine.run, 2)
+    machine.looking = 0.0
+    return threads
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("step", [1e-3, 0.05])
+def test_threads_are_given_up_while_the_machine_is_busy_and_taken_again(rows, step):
+    machine = Machine(step)
+    threads = made(machine)
+    assert set(machine.decode(threads, 5.0, rows)) == {2}
+    machine.busy = True
+    counts = machine.decode(threads, 60 * machine.seconds(rows, 2) + FIRST_S, rows)
+    assert counts.index(1) <= max(SLOW_STEPS, 1 + FIRST_S / machine.seconds(rows, 2))
+    assert set(machine.decode(threads, 5000 * step, rows)) == {1}
+    machine.busy = False
+    counts = machine.decode(threads, 1500.0 if step > 0.01 else 90.0, rows)
+    assert counts[-1] == 2
+    assert set(counts[counts.index(2) :]) == {2}
+    assert machine.looking < 1.5 * LOOKS_SHARE * machine.stepping + 20 * machine.seconds(16, 1)
+
+
+def test_a_start_on_a_busy_machine_is_corrected_once_it_is_idle():
+    machine = Machine()
+    machine.busy = True
+    threads = made(machine)
+    assert threads.count(1) == 1
+    machine.busy = False
+    counts = machine.decode(threads, 3 * SELDOM_S)
+    assert counts[0] == 1
+    assert counts[-1] == 2
+
+
+def test_a_number_that_gives_other_bits_is_not_used():
+    machine, asked = Machine(), []
+    threads = made(machine)
+    threads.admit = lambda count: asked.append(count) or False
+    machine.busy = True
+    assert set(machine.decode(threads, 20.0)) == {2}
+    assert set(asked) == {1}
+
+
+def test_threads_that_are_about_as_fast_are_left_as_they_are():
+    machine = Machine()
+    threads = Threads(ThreadPlan(2, 2), lambda rows, count: (CLEARLY + 0.05) if count == 1 else 1.0, 2)
+    for _ in range(400):
+        threads.stepped(1, machine.step)
+    for _ in range(4000):
+        threads.stepped(1, 5 * machine.step)
+    assert threads.plan == ThreadPlan(2, 2)
+
+
+def test_a_number_that_was_configured_stays():
+    machine = Machine()
+    threads = Threads(ThreadPlan(2, 2))
+    machine.busy = True
+    assert set(machine.decode(threads, 20.0)) == {2}
