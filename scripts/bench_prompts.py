@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any, NamedTuple
 
 from infer.config import BenchConfig, ServedConfig
@@ -35,7 +36,10 @@ def read_prompts(config: BenchConfig | ServedConfig, tokenizer: Any) -> list[lis
     settings = FilesDataConfig(
         name="files", path=config.file, columns=config.columns, prompt_tokens=config.prompt_tokens
     )
-    found = Reader(settings, tokenizer, settings.max_prompt_tokens, config.num_prompts).read_prompts()
+    reader = Reader(settings, tokenizer, settings.max_prompt_tokens, config.num_prompts)
+    found = reader.read_prompts()
+    for line in reader.reading.named():
+        print(line, file=sys.stderr)
     if len(found) < config.num_prompts:
         raise ValueError(
             f"file={config.file}: holds {len(found)} prompts; num_prompts={config.num_prompts} are asked for"

@@ -83,7 +83,10 @@ def prompt_sets(config: EvalConfig, engine: Any) -> Iterator[tuple[str, bool, li
                 prompt_tokens=config.prompt_tokens,
             )
             reader = Reader(settings, engine.tokenizer, longest, config.num_prompts)
-            yield name, template, reader.read_prompts()
+            prompts = reader.read_prompts()
+            for line in reader.reading.named():
+                print(line, file=sys.stderr)
+            yield name, template, prompts
 
 
 def names_of(files: Sequence[str]) -> list[str]:

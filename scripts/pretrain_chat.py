@@ -105,8 +105,8 @@ def to_sequences(examples: Iterable[Example], tokenizer: Tokenizer, context: int
     for example in examples:
         try:
             rows += given_rows(example, tokenizer, context - 3)
-        except ValueError:  # of the held-out side, where only the prompt was looked at
-            continue
+        except ValueError as error:  # of the held-out side, where only the prompt was looked at
+            print(f"left out: {example.place}: {error}", file=sys.stderr)
     return Sequences.of(rows).cut(length)
 
 

@@ -150,8 +150,12 @@ class Making:
         """`answers` to the training prompts, `asked` of the held-out ones."""
         train, failed, held_out = answers.sequences, answers.failed, asked.sequences
         shortened = list(answers.shortened.values())
-        answered = {**answers.counts, "shortened": len(shortened)}
-        counts = {"rows": prompts.reading.summary(), "answers": answered, "held_out": asked.counts}
+        counts = {
+            "rows": prompts.reading.summary(),
+            "answers": answers.counts,
+            "held_out": asked.counts,
+            "shortened": len(prompts.reading.shortened) + len(shortened),
+        }
         named = {
             "left out": prompts.reading.complaints,
             "shortened": prompts.reading.shortened + shortened,

@@ -44,16 +44,20 @@ class Reading:
         """For people."""
         forms = ", ".join(f"{count} {form}" for form, count in self.forms.most_common())
         dropped = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common()) or "none"
-        lines = [
-            f"{self.read} rows read ({forms}): {self.train} to train on, {self.held_out} held out; left out: {dropped}"
+        return [
+            f"{self.read} rows read ({forms}): {self.train} to train on, {self.held_out} held out; left out: {dropped}",
+            *self.named(),
         ]
-        lines += [f"left out: {complaint}" for complaint in self.complaints]
+
+    def named(self) -> list[str]:
+        """The rows that cannot be used or not as a whole, for people."""
+        lines = [f"left out: {complaint}" for complaint in self.complaints]
         more = self.dropped["bad"] + self.dropped["too long"] - len(self.complaints)
         lines += [f"left out: {more} more"] if more > 0 else []
         return lines + first_of("shortened", self.shortened)
 
     def summary(self) -> dict[str, object]:
-        kept = {"read": self.read, "train": self.train, "held_out": self.held_out, "shortened": len(self.shortened)}
+        kept = {"read": self.read, "train": self.train, "held_out": self.held_out}
         return {**kept, "dropped": dict(self.dropped), "forms": dict(self.forms)}
 
 

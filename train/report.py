@@ -96,12 +96,11 @@ def data_lines(counts: Mapping[str, Any]) -> str:
         return ""
     dropped = ", ".join(f"{count} {reason}" for reason, count in rows["dropped"].items()) or "none"
     learnt = counts["learnt"]
-    shortened = rows.get("shortened", 0) + answers.get("shortened", 0)
     return (
         f"{rows['read']} rows were read: {rows['train']} to train on, {rows['held_out']} held out; left out: "
         f"{dropped}. Of {answers['conversations']} conversations {answers['done']} were answered, "
         f"{answers.get('skipped', 0)} held nothing to learn from, {answers['failed']} failed, "
-        f"{shortened} were shortened. They made "
+        f"{counts.get('shortened', 0)} were shortened. They made "
         f"{learnt['sequences']} sequences of {learnt['tokens']:,} tokens, {learnt['learnt']:,} of them learnt; "
         f"{learnt['left_out']} more were left out, because sequence_length leaves nothing to learn in them."
     )
