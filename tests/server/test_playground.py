@@ -53,7 +53,7 @@ def test_speculation_on_and_off_side_by_side(server: Server, browser: Browser, s
     page.keyboard.press("Space")
     expect(page.locator("#compare")).not_to_be_checked()
     page.keyboard.press("Space")
-    bodies: list[dict[str, Any]] = []
+    bodies: list[Any] = []
     page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
     page.keyboard.press("Control+Enter")
     expect(page.locator("#status")).to_contain_text("done: the same text, 60 tokens, seed 7", timeout=120_000)

@@ -135,9 +135,10 @@ def test_every_way_to_load_it_keeps_both(contradicting: Path) -> None:
         assert torch.equal(target.lm_head.weight, tensors[LM_HEAD])
         assert torch.equal(target.embed_tokens.weight, tensors[EMBEDDING])
         assert not target.config.tie_word_embeddings
-    first, last = sizes_of(LM_HEAD, 384, 2) or ()
+    sizes = sizes_of(LM_HEAD, 384, 2)
+    assert sizes is not None
     parts = [load_target(str(contradicting), part=Part(rank, 2, nobody)) for rank in range(2)]
-    for part, rows in zip(parts, tensors[LM_HEAD].split([first, last]), strict=True):
+    for part, rows in zip(parts, tensors[LM_HEAD].split(sizes), strict=True):
         assert torch.equal(part.lm_head.weight, rows)
         assert not part.config.tie_word_embeddings
     planned = empty_target(contradicting)  # what a plan of memory counts
@@ -188,7 +189,9 @@ def test_a_head_borrows_the_lm_head_that_is_kept(contradicting: Path) -> None:
         texts.append([completion.token_ids for completion in engine.generate(prompts, params)])
     assert texts[0] == texts[1]
     read = weights_of(contradicting)  # what a conversion takes of the target
-    assert torch.equal(read["lm_head.weight"](), target.lm_head.whole_weight())
+    served = target.lm_head.whole_weight()
+    assert served is not None
+    assert torch.equal(read["lm_head.weight"](), served)
     assert torch.equal(read["embed_tokens.weight"](), target.embedding_weight)
 
 
