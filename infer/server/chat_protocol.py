@@ -24,7 +24,7 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
-    refusal: str | None = None  # the text of a part of type refusal
+    refusal: str | None = Field(default=None, exclude=True)  # the text of a part of type refusal
 
     @model_validator(mode="before")
     @classmethod

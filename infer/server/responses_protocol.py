@@ -53,7 +53,7 @@ class InputPart(Strict):
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
-    refusal: str | None = None  # the text of a part of type refusal
+    refusal: str | None = Field(default=None, exclude=True)  # the text of a part of type refusal
 
     @model_validator(mode="before")
     @classmethod
