@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -44,7 +43,7 @@ class Message(Strict):
             *("thinking_blocks", "reasoning_details"),  # of gateways; the text is in `reasoning_content`
         }
     )
-    refused: ClassVar[Mapping[str, Unless]] = {"audio": Unless(), "function_call": Unless(hint="say tool_calls")}
+    refused: ClassVar[dict[str, Unless]] = {"audio": Unless(), "function_call": Unless(hint="say tool_calls")}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None

@@ -269,7 +269,7 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def tool_fields(self) -> ToolFields:
-        tools = [
+        tools: list[AnyTool[Tool]] = [
             Tool(type="function", function=FunctionTool.model_validate(tool.for_template()["function"]))
             for tool in self.tools or ()
             if isinstance(tool, ResponsesTool)
