@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -24,7 +23,7 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
-    refusal: str | None = None  # the text of a part of type refusal
+    refusal: str | None = Field(default=None, exclude=True)  # the text of a part of type refusal
 
     @model_validator(mode="before")
     @classmethod
@@ -44,7 +43,7 @@ class Message(Strict):
             *("thinking_blocks", "reasoning_details"),  # of gateways; the text is in `reasoning_content`
         }
     )
-    refused: ClassVar[Mapping[str, Unless]] = {"audio": Unless(), "function_call": Unless(hint="say tool_calls")}
+    refused: ClassVar[dict[str, Unless]] = {"audio": Unless(), "function_call": Unless(hint="say tool_calls")}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None

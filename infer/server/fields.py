@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, model_validator
@@ -45,8 +45,8 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     accepted: ClassVar[frozenset[str]] = frozenset()
-    refused: ClassVar[Mapping[str, Unless]] = {}
-    absent: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    refused: ClassVar[dict[str, Unless]] = {}
+    absent: ClassVar[dict[str, tuple[Any, ...]]] = {}
     _unknown: tuple[str, ...] = PrivateAttr(default=())
 
     @model_validator(mode="wrap")

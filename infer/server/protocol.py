@@ -6,7 +6,6 @@ Every list is bounded. Knows the wire and `SamplingParams`; knows nothing about 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
@@ -111,7 +110,7 @@ class GenerationRequest(Strict):
             *("guided_decoding_backend", "truncation_side"),
         }
     )
-    refused: ClassVar[Mapping[str, Unless]] = {
+    refused: ClassVar[dict[str, Unless]] = {
         **dict.fromkeys(("moderation", "web_search_options", "logits_processors", "prompt_embeds"), Unless()),
         **dict.fromkeys(("watermarking", "use_beam_search", "include_stop_str_in_output"), Unless((False,))),
         **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "repetition_detection"), Unless()),
@@ -120,7 +119,7 @@ class GenerationRequest(Strict):
         "spaces_between_special_tokens": Unless((True,)),
         "thinking_token_budget": Unless((-1,)),
     }
-    absent: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    absent: ClassVar[dict[str, tuple[Any, ...]]] = {
         "seed": (-1,),
         "structured_outputs": ({},),
         "response_format": ({},),

@@ -53,7 +53,7 @@ class InputPart(Strict):
 
     type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
     text: str
-    refusal: str | None = None  # the text of a part of type refusal
+    refusal: str | None = Field(default=None, exclude=True)  # the text of a part of type refusal
 
     @model_validator(mode="before")
     @classmethod
@@ -269,7 +269,7 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def tool_fields(self) -> ToolFields:
-        tools = [
+        tools: list[AnyTool[Tool]] = [
             Tool(type="function", function=FunctionTool.model_validate(tool.for_template()["function"]))
             for tool in self.tools or ()
             if isinstance(tool, ResponsesTool)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
@@ -25,7 +24,7 @@ class TokenizeRequest(Strict):
     """A text, or a conversation through the chat template, as a chat would send it."""
 
     accepted = frozenset({"mm_processor_kwargs", "media_io_kwargs", "return_token_offsets"})
-    refused: ClassVar[Mapping[str, Unless]] = {
+    refused: ClassVar[dict[str, Unless]] = {
         "chat_template": Unless(),
         "continue_final_message": Unless((False,)),
     }
