@@ -181,6 +181,8 @@ def integer(name: str, value: Any, least: int, most: int, rule: str) -> int | No
     if value is None and name in ABSENT:
         return None
     try:
+        if value is None:
+            raise TypeError
         number = operator.index(value)
     except TypeError:
         raise ValueError(f"{name}={value!r}: must be an integer") from None
@@ -192,12 +194,14 @@ def real(name: str, value: Any, least: float, most: float, rule: str) -> float |
     """`value` as a plain float; None as it is. Raises ValueError naming the field, for NaN too."""
     if value is None and name in ABSENT:
         return None
-    try:
-        number = float("nan" if isinstance(value, str | bytes) else value)
-    except OverflowError:
-        number = float("inf")
-    except (TypeError, ValueError):
-        number = float("nan")
+    number = float("nan")
+    if value is not None and not isinstance(value, str | bytes):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = float("inf")
+        except (TypeError, ValueError):
+            pass
     check(least <= number <= most, name, value, rule)
     return number
 

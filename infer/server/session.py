@@ -56,6 +56,8 @@ def tokens_within(tokens: Sequence[ShownToken], span: tuple[int, int]) -> int:
     """How many have a part in those characters of their common text: first and last + 1."""
     count = place = 0
     for token in tokens:
+        if place >= span[1]:
+            break  # in a stream this is asked with every piece
         end = max(place + len(token.text), place + 1)  # one that makes no character certain has its place too
         count += place < span[1] and end > span[0]
         place += len(token.text)
