@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -29,6 +30,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton, which torch itself does late
 
 from tests.interpreted import INTERPRETED, scaled
+
+# How long an example takes says nothing of it: other processes may use the machine.
+hypothesis.settings.register_profile("timeless", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("timeless")
 
 END = "<|endoftext|>"
 VOCAB_SIZE = 384

@@ -112,7 +112,7 @@ def test_a_bench_compares_and_ends_with_a_document(
     sizes = ["num_prompts=3", "prompt_tokens=16", "min_tokens=8", "max_tokens=12", "rounds=2", "concurrency=[1,2]"]
     options = [f"systems=[{','.join(systems)}]", "temperatures=[0,0.8]", *sizes]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run([*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert ran.returncode == 0, ran.stderr[-2000:]
     results = json.loads(ran.stdout.splitlines()[-1])["results"]
     assert list(results) == ["0", "0.8"]
@@ -140,6 +140,6 @@ def test_a_system_that_this_engine_lacks_is_named(tiny_target_folder: Path) -> N
         "head=none",
         "systems=[off,head]",
     ]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert ran.returncode == 2
     assert "systems: head: this engine has ngram, none, suffix; train a head" in ran.stderr

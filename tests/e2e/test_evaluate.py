@@ -32,7 +32,7 @@ def test_an_evaluation_of_two_files(tiny_target_folder: Path, tiny_head_folder: 
         "concurrency=[1,2]", "tracker=tensorboard", f"output_dir={tmp_path}",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert ran.returncode == 0, ran.stderr
     cells = json.loads(ran.stdout.splitlines()[-1])["results"]
     assert len(cells) == 32

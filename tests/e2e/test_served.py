@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -104,7 +104,8 @@ def test_a_server_that_cannot_run_is_named(system: str, message: str) -> None:
         make_server(system, config, slots=1, context=128)
 
 
-def test_a_server_at_rest_stands_still_and_can_be_ended(tmp_path: Path) -> None:
+def test_a_server_at_rest_stands_still_and_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scripts.peer_servers.GRACE_S", 300.0)
     (tmp_path / "health").write_text("well")
     port = free_port()
     command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
@@ -116,8 +117,9 @@ def test_a_server_at_rest_stands_still_and_can_be_ended(tmp_path: Path) -> None:
             assert httpx.get(f"{server.url}/health", timeout=30).text == "well"
         with pytest.raises(httpx.ReadTimeout):
             httpx.get(f"{server.url}/health", timeout=0.5)
-        begin = time.monotonic()
-    assert time.monotonic() - begin < 10  # by SIGTERM: SIGKILL would come after GRACE_S
+        process = server._process
+    assert process is not None
+    assert process.returncode == -signal.SIGTERM
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health", timeout=5)
 
@@ -128,7 +130,7 @@ def test_our_server_under_a_load(tiny_target_folder: Path, tiny_head_folder: Pat
     command += [f"output_dir={tmp_path}", "systems=[server:head:chain2]", "loads=[0.5,3]", "seconds=1", "slots=4"]
     command += ["num_prompts=4", "prompt_tokens=16", "max_tokens=8", "engine.max_tokens_in_cache=1024"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
     document = json.loads(ran.stdout.splitlines()[-1])
     low, high = document["results"]["server:head:chain2"]

@@ -23,7 +23,7 @@ def step_time(*words: str) -> subprocess.CompletedProcess[str]:
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command, cwd=REPO_ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=REPO_ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
 
 

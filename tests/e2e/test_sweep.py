@@ -58,7 +58,7 @@ def test_a_study_and_its_continuation(tiny_target_folder: Path, tmp_path: Path) 
     first = search("lr", 1, *read_words(words))
     command = [sys.executable, "scripts/sweep.py", *words, "study=lr", "trials=1"]
     own = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=900, check=False)
     assert ran.returncode == 0, ran.stderr
     both = json.loads(ran.stdout.splitlines()[-1])
     assert [trial["number"] for trial in both["trials"]] == [0, 1]

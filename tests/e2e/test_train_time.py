@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def time_heads(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "scripts/train_time.py", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=60, **options)
+        return httpx.post(f"{self.url}{path}", json=body, timeout=300, **options)
 
     def complete(self, **fields: Any) -> httpx.Response:
         return self.post("/v1/completions", {"model": MODEL, "prompt": "def f(", **fields})
@@ -50,8 +50,21 @@ class Server:
 MakeServer = Callable[..., AbstractContextManager[Server]]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
         time.sleep(0.01)
+
+
+def slow_down(server: Server, seconds: float = 0.01) -> None:
+    """Every step of its engine takes at least as long from now on, so that what is to be seen while a request runs is
+    seen, however fast this machine computes and however late a test looks.
+    """
+    step = server.engine.step
+
+    def slow() -> Any:
+        time.sleep(seconds)
+        return step()
+
+    server.engine.step = slow

@@ -109,7 +109,7 @@ def test_what_vllm_bench_serve_sends(server: Server, chat: bool, sampling: dict[
     drafts = "vllm:spec_decode_num_drafts_total"
     before = server.metrics()[drafts]
     headers = {"x-request-id": "bench-17", "authorization": "Bearer none"}
-    answer = httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=60)
+    answer = httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=300)
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-request-id"] == "bench-17"
     messages = answer.text.removesuffix("\n\n").split("\n\n")

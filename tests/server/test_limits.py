@@ -7,7 +7,6 @@ import base64
 import hashlib
 import logging
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,14 @@ from infer.config import EngineConfig, ServerConfig
 from infer.server import service
 from infer.server.address import bind, check_exposure, is_loopback, read_api_keys
 from infer.server.service import Service
-from tests.server.harness import MODEL, MakeServer, wait_until
+from tests.server.harness import MODEL, MakeServer, slow_down, wait_until
 
 LONG: dict[str, Any] = {"max_tokens": 480, "ignore_eos": True, "temperature": 0}
 
 
 def test_a_full_queue_is_a_429(make_server: MakeServer) -> None:
     with make_server(engine=EngineConfig(max_batch=1), max_waiting=2) as server, ThreadPoolExecutor(3) as pool:
+        slow_down(server)
         running = pool.submit(server.complete, **LONG | {"max_tokens": 120})
         wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1)
         waiting = [pool.submit(server.complete, max_tokens=1) for _ in range(2)]
@@ -48,6 +48,7 @@ def test_a_full_queue_is_a_429(make_server: MakeServer) -> None:
 
 def test_a_late_answer_is_a_504_and_a_late_stream_ends_with_an_error(make_server: MakeServer) -> None:
     with make_server(request_timeout_s=0.4) as server:
+        slow_down(server)
         late = server.complete(**LONG)
         assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
         with pytest.raises(openai.APIError, match="request_timeout_s"):
@@ -119,6 +120,7 @@ def test_a_large_body_is_refused_before_it_is_read(make_server: MakeServer) -> N
 
 def test_a_drain_finishes_what_runs_and_refuses_what_comes(make_server: MakeServer) -> None:
     with make_server() as server, ThreadPoolExecutor(2) as pool:
+        slow_down(server)
         running = pool.submit(server.complete, **LONG | {"max_tokens": 100})
         wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1)
         ending = pool.submit(server.finish)
@@ -134,6 +136,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes(make_server: MakeServ
 
 def test_what_does_not_finish_in_the_drain_ends_with_an_error(make_server: MakeServer) -> None:
     with make_server(drain_s=0.1) as server, ThreadPoolExecutor(3) as pool:
+        slow_down(server)
         waiting = pool.submit(server.complete, **LONG)
         stream = server.openai.completions.create(
             model=MODEL, prompt="x", max_tokens=480, stream=True, extra_body={"ignore_eos": True}
@@ -150,15 +153,14 @@ def test_what_does_not_finish_in_the_drain_ends_with_an_error(make_server: MakeS
 
 
 def test_a_second_signal_ends_the_drain(make_server: MakeServer) -> None:
-    with make_server(drain_s=60) as server, ThreadPoolExecutor(1) as pool:
+    with make_server(drain_s=600) as server, ThreadPoolExecutor(1) as pool:
+        slow_down(server)
         running = pool.submit(server.complete, **LONG)
         wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1)
         server.ask()
         wait_until(lambda: server.service.runtime.state == "draining")
         assert not running.done()
-        began = time.monotonic()
         assert server.finish() == 0
-        assert time.monotonic() - began < 10
         assert (running.result().status_code, running.result().json()["error"]["code"]) == (503, "draining")
 
 

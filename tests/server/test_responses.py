@@ -157,7 +157,7 @@ def test_what_is_not_implemented_is_a_400(server: Server, fields: dict[str, Any]
 
 
 def test_an_error_in_the_stream(server: Server) -> None:
-    body = {"model": MODEL, "input": "x", "stream": True, "ignore_eos": True, "timeout_s": 0.3}
+    body = {"model": MODEL, "input": "x", "stream": True, "ignore_eos": True, "timeout_s": 0.01}
     answer = server.post("/v1/responses", body)
     last = events_of(answer.text)[-1] if answer.status_code == 200 else answer.json()
     assert "timeout_s" in (last.get("message") or last["error"]["message"])

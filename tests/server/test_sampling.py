@@ -10,7 +10,7 @@ import pytest
 
 from infer.config import EngineConfig
 from infer.params import SamplingParams
-from tests.server.harness import MODEL, MakeServer, Server, wait_until
+from tests.server.harness import MODEL, MakeServer, Server, slow_down, wait_until
 from tests.server.test_wire import read_events
 
 PROMPT = "def f("
@@ -244,6 +244,7 @@ def test_priority_is_served_first(make_server: MakeServer) -> None:
             server.complete(max_tokens=4, ignore_eos=True, priority=priority)
             ended.append(priority)
 
+        slow_down(server, 0.05)
         pool.submit(server.complete, max_tokens=250, ignore_eos=True)
         wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1)
         for waiting, priority in enumerate((5, 0, -5)):
@@ -254,7 +255,7 @@ def test_priority_is_served_first(make_server: MakeServer) -> None:
 
 
 def test_a_request_may_have_a_deadline_of_its_own(server: Server) -> None:
-    late = server.complete(max_tokens=480, ignore_eos=True, timeout_s=0.05)
+    late = server.complete(max_tokens=480, ignore_eos=True, timeout_s=0.01)
     assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
 
 

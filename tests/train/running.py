@@ -38,7 +38,7 @@ def start(settings: list[str]) -> subprocess.Popen[str]:
 
 
 def wait_for(process: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not ready():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline

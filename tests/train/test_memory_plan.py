@@ -89,7 +89,7 @@ def test_a_larger_batch_takes_as_much_more_as_planned(settings: list[str], tmp_p
     own = [*settings, "data=files", f"data.path={tmp_path / 'rows.jsonl'}", "data.responses=given"]
     runs = [[*own, "features.cache_gb=0", f"run=rows-{size}", f"batch_size={size}"] for size in (2, 64)]
     command = [sys.executable, "-c", TRAIN_EACH, json.dumps(runs)]
-    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, timeout=300)
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True, timeout=900)
     taken = [
         next(row["train/memory_bytes"] for row in read_metrics(tmp_path / f"rows-{size}") if "train/loss" in row)
         for size in (2, 64)

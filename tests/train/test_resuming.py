@@ -61,7 +61,7 @@ def test_interrupted_in_every_way_it_is_the_same_head(
     process = start(torn)  # from another folder
     wait_for(process, lambda: steps() >= 7)
     process.send_signal(signal.SIGUSR1)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     assert (process.returncode, out) == (0, ""), err
     python, script, *words = shlex.split(err.strip().rpartition("resume with: ")[2])
     assert shutil.which(python) or Path("/", python).is_file()
@@ -73,7 +73,7 @@ def test_interrupted_in_every_way_it_is_the_same_head(
     process = start(torn)
     wait_for(process, lambda: steps() >= min(stopped + 6, 28))
     process.kill()
-    process.communicate(timeout=120)
+    process.communicate(timeout=600)
 
     assert run(torn)["run"] == "torn"
     assert "resumed after step" in capsys.readouterr().err

@@ -38,7 +38,7 @@ def test_two_machines_learn_what_one_process_learns(tiny_target_folder: Path, tm
     ]  # fmt: skip
     try:
         for launcher in launchers:
-            _, errors = launcher.communicate(timeout=300)
+            _, errors = launcher.communicate(timeout=900)
             assert launcher.returncode == 0, errors[-4000:]
     finally:
         for launcher in launchers:

@@ -38,7 +38,7 @@ def everything_in(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
-def appears(text: bytes, folder: Path, seconds: float = 20) -> bool:
+def appears(text: bytes, folder: Path, seconds: float = 300) -> bool:
     """W&B's own process writes its files, and may be behind."""
     deadline = time.monotonic() + seconds
     while text not in everything_in(folder):

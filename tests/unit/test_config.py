@@ -222,7 +222,7 @@ def test_mistakes_in_a_file_name_the_file(
 def run_command(command: str, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / ENTRY_POINTS[command]), *arguments],
-        cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False,
+        cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
 
 

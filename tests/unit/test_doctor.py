@@ -22,7 +22,7 @@ GIB = 2**30
 def run_doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), *arguments]
     return subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=600, check=False
     )
 
 
