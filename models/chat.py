@@ -107,9 +107,10 @@ def find_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, 
 def normalise_message(message: Message) -> dict[str, Any]:
     """One form for all that a message may be written as; applied to its own result it changes nothing.
 
-    Null fields and empty lists are as good as absent. Content is a string or a list of text parts (several of them).
-    Calls are `{"id", "type", "function": {"name", "arguments"}}`, the arguments an object unless they are JSON text of
-    something else. Reasoning has the names that templates read. Raises ValueError saying what is wrong.
+    Null fields and empty lists are as good as absent, and so is an empty content beside calls. Content is a string or
+    a list of text parts (several of them). Calls are `{"id", "type", "function": {"name", "arguments"}}`, the arguments
+    an object unless they are JSON text of something else. Reasoning has the names that templates read. Raises
+    ValueError saying what is wrong.
     """
     plain = {name: value for name, value in message.items() if value is not None}
     if isinstance(plain.get("content"), list):
@@ -120,6 +121,8 @@ def normalise_message(message: Message) -> dict[str, Any]:
         calls = normalise_calls(plain.pop("tool_calls"))
         if calls:
             plain["tool_calls"] = calls
+            if plain.get("content") == "":  # clients write either beside calls
+                del plain["content"]
     reasoning = next((plain[name] for name in REASONING if name in plain), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
