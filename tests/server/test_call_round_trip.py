@@ -9,6 +9,7 @@ import pytest
 
 from infer.server.chat_protocol import Message
 from infer.server.responses_protocol import ResponsesRequest
+from models.chat import normalise_message
 from tests.server.harness import MODEL, Server
 from tests.server.talking import ASKED
 from tests.server.test_tools import ADD, MESSAGES
@@ -110,7 +111,7 @@ def send_back(server: Server, message: Json, items: list[Json]) -> None:
     if not items:
         return  # an empty message is none in a response
     rendered = [
-        [message.for_template() for message in messages]
+        [normalise_message(message.for_template()) for message in messages]
         for messages in (map(Message.model_validate, chat["messages"]), ResponsesRequest(**responses).messages)
     ]
     for turns in rendered:
@@ -192,5 +193,5 @@ def test_reasoning_goes_back(talking: dict[str, Server]) -> None:
             for path, body in (("/v1/chat/completions", chat), ("/v1/responses", body))
         ]
         assert [answer.status_code for answer in answers] == [200, 200]
-        wanted = [Message.model_validate(turn).for_template() for turn in chat["messages"]]
-        assert [turn.for_template() for turn in ResponsesRequest(**body).messages] == wanted
+        wanted = [normalise_message(Message.model_validate(turn).for_template()) for turn in chat["messages"]]
+        assert [normalise_message(turn.for_template()) for turn in ResponsesRequest(**body).messages] == wanted
