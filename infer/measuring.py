@@ -249,7 +249,7 @@ def measure_batches(rehearsals: Rehearsals, drafters: Mapping[str, Budget], leng
                 if len(sizes) > 1:
                     found = measure_sizes(rehearsals, requests, limit, sizes, BATCHES_SHARE / left)
         drafts[name] = found.drafts
-    around = between((1, alone), (sizes[-1], found.around))
+    around = between((1, alone), (max(sizes), found.around))
     curves = {name: own[: len(sizes)] for name, own in drafts.items()}
     return CostTable(sizes, found.verify, tuple(around(float(size)) for size in sizes), curves, length, reads=reads)
 
