@@ -10,7 +10,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
@@ -24,6 +24,7 @@ from infer.server.session import Choice, Piece, Session
 log = logging.getLogger("headway.server")
 T = TypeVar("T")
 Json = dict[str, Any]
+Pieces = AsyncIterator[tuple[Choice, Piece]]
 
 
 class AnswerFormat(Protocol):
@@ -66,21 +67,46 @@ async def answer(request: Request, session: Session, form: AnswerFormat, body: G
         "model": body.model,
         "seed": session.seed,  # our extension: the one in use, given or drawn
     }
+
+    def document() -> Json:
+        choices = [
+            {"index": choice.index, **form.choice(choice), **shown(body, choice.whole), **ending(form, choice)}
+            for choice in session.choices
+        ]
+        return {**head, "choices": choices, **form.document(session), **accounts(session, form)}
+
+    return await respond(
+        request,
+        session,
+        stream=bool(body.stream),
+        document=document,
+        events=lambda pieces: events(session, form, head, pieces, body),
+        failure=lambda error: event(error.body),
+    )
+
+
+async def respond(
+    request: Request,
+    session: Session,
+    *,
+    stream: bool,
+    document: Callable[[], Json],
+    events: Callable[[Pieces], AsyncIterator[str]],
+    failure: Callable[[ApiError], str],
+) -> Response:
+    """`document()` when everything has been generated, or `events(pieces)` as it comes; `failure`: the event that ends
+    a stream in which something went wrong. Closes the session in any case.
+    """
     try:
-        if not body.stream:
+        if not stream:
             await unless_gone(request, run_to_end(session))
-            choices = [
-                {"index": choice.index, **form.choice(choice), **shown(body, choice.whole), **ending(form, choice)}
-                for choice in session.choices
-            ]
-            document = {**head, "choices": choices, **form.document(session), **accounts(session, form)}
-            return JSONResponse(document)
+            return JSONResponse(document())
         # Until the first output a failure can still have a status of its own.
         first = await unless_gone(request, session.next())
     except BaseException:
         session.close()
         raise
-    return EventStream(session, events(session, form, head, first, body))
+    return EventStream(session, guarded(events(pieces_of(session, first)), failure))
 
 
 async def run_to_end(session: Session) -> None:
@@ -88,8 +114,25 @@ async def run_to_end(session: Session) -> None:
         await session.next()
 
 
+async def pieces_of(session: Session, first: tuple[Choice, Piece]) -> Pieces:
+    yield first
+    while not session.finished:
+        yield await session.next()
+
+
+async def guarded(events: AsyncIterator[str], failure: Callable[[ApiError], str]) -> AsyncIterator[str]:
+    try:
+        async for text in events:
+            yield text
+    except ApiError as error:
+        yield failure(error)
+    except Exception:
+        log.exception("a stream failed")
+        yield failure(internal_error())
+
+
 async def events(
-    session: Session, form: AnswerFormat, head: Json, first: tuple[Choice, Piece], body: GenerationRequest
+    session: Session, form: AnswerFormat, head: Json, pieces: Pieces, body: GenerationRequest
 ) -> AsyncIterator[str]:
     def chunk(choice: Choice, delta: Json, end: Json | None = None) -> str:
         entry = {"index": choice.index, "logprobs": None, **delta, **(end or {"finish_reason": None})}
@@ -98,28 +141,18 @@ async def events(
             usage["usage"] = session.usage(form.reasoning_tokens(session)) if body.continuous_usage else None
         return event({**head, "choices": [entry], **usage})
 
-    try:
-        for choice in session.choices:
-            if (opening := form.opening(choice)) is not None:
-                yield chunk(choice, opening)
-        choice, piece = first
-        while True:
-            extra = shown(body, piece)
-            if (delta := form.delta(choice, piece)) is not None or extra:
-                yield chunk(choice, (delta or form.closing(choice)) | extra)
-            if choice.finish_reason is not None:
-                yield chunk(choice, form.closing(choice), ending(form, choice))
-            if session.finished:
-                break
-            choice, piece = await session.next()
-        if body.include_usage:
-            yield event({**head, "choices": [], **accounts(session, form)})
-        yield "data: [DONE]\n\n"
-    except ApiError as error:
-        yield event(error.body)
-    except Exception:
-        log.exception("a stream failed")
-        yield event(internal_error().body)
+    for choice in session.choices:
+        if (opening := form.opening(choice)) is not None:
+            yield chunk(choice, opening)
+    async for choice, piece in pieces:
+        extra = shown(body, piece)
+        if (delta := form.delta(choice, piece)) is not None or extra:
+            yield chunk(choice, (delta or form.closing(choice)) | extra)
+        if choice.finish_reason is not None:
+            yield chunk(choice, form.closing(choice), ending(form, choice))
+    if body.include_usage:
+        yield event({**head, "choices": [], **accounts(session, form)})
+    yield "data: [DONE]\n\n"
 
 
 def ending(form: AnswerFormat, choice: Choice) -> Json:
@@ -127,9 +160,12 @@ def ending(form: AnswerFormat, choice: Choice) -> Json:
 
 
 def accounts(session: Session, form: AnswerFormat) -> Json:
-    """Usage, and how the drafts fared where anything was drafted."""
-    usage, speculation = session.usage(form.reasoning_tokens(session)), session.speculation
-    return {"usage": usage} | ({"metrics": {"speculative_decoding": speculation}} if speculation else {})
+    return {"usage": session.usage(form.reasoning_tokens(session)), **speculation(session)}
+
+
+def speculation(session: Session) -> Json:
+    """How the drafts fared, where anything was drafted."""
+    return {"metrics": {"speculative_decoding": session.speculation}} if session.speculation else {}
 
 
 def shown(body: GenerationRequest, piece: Piece) -> Json:
@@ -145,6 +181,11 @@ def shown(body: GenerationRequest, piece: Piece) -> Json:
 def event(document: Json) -> str:
     # ASCII, because some clients take U+0085 or U+2028 for the end of a line
     return f"data: {json.dumps(document, separators=(',', ':'))}\n\n"
+
+
+def named_event(document: Json) -> str:
+    """With its type as the event's name, as Anthropic's API and OpenAI's Responses have it."""
+    return f"event: {document['type']}\n" + event(document)
 
 
 class EventStream(StreamingResponse):

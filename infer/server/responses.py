@@ -5,28 +5,24 @@ One answer per request; nothing is stored, so `previous_response_id` is refused 
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
-from infer.server.answers import EventStream, event, run_to_end, shown, unless_gone
+from infer.server.answers import Json, Pieces, named_event, respond, shown, speculation
 from infer.server.bodies import json_router
 from infer.server.conversation import Conversation
-from infer.server.errors import ApiError, internal_error
+from infer.server.errors import ApiError
 from infer.server.logprobs import ScoredToken, TokenNames, chat_logprobs
 from infer.server.parsing import Parts
 from infer.server.responses_protocol import ResponsesRequest
 from infer.server.service import Service
 from infer.server.session import Choice, Piece, Session, tokens_within
 from infer.server.tool_styles import Call
-
-log = logging.getLogger("headway.server")
-Json = dict[str, Any]
 
 
 class Items:
@@ -148,7 +144,7 @@ class Answer:
 
     def numbered(self, document: Json) -> str:
         self._number += 1
-        return f"event: {document['type']}\n" + event(document | {"sequence_number": self._number - 1})
+        return named_event(document | {"sequence_number": self._number - 1})
 
     @property
     def last(self) -> Json:
@@ -160,7 +156,6 @@ class Answer:
         tokens = self._session.choices[0].whole.tokens
         usage = self._session.usage(tokens_within(tokens, self._parser.reasoning_span))
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        speculation = self._session.speculation
         return {
             "id": self._id,
             "object": "response",
@@ -194,7 +189,7 @@ class Answer:
             }
             if over
             else None,
-            **({"metrics": {"speculative_decoding": speculation}} if over and speculation else {}),
+            **(speculation(self._session) if over else {}),
         }
 
     def _format(self) -> Json:
@@ -206,23 +201,13 @@ class Answer:
         return choice if isinstance(choice, str) else choice.model_dump()
 
 
-async def events(session: Session, answer: Answer, first: tuple[Choice, Piece]) -> AsyncIterator[str]:
-    try:
-        for status in ("created", "in_progress"):
-            yield answer.numbered({"type": f"response.{status}", "response": answer.document("in_progress")})
-        choice, piece = first
-        while True:
-            for own in answer.take(choice, piece):
-                yield answer.numbered(own)
-            if session.finished:
-                break
-            choice, piece = await session.next()
-        yield answer.numbered(answer.last)
-    except ApiError as error:
-        yield answer.numbered(failure(error))
-    except Exception:
-        log.exception("a stream failed")
-        yield answer.numbered(failure(internal_error()))
+async def events(answer: Answer, pieces: Pieces) -> AsyncIterator[str]:
+    for status in ("created", "in_progress"):
+        yield answer.numbered({"type": f"response.{status}", "response": answer.document("in_progress")})
+    async for choice, piece in pieces:
+        for own in answer.take(choice, piece):
+            yield answer.numbered(own)
+    yield answer.numbered(answer.last)
 
 
 def failure(error: ApiError) -> Json:
@@ -240,16 +225,19 @@ def router(service: Service) -> APIRouter:
         )
         session = await conversation.start(request, body, param="input", max_tokens=body.max_output_tokens)
         answer = Answer(body, session, conversation, service.names)
-        try:
-            if not body.stream:
-                await unless_gone(request, run_to_end(session))
-                for _ in answer.take(session.choices[0], session.choices[0].whole):
-                    pass
-                return JSONResponse(answer.last["response"])
-            first = await unless_gone(request, session.next())
-        except BaseException:
-            session.close()
-            raise
-        return EventStream(session, events(session, answer, first))
+
+        def document() -> Json:
+            for _ in answer.take(session.choices[0], session.choices[0].whole):
+                pass
+            return answer.last["response"]
+
+        return await respond(
+            request,
+            session,
+            stream=bool(body.stream),
+            document=document,
+            events=lambda pieces: events(answer, pieces),
+            failure=lambda error: answer.numbered(failure(error)),
+        )
 
     return routes
