@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from infer.server import chat, completions, errors, responses, tokens
+from infer.server import chat, completions, errors, messages, responses, tokens
 from infer.server.errors import ApiError
 from infer.server.metrics import CONTENT_TYPE
 from infer.server.middleware import Gate
@@ -36,6 +36,7 @@ def create_app(service: Service, *, api_keys: Sequence[str]) -> FastAPI:
     app.include_router(completions.router(service))
     app.include_router(chat.router(service))
     app.include_router(responses.router(service))
+    app.include_router(messages.router(service))
     app.include_router(tokens.router(service))
 
     @app.get("/v1/models")

@@ -101,7 +101,16 @@ class Conversation:
         forced, most_calls = fields.must_call, fields.most_calls
         return cls(service, messages, tools, structure, variables, forced=forced, most_calls=most_calls)
 
-    async def start(self, request: Request, body: GenerationRequest, *, param: str, max_tokens: int | None) -> Session:
+    async def start(
+        self,
+        request: Request,
+        body: GenerationRequest,
+        *,
+        param: str,
+        max_tokens: int | None,
+        default_max_tokens: int | None = None,
+    ) -> Session:
+        """The two limits as in `Service.start`."""
         style = self._service.tool_style
         marks = () if style is None or not self._tools else style.marks
         return await self._service.start(
@@ -111,10 +120,15 @@ class Conversation:
             [self._messages],
             param=param,
             max_tokens=max_tokens,
-            default_max_tokens=None,
+            default_max_tokens=default_max_tokens,
             structure=self._structure,
             with_special=any(self._service.special_id(mark) is not None for mark in marks),
         )
+
+    async def count_tokens(self, param: str) -> int:
+        """Of the prompt."""
+        (prompt,) = await self._service.encode_all(self._encode, [self._messages], param)
+        return len(prompt.ids)
 
     @property
     def thinks(self) -> bool:

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: what may go wrong with a request, and how FastAPI's own errors are put into that shape.
+"""What may go wrong with a request, in the shape of the API that was called: OpenAI's, or Anthropic's for /v1/messages.
 
 A message names the field, the value (shortened) and what is allowed, and nothing of the validator behind it. An
 internal error tells a client nothing.
@@ -17,10 +17,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import Scope
 
 log = logging.getLogger("headway.server")
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ANTHROPIC_TYPES = TYPES | {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
+ANTHROPIC_PATH = "/v1/messages"  # and what lies below it
+REQUEST_ID = "headway.request_id"  # in the scope
 
 
 class ApiError(Exception):
@@ -45,13 +49,23 @@ class ApiError(Exception):
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    def anthropic_body(self, request_id: str | None) -> dict[str, Any]:
+        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
+
     @property
     def headers(self) -> dict[str, str]:
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         return headers | {"www-authenticate": "Bearer"} if self.status == 401 else headers
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, headers=self.headers)
+    def response(self, scope: Scope) -> JSONResponse:
+        """To the request with that scope, in the shape of the API that its path belongs to."""
+        body = self.anthropic_body(scope.get(REQUEST_ID)) if is_anthropic(scope["path"]) else self.body
+        return JSONResponse(body, self.status, headers=self.headers)
+
+
+def is_anthropic(path: str) -> bool:
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
 class RefusedBody(HTTPException):
@@ -188,25 +202,26 @@ def count(n: int, what: str) -> str:
 
 def install(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> JSONResponse:
-        return error.response()
+    async def api_error(request: Request, error: ApiError) -> JSONResponse:
+        return error.response(request.scope)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        return from_validation(error.errors(), error.body).response()
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return from_validation(error.errors(), error.body).response(request.scope)
 
     @app.exception_handler(RefusedBody)
-    async def refused_body(_: Request, refused: RefusedBody) -> JSONResponse:
-        return refused.error.response()
+    async def refused_body(request: Request, refused: RefusedBody) -> JSONResponse:
+        return refused.error.response(request.scope)
 
     @app.exception_handler(StarletteHTTPException)
     async def http_error(request: Request, error: StarletteHTTPException) -> JSONResponse:
         if error.status_code == 404:
-            return ApiError(404, f"{request.method} {request.url.path}: no such endpoint", code="not_found").response()
+            message = f"{request.method} {request.url.path}: no such endpoint"
+            return ApiError(404, message, code="not_found").response(request.scope)
         allowed = (error.headers or {}).get("Allow")
         if error.status_code == 405 and allowed is not None:
             message = f"{request.method} {request.url.path}: this endpoint takes {allowed}"
-            response = ApiError(405, message, code="method_not_allowed").response()
+            response = ApiError(405, message, code="method_not_allowed").response(request.scope)
             response.headers["allow"] = allowed
             return response
-        return ApiError(error.status_code, str(error.detail)).response()
+        return ApiError(error.status_code, str(error.detail)).response(request.scope)

@@ -19,12 +19,12 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.isolation import panics_as_errors
-from infer.server.errors import ApiError, internal_error
+from infer.server.errors import REQUEST_ID, ApiError, internal_error, is_anthropic
 
 OPEN_PATHS = {"/health"}  # everything else needs a key, known endpoint or not
 PAGE_PATH = "/"  # a browser asks its user for a password there, and sends it along from then on
 TENANT = "headway.tenant"
-REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+REQUEST_ID_FORM = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Gate:
@@ -40,22 +40,24 @@ class Gate:
         scope = normalise(scope)
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
+        request_id = given if REQUEST_ID_FORM.fullmatch(given) else uuid.uuid4().hex
+        scope[REQUEST_ID] = request_id
+        names = ("x-request-id", "request-id") if is_anthropic(scope["path"]) else ("x-request-id",)
         started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                for name in names:
+                    MutableHeaders(scope=message)[name] = request_id
             await send(message)
 
         try:
             scope[TENANT] = self.tenant(scope["path"], headers)
             receive = await self.read_body(headers, receive)
         except ApiError as error:
-            response = error.response()
+            response = error.response(scope)
             if error.status == 401 and scope["path"] == PAGE_PATH:
                 response.headers["www-authenticate"] = 'Basic realm="Headway, password: an API key"'
             await response(scope, receive, send_with_id)
@@ -65,18 +67,19 @@ class Gate:
                 await self.app(scope, receive, send_with_id)
         except Exception:
             if not started:
-                await internal_error().response()(scope, receive, send_with_id)
+                await internal_error().response(scope)(scope, receive, send_with_id)
             raise  # so that uvicorn logs it
 
     def tenant(self, path: str, headers: Headers) -> str:
         """Whose key was given. Raises ApiError for none of ours."""
         if not self.keys or path in OPEN_PATHS:
             return ""
-        given = digest(key_in(headers.get("authorization", "")))
-        # Both sides are hashed and all keys are compared: it takes the same time whatever was given.
-        matches = [hmac.compare_digest(given, key) for key in self.keys]
+        sent = digest(key_in(headers))
+        # Both sides are hashed and all keys are compared: it takes the same time whatever was sent.
+        matches = [hmac.compare_digest(sent, key) for key in self.keys]
         if not any(matches):
-            raise ApiError(401, "this server needs an API key: authorization: Bearer <key>", code="invalid_api_key")
+            message = "this server needs an API key: authorization: Bearer <key>, or x-api-key: <key>"
+            raise ApiError(401, message, code="invalid_api_key")
         return self.keys[matches.index(True)].hex()
 
     async def read_body(self, headers: Headers, receive: Receive) -> Receive:
@@ -117,9 +120,11 @@ def tenant_of(request: Request) -> str:
     return request.scope.get(TENANT, "")
 
 
-def key_in(authorization: str) -> str:
-    """`Bearer <key>`, or `Basic` with the key as the password and any name."""
-    scheme, _, given = authorization.partition(" ")
+def key_in(headers: Headers) -> str:
+    """`authorization: Bearer <key>`, or `Basic` with the key as the password and any name; without it, `x-api-key`."""
+    if "authorization" not in headers:
+        return headers.get("x-api-key", "").strip()
+    scheme, _, given = headers["authorization"].partition(" ")
     if scheme.lower() == "bearer":
         return given.strip()
     if scheme.lower() != "basic":

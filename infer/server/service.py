@@ -121,7 +121,7 @@ class Service:
         only_prompt: bool = False,
         with_special: bool = False,
     ) -> Session:
-        """`encode` runs in a worker thread. `default_max_tokens=None` lets the answer fill the context.
+        """A `max_tokens` that the context cannot hold is refused, a default one shortened; None fills the context.
 
         `structure`: the output's grammar and the field that asks for it. `with_special`: the text shows special tokens,
         also where the request does not ask for it.
@@ -129,12 +129,7 @@ class Service:
         with_special = with_special or body.skip_special_tokens is False
         arrival = time.monotonic()
         self.runtime.check_room(len(prompts) * (body.n or 1))
-        try:
-            async with asyncio.timeout(ENCODE_LIMIT_S):
-                encoded = await asyncio.to_thread(lambda: [encode(prompt) for prompt in prompts])
-        except TimeoutError:
-            message = f"{param}: takes longer than {ENCODE_LIMIT_S:g} s to go through the template and the tokenizer"
-            raise ApiError(400, message, param=param, code="prompt_timeout") from None
+        encoded = await self.encode_all(encode, prompts, param)
         longest = max(len(prompt.ids) for prompt in encoded)
         self._check_length(longest, max_tokens, param)
         if max_tokens is None:
@@ -164,6 +159,15 @@ class Service:
             arrival=arrival,
             timeout=min(self.config.request_timeout_s, body.timeout_s or self.config.request_timeout_s),
         )
+
+    async def encode_all(self, encode: Callable[[Any], Prompt], prompts: Sequence[Any], param: str) -> list[Prompt]:
+        """`encode` runs in a worker thread, for a limited time."""
+        try:
+            async with asyncio.timeout(ENCODE_LIMIT_S):
+                return await asyncio.to_thread(lambda: [encode(prompt) for prompt in prompts])
+        except TimeoutError:
+            message = f"{param}: takes longer than {ENCODE_LIMIT_S:g} s to go through the template and the tokenizer"
+            raise ApiError(400, message, param=param, code="prompt_timeout") from None
 
     def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) > self.max_characters:

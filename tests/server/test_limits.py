@@ -66,17 +66,18 @@ def test_every_endpoint_but_health_needs_a_key(make_server: MakeServer) -> None:
     with make_server(api_keys=keys) as server:
         described = httpx.get(f"{server.url}/openapi.json", headers={"authorization": f"Bearer {keys[0]}"}).json()
         routes = [(method, path) for path, own in described["paths"].items() for method in own]
-        assert {"/v1/completions", "/v1/responses", "/tokenize", "/metrics", "/ready"} <= {path for _, path in routes}
+        expected = {"/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/metrics", "/ready"}
+        assert expected <= {path for _, path in routes}
         wrong_password = base64.b64encode(b"me:wrong").decode()
         for method, path in [*routes, ("get", "/"), ("get", "/openapi.json"), ("get", "/nowhere")]:
             if path == "/health":
                 continue
             path = path.replace("{model_id}", MODEL)
-            for authorization in ("", "Bearer wrong", "Bearer", "Basic s3cret-of-a", f"Basic {wrong_password}"):
-                headers = {"authorization": authorization} if authorization else {}
+            wrong = ("Bearer wrong", "Bearer", "Basic s3cret-of-a", f"Basic {wrong_password}")
+            for headers in ({}, {"x-api-key": "wrong"}, *({"authorization": value} for value in wrong)):
                 answer = httpx.request(method, server.url + path, headers=headers)
                 assert answer.status_code == 401, path
-                assert answer.json()["error"]["code"] == "invalid_api_key"
+                assert answer.json()["error"]["type"] == "authentication_error"
                 assert answer.headers["www-authenticate"].startswith("Basic" if path == "/" else "Bearer")
         assert httpx.get(f"{server.url}/health").status_code == 200
         with pytest.raises(openai.AuthenticationError):
@@ -84,6 +85,7 @@ def test_every_endpoint_but_health_needs_a_key(make_server: MakeServer) -> None:
         for key in keys:
             client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
             assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).usage is not None
+            assert httpx.get(f"{server.url}/v1/models", headers={"x-api-key": key}).status_code == 200
             page = httpx.get(f"{server.url}/", auth=("anybody", key))  # as a browser does it
             assert "Headway" in page.text
 

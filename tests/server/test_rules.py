@@ -14,6 +14,7 @@ import yaml
 from infer.cli import compose
 from infer.config import ServeConfig
 from infer.server.chat_protocol import ChatRequest
+from infer.server.messages_protocol import CountTokensRequest, MessagesRequest
 from infer.server.protocol import CompletionRequest
 from infer.server.responses_protocol import ResponsesRequest
 from infer.server.tokens import DetokenizeRequest, TokenizeRequest
@@ -41,7 +42,8 @@ def unbounded(schema: Any, place: str = "") -> list[str]:
 
 
 def test_every_list_of_the_wire_is_bounded() -> None:
-    for kind in (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest):
+    generating = (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
+    for kind in (*generating, CountTokensRequest, TokenizeRequest, DetokenizeRequest):
         assert unbounded(kind.model_json_schema()) == [], kind
 
 
