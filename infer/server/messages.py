@@ -108,8 +108,8 @@ class Answer:
                 start = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": self._usage()}
                 yield named_event({"type": "message_start", "message": start})
                 begun = True
-            for own in self.take(choice, piece):
-                yield named_event(own)
+            for document in self.take(choice, piece):
+                yield named_event(document)
         yield named_event({"type": "message_delta", "delta": self._end(), "usage": self._usage()} | self._extensions())
         yield named_event({"type": "message_stop"})
 

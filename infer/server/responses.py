@@ -205,8 +205,8 @@ async def events(answer: Answer, pieces: Pieces) -> AsyncIterator[str]:
     for status in ("created", "in_progress"):
         yield answer.numbered({"type": f"response.{status}", "response": answer.document("in_progress")})
     async for choice, piece in pieces:
-        for own in answer.take(choice, piece):
-            yield answer.numbered(own)
+        for document in answer.take(choice, piece):
+            yield answer.numbered(document)
     yield answer.numbered(answer.last)
 
 

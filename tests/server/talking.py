@@ -7,13 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tokenizers
-import torch
 
 from models.chat_template import chat_environment
+from scripts.clients.target import learn
 
 SPECIAL = ("[TOOL_CALLS]", "<|python_tag|>")
-END = "<|endoftext|>"
-STEPS = 160
 # What a template says of tools, and so which style the server takes from it.
 MARKS = {"hermes": "<tool_call>", "mistral": "[AVAILABLE_TOOLS]", "llama3": "<|python_tag|>", "think": "<think>"}
 ASKED = "What is 1+2?"
@@ -44,35 +42,12 @@ def prompt(style: str) -> str:
 
 def make_talking_target(make_target_folder: Callable[..., Path], folder: Path) -> Path:
     """Trains it; `style_folder` gives it a template."""
-    from transformers import LlamaForCausalLM
-
     source = make_target_folder(seed=21, num_hidden_layers=2, vocab_size=384 + len(SPECIAL), initializer_range=0.02)
     shutil.copytree(source, folder, dirs_exist_ok=True)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.add_special_tokens(list(SPECIAL))
     backend.save(str(folder / "tokenizer.json"))
-    rows, labels = [], []
-    for style, answer in CALL.items():
-        start, rest = (backend.encode(text, add_special_tokens=False).ids for text in (prompt(style), answer + END))
-        rows.append(torch.tensor(start + rest))
-        labels.append(torch.tensor([-100] * len(start) + rest))
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    wanted = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
-        decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, STEPS)
-        for _ in range(STEPS):
-            logits = model(input_ids=ids).logits[:, :-1]
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted[:, 1:].flatten()).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            decay.step()
-            optimizer.zero_grad()
-    asked = wanted[:, 1:] != -100
-    assert torch.equal(logits.argmax(-1)[asked], wanted[:, 1:][asked]), "did not learn it by heart"
-    model.save_pretrained(folder)
+    learn(folder, [(prompt(style), answer) for style, answer in CALL.items()], steps=160)
     return folder
 
 

@@ -42,12 +42,12 @@ def message(server: Server, **fields: Any) -> dict[str, Any]:
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    found = []
+    events = []
     for block in text.strip().split("\n\n"):
         kind, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert kind == f"event: {found[-1]['type']}"
-    return found
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert kind == f"event: {events[-1]['type']}"
+    return events
 
 
 def chat_ids(server: Server, messages: list[Any], **fields: Any) -> tuple[list[int], list[int]]:
@@ -141,12 +141,12 @@ def test_why_it_stopped(server: Server) -> None:
 def test_the_model_calls_tools(talking: dict[str, Server], style: str) -> None:
     server = talking[style]
     client = client_of(server)
-    asked: list[Any] = [{"role": "user", "content": ASKED}]
-    whole = client.messages.create(**sdk(asked, max_tokens=150), tools=[TOOL])
+    question: list[Any] = [{"role": "user", "content": ASKED}]
+    whole = client.messages.create(**sdk(question, max_tokens=150), tools=[TOOL])
     assert calls_of(whole.content) == WANTED
     assert whole.stop_reason == "tool_use"
     assert [block.text for block in whole.content if block.type == "text"] == ["I add.\n"] * (style == "hermes")
-    with client.messages.stream(**sdk(asked, max_tokens=150), tools=[TOOL]) as stream:
+    with client.messages.stream(**sdk(question, max_tokens=150), tools=[TOOL]) as stream:
         final = stream.get_final_message()
     assert calls_of(final.content) == WANTED
     assert final.stop_reason == "tool_use"
@@ -163,7 +163,7 @@ def test_the_model_calls_tools(talking: dict[str, Server], style: str) -> None:
         },
         {"type": "text", "text": "go on", "cache_control": {"type": "ephemeral"}},
     ]
-    turn = [*asked, whole.to_param(), {"role": "user", "content": results}]
+    turn = [*question, whole.to_param(), {"role": "user", "content": results}]
     counted = client.messages.count_tokens(model=MODEL, tools=[TOOL], messages=turn)  # type: ignore[list-item]
     again = client.messages.create(**sdk(turn, max_tokens=8, **IDS), tools=[TOOL])
     text = "I add.\n" if style == "hermes" else ""
@@ -172,7 +172,7 @@ def test_the_model_calls_tools(talking: dict[str, Server], style: str) -> None:
         for call in calls
     ]
     chat = [
-        *asked,
+        *question,
         {"role": "assistant", "content": text, "tool_calls": functions},
         {"role": "tool", "tool_call_id": calls[0].id, "content": "3"},
         {"role": "tool", "tool_call_id": calls[1].id, "content": "no"},

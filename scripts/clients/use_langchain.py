@@ -1,0 +1,65 @@
+"""LangChain's ChatOpenAI."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from checks import ARGUMENTS, ASKED, ASKED_JSON, MODEL, SAID, URL, expect, run
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel
+
+model = ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", api_key="none")
+
+
+class Sum(BaseModel):
+    """A sum. Its tool is named after it, with a name that the target has not learnt."""
+
+    a: int
+    b: Literal[1, 2]
+
+
+@tool
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+def plain() -> None:
+    answer = model.invoke(ASKED)
+    expect((answer.content, answer.response_metadata["finish_reason"]), (SAID, "stop"))
+    expect(model.invoke([HumanMessage(ASKED, name="somebody")]).content, SAID)
+    expect(
+        ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", api_key="none", use_responses_api=True).invoke(ASKED).text, SAID
+    )
+
+
+def stream() -> None:
+    expect("".join(chunk.content for chunk in model.stream(ASKED)), SAID)
+
+
+def tools() -> None:
+    turn = HumanMessage(ASKED)
+    for bound in (model.bind_tools([add]), model.bind_tools([add], tool_choice="add", parallel_tool_calls=False)):
+        first = bound.invoke([turn])
+        (call,) = first.tool_calls
+        expect((call["name"], call["args"]), ("add", ARGUMENTS))
+        result = add.invoke(call)
+        assert isinstance(result, ToolMessage)
+        expect(model.bind_tools([add]).invoke([turn, first, result]).content, SAID)
+        whole = None
+        for chunk in bound.stream([turn]):
+            whole = chunk if whole is None else whole + chunk
+        expect([call["args"] for call in whole.tool_calls], [ARGUMENTS])
+
+
+def structured() -> None:
+    for method in ("json_schema", "function_calling", "json_mode"):
+        result = model.with_structured_output(Sum, method=method).invoke(ASKED_JSON)
+        assert isinstance(result, Sum), result
+        if method != "function_calling":
+            expect(result, Sum(**ARGUMENTS))
+
+
+run("langchain-openai", plain=plain, stream=stream, tools=tools, structured=structured)
