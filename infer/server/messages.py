@@ -10,6 +10,7 @@ from fastapi.responses import Response
 from pydantic_core import from_json
 
 from infer.server.answers import Json, Pieces, named_event, respond, shown, speculation
+from infer.server.bodies import json_router
 from infer.server.conversation import Conversation
 from infer.server.errors import REQUEST_ID
 from infer.server.messages_protocol import CountTokensRequest, MessagesRequest
@@ -154,7 +155,7 @@ class Answer:
 
 
 def router(service: Service) -> APIRouter:
-    routes = APIRouter()
+    routes = json_router()
 
     def conversation_of(body: CountTokensRequest) -> Conversation:
         structure = body.structure if isinstance(body, MessagesRequest) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal
@@ -11,13 +11,15 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
 from infer.grammar import Grammar
-from infer.params import SamplingParams
+from infer.params import MAX_INT, SamplingParams
 from infer.server.chat_protocol import MAX_MESSAGES, MAX_PARTS, Message, TemplateOptions
 from infer.server.errors import field_error, shown
 from infer.server.fields import Strict, Unless
 from infer.server.protocol import GenerationRequest, Stop
+from infer.server.structure import JsonObject
 from infer.server.tool_protocol import (
     MAX_ARGUMENTS,
+    MAX_CALLS,
     MAX_TOOLS,
     TOOL_ACCEPTED,
     CalledFunction,
@@ -33,7 +35,12 @@ from infer.server.tool_protocol import (
 
 KEEP_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 # Every prompt's prefix is cached; the rest identifies, bills or places a request.
-ACCEPTED = frozenset({"cache_control", "metadata", "service_tier", "inference_geo", "speed", "diagnostics"})
+ACCEPTED = frozenset(
+    {
+        *("cache_control", "metadata", "service_tier", "inference_geo", "speed", "diagnostics"),
+        *("user_profile_id", "workspace_id"),
+    }
+)
 REFUSED: dict[str, Unless] = {
     **dict.fromkeys(("container", "mcp_servers"), Unless()),
     "context_management": Unless(({"edits": []}, KEEP_ALL_THINKING)),
@@ -53,19 +60,19 @@ ROLE_BLOCKS: dict[str, tuple[str, ...]] = {
 Identifier = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-def as_blocks(content: Any, allowed: Sequence[str]) -> Any:
-    """A string is one block of text. Says in words which types of blocks there may be."""
+def as_blocks(name: str, content: Any, allowed: Sequence[str]) -> Any:
+    """Of the field `name`. A string is one block of text. Says in words which types of blocks there may be."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise field_error("content", f"must be a string or a list of blocks, not {shown(content)}")
-    for block in content:
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind not in allowed:
-            types = ", ".join(allowed)
-            raise field_error(
-                "content", f"blocks here are of type {types}, not {shown(kind)}; this server reads text only"
-            )
+        raise field_error(name, f"must be a string or a list of blocks, not {shown(content)}")
+    for index, block in enumerate(content):
+        if not isinstance(block, dict):
+            raise field_error(f"{name}[{index}]", f"must be a block, not {shown(block)}")
+        if block.get("type") not in allowed:
+            types = " or ".join(allowed)
+            message = f"must be {types} here, not {shown(block.get('type'))}; this server reads text only"
+            raise field_error(f"{name}[{index}].type", message)
     return content
 
 
@@ -83,14 +90,14 @@ class Block(Strict):
     """
 
     accepted = frozenset({"cache_control", "citations", "signature", "data", "is_error", "caller"})
-    refused: ClassVar[Mapping[str, Unless]] = {"toolset_name": Unless()}
+    refused: ClassVar[dict[str, Unless]] = {"toolset_name": Unless()}
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str | None = None
     thinking: str | None = None
     id: Identifier | None = None
     name: ToolName | None = None
-    input: dict[str, Any] | None = None
+    input: JsonObject | None = None
     tool_use_id: Identifier | None = None
     content: Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] | None = None  # of a tool's result
 
@@ -105,7 +112,7 @@ class Block(Strict):
                     name, f"missing; a block of type {values['type']} needs it", "missing_required_parameter"
                 )
         if values.get("content") is not None:
-            values = values | {"content": as_blocks(values["content"], ("text",))}
+            values = values | {"content": as_blocks("content", values["content"], ("text",))}
         return values
 
     @model_validator(mode="after")
@@ -126,20 +133,26 @@ class Turn(Strict):
     @model_validator(mode="before")
     @classmethod
     def check_blocks(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or values.get("role") not in ROLE_BLOCKS:
-            return values
-        return values | {"content": as_blocks(values.get("content"), ROLE_BLOCKS[values["role"]])}
+        allowed = ROLE_BLOCKS.get(str(values.get("role"))) if isinstance(values, dict) else None
+        return values if allowed is None else values | {"content": as_blocks("content", values.get("content"), allowed)}
 
 
 class CustomTool(Strict):
     accepted = TOOL_ACCEPTED | {"eager_input_streaming"}
-    refused: ClassVar[Mapping[str, Unless]] = {"input_examples": Unless()}
+    refused: ClassVar[dict[str, Unless]] = {"input_examples": Unless()}
 
     type: Literal["custom"] | None = None
     name: ToolName
     description: str | None = Field(default=None, max_length=16384)
-    input_schema: dict[str, Any]
+    input_schema: JsonObject
     strict: bool | None = None  # changes nothing: arguments of a forced call always keep the schema
+
+    @property
+    def function(self) -> FunctionTool:
+        """As a chat has it, with its fields in the usual order: templates print them."""
+        fields: dict[str, Any] = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        fields["strict"] = self.strict
+        return FunctionTool.model_validate({name: value for name, value in fields.items() if value is not None})
 
 
 def is_other_tool(tool: Any) -> bool:
@@ -149,8 +162,8 @@ def is_other_tool(tool: Any) -> bool:
 
 
 AnyTool = Annotated[
-    Annotated[CustomTool, Tag("custom")] | Annotated[OtherTool, Tag("other")],
-    Discriminator(lambda tool: "other" if is_other_tool(tool) else "custom"),
+    Annotated[CustomTool, Tag("<custom>")] | Annotated[OtherTool, Tag("<other>")],
+    Discriminator(lambda tool: "<other>" if is_other_tool(tool) else "<custom>"),
 ]
 
 
@@ -176,7 +189,7 @@ class Thinking(Strict):
 
 class OutputFormat(Strict):
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(Strict):
@@ -188,7 +201,7 @@ class CountTokensRequest(Strict):
     """What of a request makes up the prompt."""
 
     accepted: ClassVar[frozenset[str]] = ACCEPTED
-    refused: ClassVar[Mapping[str, Unless]] = REFUSED
+    refused: ClassVar[dict[str, Unless]] = REFUSED
 
     model: str
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -202,17 +215,20 @@ class CountTokensRequest(Strict):
     @model_validator(mode="before")
     @classmethod
     def check_system(cls, values: Any) -> Any:
-        if isinstance(values, dict) and isinstance(values.get("system"), str):
-            return values | {"system": as_blocks(values["system"], ("text",))}
-        return values
+        if not isinstance(values, dict) or values.get("system") is None:
+            return values
+        return values | {"system": as_blocks("system", values["system"], ("text",))}
 
     @model_validator(mode="after")
     def check_conversation(self) -> CountTokensRequest:
         if self.messages[-1].role == "assistant":
             raise field_error("messages", "the last turn must not be the assistant's; this server does not continue it")
         for _, blocks in turns(self.messages):
-            if sum(block.type == "text" for block in blocks) > MAX_PARTS:
-                raise field_error("messages", f"more than {MAX_PARTS} blocks of text in turns of one role in a row")
+            for kind, most in (("text", MAX_PARTS), ("tool_use", MAX_CALLS)):
+                if sum(block.type == kind for block in blocks) > most:
+                    raise field_error(
+                        "messages", f"more than {most} blocks of type {kind} in turns of one role in a row"
+                    )
         try:
             fields = self.tool_fields  # whose own checks run
         except ValidationError as error:
@@ -229,15 +245,8 @@ class CountTokensRequest(Strict):
 
     @property
     def tool_fields(self) -> ToolFields:
-        tools = [
-            Tool(
-                type="function",
-                function=FunctionTool(
-                    name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
-                ),
-            )
-            for tool in self.tools or ()
-            if isinstance(tool, CustomTool)
+        tools: list[Tool | OtherTool] = [
+            Tool(type="function", function=tool.function) for tool in self.tools or () if isinstance(tool, CustomTool)
         ]
         choice = self.tool_choice or ToolChoice(type="auto")
         parallel = not choice.disable_parallel_tool_use
@@ -275,7 +284,7 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
         | REFUSED
         | {
             # fields of other endpoints
-            **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), Unless((False,))),
+            **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), Unless()),
             **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), Unless(hint="say max_tokens")),
             "stop": Unless(hint="say stop_sequences"),
             "response_format": Unless(hint="say output_config.format"),
@@ -284,7 +293,7 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
         }
     )
 
-    max_tokens: int = Field(ge=1)  # the context may end an answer before
+    max_tokens: int = Field(ge=1, le=MAX_INT)  # the context may end an answer before
     stop_sequences: Stop | None = None
 
     @property

@@ -15,6 +15,7 @@ from infer.sampling import choice_parameters
 from infer.server.bodies import MAX_NESTING, parse
 from infer.server.chat_protocol import ChatRequest
 from infer.server.errors import ApiError
+from infer.server.messages_protocol import MessagesRequest
 from infer.server.protocol import CompletionRequest, GenerationRequest
 from infer.server.responses_protocol import ResponsesRequest
 from kernels.choose import choose, law
@@ -25,6 +26,7 @@ BODIES: dict[type[GenerationRequest], dict[str, Any]] = {
     CompletionRequest: {"model": "m", "prompt": "x"},
     ChatRequest: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
     ResponsesRequest: {"model": "m", "input": "x"},
+    MessagesRequest: {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5},
 }
 NO_NUMBERS = [float("nan"), float("inf"), -float("inf"), 10**5000, -(10**5000), 2**63, "5", "", None, [], 1.5, True]
 

@@ -12,6 +12,18 @@ from pydantic import ValidationError
 from infer.server.chat_protocol import ChatRequest, Message, TextPart
 from infer.server.errors import from_validation, shown
 from infer.server.fields import Strict
+from infer.server.messages_protocol import (
+    Block,
+    CountTokensRequest,
+    CustomTool,
+    MessagesRequest,
+    OutputConfig,
+    OutputFormat,
+    TextBlock,
+    Thinking,
+    ToolChoice,
+    Turn,
+)
 from infer.server.protocol import CompletionRequest, Speculative, StreamOptions
 from infer.server.responses_protocol import (
     InputItem,
@@ -35,10 +47,15 @@ INPUT_PART: dict[str, Any] = {"type": "input_text", "text": "x"}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "x"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 RESPONSE: dict[str, Any] = {"model": "m", "input": "x"}
+MESSAGES: dict[str, Any] = CHAT | {"max_tokens": 5}
 
 
 def items(**fields: Any) -> dict[str, Any]:
     return RESPONSE | {"input": [fields]}
+
+
+def blocks(role: str, block: dict[str, Any]) -> dict[str, Any]:
+    return MESSAGES | {"messages": [{"role": role, "content": [block]}, *MESSAGES["messages"]]}
 
 
 # A request, a place in it, and the model of what is there: its fields are given wrong values.
@@ -80,6 +97,33 @@ PLACES: list[tuple[type[Strict], dict[str, Any], tuple[str | int, ...], type[Str
     (ResponsesRequest, RESPONSE | {"text": {}}, ("text",), TextOptions),
     (ResponsesRequest, RESPONSE | {"text": {"format": {"type": "text"}}}, ("text", "format"), TextFormat),
     (ResponsesRequest, RESPONSE | {"reasoning": {}}, ("reasoning",), Reasoning),
+    (MessagesRequest, MESSAGES, (), MessagesRequest),
+    (CountTokensRequest, CHAT, (), CountTokensRequest),
+    (MessagesRequest, MESSAGES | {"system": [PART]}, ("system", 0), TextBlock),
+    (MessagesRequest, MESSAGES, ("messages", 0), Turn),
+    (MessagesRequest, blocks("user", PART), ("messages", 0, "content", 0), Block),
+    (
+        MessagesRequest,
+        blocks("user", {"type": "tool_result", "tool_use_id": "c", "content": [PART]}),
+        ("messages", 0, "content", 0),
+        Block,
+    ),
+    (
+        MessagesRequest,
+        blocks("assistant", {"type": "tool_use", "id": "c", "name": "f", "input": {}}),
+        ("messages", 0, "content", 0),
+        Block,
+    ),
+    (MessagesRequest, MESSAGES | {"tools": [{"name": "f", "input_schema": {}}]}, ("tools", 0), CustomTool),
+    (MessagesRequest, MESSAGES | {"tool_choice": {"type": "auto"}}, ("tool_choice",), ToolChoice),
+    (MessagesRequest, MESSAGES | {"thinking": {"type": "adaptive"}}, ("thinking",), Thinking),
+    (MessagesRequest, MESSAGES | {"output_config": {}}, ("output_config",), OutputConfig),
+    (
+        MessagesRequest,
+        MESSAGES | {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
+        ("output_config", "format"),
+        OutputFormat,
+    ),
     (TokenizeRequest, {"prompt": "x"}, (), TokenizeRequest),
     (DetokenizeRequest, {"tokens": [1]}, (), DetokenizeRequest),
 ]
@@ -99,6 +143,7 @@ VALIDATORS = (
         ".list[",
         "<function>",
         "<other>",
+        "<custom>",
         "tagged-union",
         "Input should",
         "valid dictionary",

@@ -1,4 +1,4 @@
-"""DESIGN section 10: every field of OpenAI's and vLLM's schemas is sorted, and what becomes of each group."""
+"""DESIGN section 10: every field of OpenAI's, Anthropic's and vLLM's schemas is sorted; what becomes of each group."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from anthropic.types import message_count_tokens_params as anthropic_counts
+from anthropic.types import message_create_params as anthropic_messages
 from openai.types import completion_create_params as openai_completions
 from openai.types.chat import completion_create_params as openai_chats
 from openai.types.responses import response_create_params as openai_responses
@@ -17,6 +19,7 @@ from typing_extensions import get_type_hints, is_typeddict
 from infer.server.chat_protocol import ChatRequest
 from infer.server.errors import ApiError, from_validation
 from infer.server.fields import MAX_WARNINGS, Strict, UnknownFields
+from infer.server.messages_protocol import CountTokensRequest, MessagesRequest
 from infer.server.protocol import GUIDED, CompletionRequest, GenerationRequest
 from infer.server.responses_protocol import ResponsesRequest
 from infer.server.tokens import DetokenizeRequest, TokenizeRequest
@@ -26,10 +29,12 @@ from models.chat import content_text, normalise_message
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "x"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 RESPONSE: dict[str, Any] = {"model": "m", "input": "x"}
+MESSAGES: dict[str, Any] = CHAT | {"max_tokens": 5}
 REQUESTS: tuple[tuple[type[Strict], dict[str, Any]], ...] = (
     (CompletionRequest, COMPLETION),
     (ChatRequest, CHAT),
     (ResponsesRequest, RESPONSE),
+    (MessagesRequest, MESSAGES),
 )
 # Beside OpenAI's. vLLM 0.32's protocol files; the last lines are names of releases before it.
 VLLM = """
@@ -117,9 +122,11 @@ def unsorted(schema: Any, models: list[type[Strict]], path: str, seen: set[Any])
         (openai_completions.CompletionCreateParamsBase, CompletionRequest),
         (openai_chats.CompletionCreateParamsBase, ChatRequest),
         (openai_responses.ResponseCreateParamsBase, ResponsesRequest),
+        (anthropic_messages.MessageCreateParamsBase, MessagesRequest),
+        (anthropic_counts.MessageCountTokensParams, CountTokensRequest),
     ],
 )
-def test_every_field_of_openai_s_schemas_is_sorted(schema: Any, model: type[Strict]) -> None:
+def test_every_field_of_the_schemas_is_sorted(schema: Any, model: type[Strict]) -> None:
     seen: set[Any] = set()
     assert list(unsorted(schema, [model], "", seen)) == []
     assert len(seen) > 2 or model is CompletionRequest, "nothing nested was looked at"
@@ -299,7 +306,7 @@ def test_warnings_are_bounded_and_printable(caplog: pytest.LogCaptureFixture) ->
 
 def test_every_model_of_a_request_has_the_tables() -> None:
     seen: list[type] = []
-    stack: list[type] = [CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest]
+    stack: list[type] = [*(kind for kind, _ in REQUESTS), CountTokensRequest, TokenizeRequest, DetokenizeRequest]
     while stack:
         model = stack.pop()
         assert issubclass(model, Strict), model

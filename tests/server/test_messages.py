@@ -205,11 +205,28 @@ def test_tools_of_anthropic_s_servers_are_left_out(talking: dict[str, Server]) -
     search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
     answer = message(talking["hermes"], **fields, tools=[search, TOOL])
     assert [(b["name"], b["input"]) for b in answer["content"] if b["type"] == "tool_use"] == WANTED
-    refused = talking["hermes"].post(
-        "/v1/messages", {**BODY, **fields, "tools": [search, TOOL], "tool_choice": {"type": "any"}}
-    )
-    assert refused.status_code == 400
-    assert "web_search_20250305" in refused.json()["error"]["message"]
+    for choice in ({"type": "any"}, {"type": "tool", "name": "web_search"}):
+        body = {**BODY, **fields, "tools": [search], "tool_choice": choice}
+        refused = talking["hermes"].post("/v1/messages", body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith("tool_choice: ")
+
+
+def test_a_call_that_is_cut(talking: dict[str, Server]) -> None:
+    """Streamed or not, what is whole of it, and no stop reason that says the tool is to be called."""
+    client = client_of(talking["hermes"])
+    inputs = []
+    for limit in range(32, 64, 4):
+        request = sdk([{"role": "user", "content": ASKED}], max_tokens=limit)
+        request |= {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "add"}}
+        whole = client.messages.create(**request)
+        with client.messages.stream(**request) as stream:
+            final = stream.get_final_message()
+        assert calls_of(final.content) == calls_of(whole.content)
+        if whole.stop_reason == "max_tokens":
+            inputs += [value for _, value in calls_of(whole.content)]
+    assert {} in inputs
+    assert any(list(value) == ["a"] for value in inputs)
 
 
 def test_thinking(talking: dict[str, Server]) -> None:
@@ -274,26 +291,26 @@ def test_what_asks_for_nothing_is_accepted(server: Server, fields: dict[str, Any
         ({"max_tokens": None}, "max_tokens: "),
         ({"max_tokens": 0}, "max_tokens: "),
         ({"messages": []}, "messages: "),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: must be a string or a list of blocks"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: must be a string or a list of blocks"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages.0.content: blocks here",
+            "messages[0].content[0].type: must be text or tool_result here, not",
         ),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: "),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
         ({"messages": [*USER, {"role": "assistant", "content": "I"}]}, "messages: the last turn"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
-            "messages.0.content.0.tool_use_id: ",
+            "messages[0].content[0].tool_use_id: ",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "", "content": "x"}]}]},
-            "messages.0.content.0.tool_use_id: ",
+            "messages[0].content[0].tool_use_id: ",
         ),
         (
             {"messages": [*USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f"}]}]},
-            "messages.1.content.0.input: ",
+            "messages[1].content[0].input: ",
         ),
-        ({"tools": [{"name": "f"}]}, "tools.0.input_schema: "),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema: "),
         ({"tools": [TOOL, TOOL]}, "tools: two"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: "),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "rm"}}, "tool_choice: "),
