@@ -184,7 +184,8 @@ class Engine:
             request.plain_keys = BlockKeys(secret, salt, "", size)
         if params.stop:
             assert self.tokenizer is not None
-            request.stop_text = StopText(self.tokenizer.stream(context=prompt), params.stop)
+            stream = self.tokenizer.stream(context=prompt, with_special=not params.skip_special_tokens)
+            request.stop_text = StopText(stream, params.stop)
         if params.grammar is not None:
             request.constraint = constraint or self.compile(params.grammar)
         if parent is not None:

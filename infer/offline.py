@@ -106,7 +106,8 @@ def completion(request: Request, tokenizer: Tokenizer | None) -> Completion:
     if request.stop_text is not None:
         text = request.stop_text.finish()
     elif tokenizer is not None:
-        text = tokenizer.decode(request.text_ids, context=request.prompt_ids)
+        with_special = not request.params.skip_special_tokens
+        text = tokenizer.decode(request.text_ids, context=request.prompt_ids, with_special=with_special)
     return Completion(
         request.prompt_ids,
         request.output_ids,

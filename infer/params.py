@@ -79,6 +79,7 @@ class SamplingParams:
     min_tokens: int = 0
     stop: tuple[str, ...] = ()  # ends the text before any of these; the engine needs a tokenizer for it
     stop_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True  # false: the text, in which stop strings are looked for, shows special tokens
     ignore_eos: bool = False  # true: goes on after every end token of the target
     grammar: Grammar | None = None  # the output is of this form; the engine needs a tokenizer for it
     logprobs: int | None = None  # of the chosen token and of this many likeliest; 0: of the chosen one alone

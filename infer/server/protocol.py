@@ -166,8 +166,6 @@ class GenerationRequest(Strict):
 
     @model_validator(mode="after")
     def check_combinations(self) -> GenerationRequest:
-        if self.skip_special_tokens is False and self.stop:  # which are looked for in the text without them
-            raise field_error("skip_special_tokens", "false not together with stop; use stop_token_ids")
         if self.prompt_logprobs is not None and self.stream:
             raise field_error("prompt_logprobs", "not together with stream: true")
         if self.response_format is not None and self.structured_outputs is not None:
@@ -220,6 +218,7 @@ class GenerationRequest(Strict):
             min_tokens=self.min_tokens or 0,
             stop=tuple(self.stop or ()),
             stop_token_ids=tuple(self.stop_token_ids or ()),
+            skip_special_tokens=self.skip_special_tokens is not False,
             ignore_eos=bool(self.ignore_eos),
             logprobs=self.asked_logprobs,
             prompt_logprobs=self.prompt_logprobs,

@@ -29,7 +29,7 @@ from infer.server.session import Choice, Prompt, Session
 from infer.server.structure import check_size
 from infer.server.tool_styles import STYLES, ToolStyle, style_of
 from infer.stopping import StopText
-from models.tokenizer import Tokenizer
+from models.tokenizer import DetokenizeStream, Tokenizer
 
 ENCODE_LIMIT_S = 30.0  # for templates that loop; they run in Jinja's sandbox, which bounds memory and not time
 
@@ -126,7 +126,6 @@ class Service:
         `structure`: the output's grammar and the field that asks for it. `with_special`: the text shows special tokens,
         also where the request does not ask for it.
         """
-        with_special = with_special or body.skip_special_tokens is False
         arrival = time.monotonic()
         self.runtime.check_room(len(prompts) * (body.n or 1))
         encoded = await self.encode_all(encode, prompts, param)
@@ -136,6 +135,7 @@ class Service:
             room = self.context - longest
             max_tokens = room if default_max_tokens is None else min(default_max_tokens, room)
         params = self._params(body, max_tokens, tenant_of(request), structure and structure[1])
+        params = replace(params, skip_special_tokens=params.skip_special_tokens and not with_special)
         assert params.seed is not None
         constraint = await self._constraint(*structure) if structure is not None else None
         generation = self.runtime.submit([prompt.ids for prompt in encoded], params, constraint)
@@ -146,7 +146,7 @@ class Service:
                 Choice(
                     index,
                     prompt,
-                    StopText(self.tokenizer.stream(context=prompt.ids, with_special=with_special), params.stop),
+                    StopText(self._stream(prompt, params), params.stop),
                     min_tokens=params.min_tokens,
                     only_prompt=only_prompt,
                 )
@@ -168,6 +168,9 @@ class Service:
         except TimeoutError:
             message = f"{param}: takes longer than {ENCODE_LIMIT_S:g} s to go through the template and the tokenizer"
             raise ApiError(400, message, param=param, code="prompt_timeout") from None
+
+    def _stream(self, prompt: Prompt, params: SamplingParams) -> DetokenizeStream:
+        return self.tokenizer.stream(context=prompt.ids, with_special=not params.skip_special_tokens)
 
     def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) > self.max_characters:

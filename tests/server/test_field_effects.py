@@ -96,9 +96,18 @@ def test_special_tokens_are_shown_where_asked_for(server: Server) -> None:
     forced = {"logit_bias": {"0": 100, str(letter): 99.9}, "ignore_eos": True, "max_tokens": 3, "temperature": 0}
     assert server.complete(**forced).json()["choices"][0]["text"] == ""
     assert server.complete(**forced, skip_special_tokens=False).json()["choices"][0]["text"] == special * 3
-    assert server.complete(**forced, skip_special_tokens=False, stop="x").json()["error"]["param"] == (
-        "skip_special_tokens"
-    )
+
+
+def test_stop_strings_are_looked_for_in_the_text_that_is_shown(server: Server) -> None:
+    """By the engine too, which otherwise goes on for a client that has its whole answer."""
+    special = server.engine.tokenizer.special_tokens["eos_token"]
+    forced = {"logit_bias": {"0": 100}, "ignore_eos": True, "max_tokens": 3, "temperature": 0, "stop": special * 2}
+    for skip, tokens, reasons in ((True, 3, ("length", None)), (False, 2, ("stop", special * 2))):
+        answer = server.complete(**forced, skip_special_tokens=skip).json()
+        (choice,) = answer["choices"]
+        assert choice["text"] == ""
+        assert (choice["finish_reason"], choice["stop_reason"]) == reasons
+        assert answer["usage"]["completion_tokens"] == tokens
 
 
 def test_the_old_names_of_structured_outputs(server: Server) -> None:
