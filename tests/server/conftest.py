@@ -70,11 +70,11 @@ def make_server(tiny_target_folder: Path, tiny_head_folder: Path) -> MakeServer:
         def finish() -> int:
             if "code" not in state:
                 ask()
-                thread.join(30)
-                assert service.runtime.stop(10)
+                thread.join(600)
+                assert service.runtime.stop(600)
             return state["code"]
 
-        assert ready.wait(60)
+        assert ready.wait(600)
         try:
             yield Server(url(listener), state["engine"], service, finish, ask)
         finally:

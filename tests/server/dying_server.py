@@ -1,9 +1,13 @@
-"""The server's own command, with an engine whose step raises for a request of one seed: `DYING_SEED`."""
+"""The server's own command, with an engine whose step raises for a request of one seed: `DYING_SEED`.
+
+Steps are slow, so that the others' streams are still running then.
+"""
 
 from __future__ import annotations
 
 import runpy
 import sys
+import time
 from pathlib import Path
 
 DYING_SEED = 666
@@ -19,6 +23,7 @@ def main() -> None:
     def dying(engine: Engine) -> object:
         if any(request.seed == DYING_SEED for request in engine._requests.values()):
             raise RuntimeError("the device is gone")
+        time.sleep(0.02)
         return step(engine)
 
     Engine.step = dying  # type: ignore[method-assign,assignment]

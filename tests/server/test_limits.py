@@ -173,7 +173,7 @@ def test_a_prompt_that_takes_too_long_to_read(make_server: MakeServer, monkeypat
         slow, late = threading.Event(), server.service.tokenizer.render_chat
 
         def render(*args: Any, **options: Any) -> str:
-            slow.wait(1)
+            slow.wait(600)
             return late(*args, **options)
 
         server.service.tokenizer.render_chat = render
@@ -233,7 +233,7 @@ def test_503_while_loading() -> None:
     may_fail = threading.Event()
 
     def load() -> Any:
-        assert may_fail.wait(30)
+        assert may_fail.wait(600)
         raise ValueError("model.path=nowhere: no such folder")
 
     listener = bind("127.0.0.1", 0)

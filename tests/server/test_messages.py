@@ -10,7 +10,7 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.server.harness import MODEL, MakeServer, Server
+from tests.server.harness import MODEL, MakeServer, Server, slow_down
 from tests.server.talking import ASKED
 from tests.server.test_tools import ADD, NOW, PARAMETERS, WANTED
 
@@ -349,13 +349,15 @@ def test_other_errors_have_that_shape_too(make_server: MakeServer) -> None:
         assert httpx.post(f"{server.url}/v1/completions").json()["error"]["code"] == "invalid_api_key"
 
 
-def test_an_error_in_the_stream(server: Server) -> None:
-    body = {**BODY, "messages": USER, "max_tokens": 480, "stream": True, "ignore_eos": True, "timeout_s": 0.3}
-    answer = server.post("/v1/messages", body)
-    last = events_of(answer.text)[-1] if answer.status_code == 200 else answer.json()
-    assert last["type"] == "error"
-    assert last["error"]["type"] == "timeout_error"
-    assert "timeout_s" in last["error"]["message"]
-    late = sdk(USER, max_tokens=480, ignore_eos=True, timeout_s=0.3)
-    with pytest.raises(anthropic.APIStatusError, match="timeout_s"):
-        list(client_of(server).messages.create(**late, stream=True))
+def test_an_error_in_the_stream(make_server: MakeServer) -> None:
+    with make_server() as server:
+        slow_down(server)
+        body = {**BODY, "messages": USER, "max_tokens": 480, "stream": True, "ignore_eos": True, "timeout_s": 2}
+        answer = server.post("/v1/messages", body)
+        last = events_of(answer.text)[-1] if answer.status_code == 200 else answer.json()
+        assert last["type"] == "error"
+        assert last["error"]["type"] == "timeout_error"
+        assert "timeout_s" in last["error"]["message"]
+        late = sdk(USER, max_tokens=480, ignore_eos=True, timeout_s=2)
+        with pytest.raises(anthropic.APIStatusError, match="timeout_s"):
+            list(client_of(server).messages.create(**late, stream=True))

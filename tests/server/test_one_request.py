@@ -48,10 +48,10 @@ def stream_beside(server: Server) -> Iterator[list[int]]:
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        assert began.wait(30)
+        assert began.wait(300)
         yield tokens
     finally:
-        reader.join(60)
+        reader.join(600)
 
 
 def in_the_engine(server: Server, error: type[BaseException]) -> Callable[[], None]:
@@ -150,7 +150,7 @@ def test_a_number_that_no_tensor_holds_is_a_400_by_its_name(server: Server, path
 
 def post_text(server: Server, path: str, content: str) -> dict[str, Any]:
     answer = httpx.post(
-        f"{server.url}{path}", content=content, headers={"content-type": "application/json"}, timeout=60
+        f"{server.url}{path}", content=content, headers={"content-type": "application/json"}, timeout=600
     )
     assert answer.status_code == 400, answer.text
     return answer.json()["error"]
@@ -179,7 +179,7 @@ def test_the_watchdog_tells_of_a_stall_once(
         def hanging() -> Any:
             if not waited.is_set():
                 waited.set()
-                assert go_on.wait(60)
+                assert go_on.wait(600)
             return step()
 
         server.engine.step = hanging
@@ -188,7 +188,7 @@ def test_the_watchdog_tells_of_a_stall_once(
         wait_until(lambda: server.metrics()["headway_engine_stalls_total"] == 1)
         told = [record.getMessage() for record in caplog.records if "the engine stalls" in record.getMessage()]
         go_on.set()
-        asking.join(60)
+        asking.join(600)
         assert answers[0].status_code == 200
         wait_until(lambda: "the step that stalled has ended" in caplog.text)
     (line,) = told
