@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import re
+import shlex
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
 from infer.cli import compose
+from infer.command_words import HEAD_FOLDER, TARGET_FOLDER, interpreter
 from infer.config import GenerateConfig
 from infer.engine import Engine
 from models.heads import load_head
@@ -108,7 +110,9 @@ def test_every_head_trains_resumes_and_is_exported(
     folder = Path(result["export"])
     assert folder == tmp_path / "heads" / "demo" / head
     assert load_head(folder, name=head).name == head
-    assert f"python infer/serve.py model=demo head={head}" in (folder / "README.md").read_text()
+    (serve,) = re.findall("python infer/serve.py .*", (folder / "README.md").read_text())
+    filled_in = [f"model.path={TARGET_FOLDER}", f"head={head}", f"head.path={HEAD_FOLDER}"]
+    assert shlex.split(serve)[2:] == ["model=demo", *filled_in]
     rows = read_metrics(tmp_path / "whole")
     assert rows[-1]["eval/loss"] < rows[0]["eval/loss"]
     assert (tmp_path / "whole" / "loss.png").is_file()
@@ -163,7 +167,7 @@ def test_medusa_2_publishes_a_target_and_its_head(
     assert (first["eval/target_kl"], first["eval/target_same_tokens"]) == (pytest.approx(0, abs=1e-6), 1.0)
     assert last["eval/target_kl"] > 1e-5
     card = (head / "README.md").read_text()
-    assert f"model=demo model.name=demo-medusa-2 model.path={folder} head=medusa" in card
+    assert f"model=demo model.name=demo-medusa-2 'model.path={TARGET_FOLDER}'" in card
     assert f"KL {last['eval/target_kl']:.4f} nats" in card
     assert f"KL {last['eval/target_kl']:.4f} nats" in (folder / "README.md").read_text()
 
@@ -398,8 +402,10 @@ def test_runs_without_a_name_get_one(settings: list[str], tmp_path: Path) -> Non
 def test_the_command_to_resume_can_be_pasted() -> None:
     config = compose("train", TrainConfig, ["run=x"])
     command = resume_command(config, ["head=eagle3", "run=x", "data.temperatures=[0.0, 1.0]"])
-    assert command == "python train/run.py head=eagle3 'data.temperatures=[0.0, 1.0]' run=x"
-    assert resume_command(config, [], 2) == "torchrun --nproc_per_node 2 train/run.py run=x"
+    assert command == f"{interpreter()} train/run.py head=eagle3 'data.temperatures=[0.0, 1.0]' run=x"
+    launcher, words = resume_command(config, [], 2).split(" --nproc_per_node ")
+    assert launcher in ("torchrun", f"{interpreter()} -m torch.distributed.run")
+    assert words == "2 train/run.py run=x"
 
 
 def test_missing_weights_and_unknown_models_are_named(settings: list[str], tmp_path: Path) -> None:

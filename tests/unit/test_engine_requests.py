@@ -22,7 +22,7 @@ def engine(tiny_target_folder):
         ([], {}, "prompt: empty"),
         ([1] * 512, {}, r"512 tokens; the context is 512"),
         ([1, 384], {}, "token id 384"),
-        ([-1], {}, "token id -1"),
+        ([-1], {}, "prompt=-1: must be token ids"),
         ([1], {"stop_token_ids": (999,)}, "token id 999"),
         ([1] * 200, {"max_tokens": 100}, "engine.max_tokens_in_cache"),
     ],

@@ -20,12 +20,16 @@ class Torn:
         sys.stderr.write("torn down\\n")
 
 
+def say(text):
+    sys.stdout.write(text + "\\n")  # in one piece: two threads write at the same time
+
+
 def main():
     global kept
     kept = Torn()
-    atexit.register(print, "at exit")
-    threading.Thread(target=print, args=("in a thread",)).start()
-    print("done")
+    atexit.register(say, "at exit")
+    threading.Thread(target=say, args=("in a thread",)).start()
+    say("done")
     {end}
 
 
