@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 
@@ -23,9 +22,9 @@ REPEATS = 5
 FEW_ROWS, MANY_ROWS = 2, 16
 SLOW, SLOW_STEPS = 2.0, 8  # times as long as the fastest, and so many steps
 FORGETS = 1.001  # by which the fastest grows with every step: contexts get longer
-LOOKS, LOOKS_SHARE = 3, 0.01  # of each number of threads, and of the time
+LEAST_LOOKS, LOOKS, LOOKS_SHARE = 3, 12, 0.01  # of each number of threads, and of the time
 CLEARLY = 0.8  # of the time of those in use, that another number must take
-PLAINLY = 4.0  # times as long as the other number: seen once is enough
+PLAINLY = 4.0  # times as long as the other number: seen in so few looks is enough
 FIRST_S, SELDOM_S, LONGEST_S = 1.0, 10.0, 60.0  # seconds of steps before a look
 
 
@@ -115,16 +114,16 @@ class Threads:
         before, taken = self.plan, 0.0
         counts: list[int] = []
         for rows in (FEW_ROWS, MANY_ROWS):
-            times: dict[int, list[float]] = {1: [], self._most: []}
-            for _ in range(LOOKS):
-                for count, own in times.items():
-                    own.append(run(rows, count))
-                    taken += own[-1]
-                first, second = (own[-1] for own in times.values())
-                if max(first, second) > PLAINLY * min(first, second):
+            # Sums, not medians: beside busy processes most passes of several threads are fast, and some very slow.
+            times = {1: 0.0, self._most: 0.0}
+            for looks in range(1, LOOKS + 1):
+                for count in times:
+                    times[count] += run(rows, count)
+                if looks >= LEAST_LOOKS and max(times.values()) > PLAINLY * min(times.values()):
                     break
+            taken += sum(times.values())
             present, other = self.plan.count(rows), 1 if self.plan.count(rows) == self._most else self._most
-            faster = median(times[other]) < CLEARLY * median(times[present])
+            faster = times[other] < CLEARLY * times[present]
             counts.append(other if faster and self.admit(other) else present)
         self.plan = ThreadPlan(*counts)
         if self.plan != before:
