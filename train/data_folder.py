@@ -56,7 +56,9 @@ def open_data(config: TrainConfig, engine: Engine, accelerator: Accelerator, fol
     if again or not (folder / TRAIN).is_file():
         Making(config, engine, accelerator, folder, stop).make(again)
     record = read_record(folder / SOURCE)
-    refuse_other(config, ingredients(config, engine.target, record["source"]), folder / SOURCE)
+    assert engine.tokenizer is not None
+    parts = ingredients(config, engine.target, engine.tokenizer, record["source"])
+    refuse_other(config, parts, folder / SOURCE)
     return Data(
         Sequences.load(folder / TRAIN), Sequences.load(folder / HELD_OUT), record["source"], record.get("counts", {})
     )
@@ -78,7 +80,7 @@ class Making:
             prompts = read_prompts(config, self.tokenizer, self.engine.context, self.stop.check)
         for line in prompts.reading.lines():
             say(accelerator, line)
-        own = ingredients(config, self.engine.target, prompts.source)
+        own = ingredients(config, self.engine.target, self.tokenizer, prompts.source)
         begun = any_process(accelerator, (self.folder / SOURCE).is_file())
         if begun:
             refuse_other(config, own, self.folder / SOURCE)

@@ -9,7 +9,6 @@ features; processes share the shards.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections import OrderedDict
@@ -30,6 +29,7 @@ from train.data import Batch, Sequences
 from train.feature_layout import Layout
 from train.features import Features, compute_features
 from train.provenance import code_state
+from train.reuse import text_hash, tokenizer_record
 
 MANIFEST, FORMAT = "manifest.json", 3
 LEAST_SHARDS = 32  # of a store that has so many sequences, so that an interruption loses little of a small one too
@@ -71,20 +71,9 @@ def origin(
         "target": target.fingerprint,
         "weights": weights,
         **layout.record(),
-        "tokenizer": text_hash(tokenizer.backend.to_str()),
-        "chat_template": text_hash(templates_text(tokenizer)),
+        **tokenizer_record(tokenizer),
         "shard_mb": shard_mb,
     }
-
-
-def templates_text(tokenizer: Tokenizer) -> str:
-    """The chat template; of several, all of them."""
-    texts = tokenizer.chat.texts
-    return json.dumps(texts, sort_keys=True) if len(texts) > 1 else next(iter(texts.values()), "")
-
-
-def text_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def store_name(record: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from models.targets.llama import LlamaTarget
+from models.tokenizer import Tokenizer
 from train import atomic
 from train.config import TrainConfig
 
@@ -21,12 +22,25 @@ SOURCE, RECIPE, INGREDIENTS = "source", "recipe", "made_from"  # of a record
 WITHOUT_EFFECT = ("concurrency", "retries", "timeout_s")  # of data, on what is written
 
 
-def ingredients(config: TrainConfig, target: LlamaTarget, source: str) -> dict[str, Any]:
+def text_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
+    """Hashes of all that turns conversations into ids."""
+    texts = tokenizer.chat.texts
+    templates = json.dumps(texts, sort_keys=True) if len(texts) > 1 else next(iter(texts.values()), "")
+    return {"tokenizer": text_hash(tokenizer.backend.to_str()), "chat_template": text_hash(templates)}
+
+
+def ingredients(config: TrainConfig, target: LlamaTarget, tokenizer: Tokenizer, source: str) -> dict[str, Any]:
     """All that the sequences of both splits depend on. `source` names the prompts and their content."""
     engine, data = config.engine, asdict(config.data)
     changing = {key: getattr(engine, key) for key in ("weights", "kv_dtype") if getattr(engine, key) != "same"}
     return {
         "target": target.fingerprint,
+        **tokenizer_record(tokenizer),
+        "end_tokens": list(tokenizer.eos_ids),
         "dtype": config.model.dtype,
         "source": source,
         "data": {key: value for key, value in data.items() if key not in WITHOUT_EFFECT},
@@ -39,7 +53,7 @@ def ingredients(config: TrainConfig, target: LlamaTarget, source: str) -> dict[s
 
 def recipe(parts: Mapping[str, Any]) -> str:
     """A hash over ingredients."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    return text_hash(json.dumps(parts, sort_keys=True))
 
 
 def refuse_other(config: TrainConfig, own: Mapping[str, Any], record: Path) -> None:

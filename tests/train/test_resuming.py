@@ -221,6 +221,23 @@ def test_a_run_goes_on_with_the_weights_it_was_begun_with(
             run(own)
 
 
+def test_sequences_of_another_chat_template_are_not_taken(
+    settings: list[str], tmp_path: Path, tiny_target_folder: Path
+) -> None:
+    """Neither by the same run nor by another one."""
+    folder = tmp_path / "target"
+    shutil.copytree(tiny_target_folder, folder)
+    own = [*settings, f"model.path={folder}", "stage=regenerate"]
+    run(own, "run=one")
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + "{# other #}")
+    with pytest.raises(ValueError, match=r"one.data was made from something else: chat_template was \w+ and is \w+"):
+        run(own, "run=one")
+    run(own, "run=two")
+    one, two = (json.loads((tmp_path / name / "data" / "source.json").read_text()) for name in ("one", "two"))
+    assert one["recipe"] != two["recipe"]
+
+
 def interrupted(*rest: Any) -> Any:
     raise Interrupted
 
