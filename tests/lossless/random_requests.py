@@ -25,6 +25,7 @@ FIELDS = {
     "n": (2, 3),
     "stop": (("e",), ("AB", "\n", "z")),
     "stop_token_ids": (tuple(range(30, 50)), (2,)),
+    "skip_special_tokens": (False,),
     "ignore_eos": (True,),
     "logprobs": (0, 3),
     "prompt_logprobs": (0, 2),

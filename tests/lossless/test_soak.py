@@ -22,6 +22,7 @@ from infer.engine import Engine
 from infer.params import SamplingParams
 from infer.proposers.suffix import CountedTrie, Earlier, Node
 from infer.request import Request
+from infer.tree import MAX_NODES, chain_fields
 from models.layers import Linear
 from tests.lossless import faults
 from tests.lossless.leftovers import PREFIX, assert_nothing_left, kept, open_files
@@ -136,6 +137,8 @@ def test_soak(make_small_engine, make_plain, request):
     plain = make_plain(small=True)
     soak = Soak(engine, random.Random(SEED), now)
     meet_every_number_of_rows(engine)
+    for width in range(1, MAX_NODES + 1):
+        chain_fields(width)  # which are kept: a chain of a new width is no leak
     with faults.said() as told:
         soak.serve(count // 4, plain)
         assert_nothing_left(engine)
