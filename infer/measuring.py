@@ -48,7 +48,7 @@ START_S = 4.5  # that a start waits for all of it, and for what is under way the
 REPEATS_WITHIN = 1.25  # the two least times of a work lie so near to each other, or something disturbed it
 ROWS_AT_ONCE = 4  # of a prompt that are read in the time of one plain step, at least
 # Shares of the time that is left: for one request; for all batch sizes; for what follows.
-ONE_SHARE, BATCHES_SHARE, REST_SHARE = 0.1, 0.6, 0.2
+ONE_SHARE, BATCHES_SHARE, REST_SHARE = 0.04, 0.55, 0.2
 READING_SHARE = 0.5  # that long prompts may take to be read
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 ROWS_PER_REQUEST = (1, 2, 3, 4, 6, 9, 17, 33, 64)
