@@ -7,7 +7,6 @@ the forms in which messages come (OpenAI's requests, rows of data) to one; the t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,8 +153,8 @@ def normalise_calls(calls: Any) -> list[dict[str, Any]]:
     """A list of calls, or the JSON text of one. Raises ValueError."""
     if isinstance(calls, str):
         try:
-            calls = json.loads(calls) if calls.strip() else []
-        except (ValueError, RecursionError):
+            calls = read(calls) if calls.strip() else []
+        except ValueError:
             raise ValueError("tool_calls is a text and no JSON") from None
     if isinstance(calls, Mapping):
         calls = [calls]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -48,6 +49,16 @@ class Server:
 
 
 MakeServer = Callable[..., AbstractContextManager[Server]]
+
+
+def named_events(text: str) -> list[dict[str, Any]]:
+    """Of a stream whose events bear their document's type as a name."""
+    events = []
+    for block in text.strip().split("\n\n"):
+        kind, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert kind == f"event: {events[-1]['type']}"
+    return events
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 300) -> None:

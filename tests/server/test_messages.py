@@ -10,7 +10,7 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.server.harness import MODEL, MakeServer, Server, slow_down
+from tests.server.harness import MODEL, MakeServer, Server, named_events, slow_down
 from tests.server.talking import ASKED
 from tests.server.test_tools import ADD, NOW, PARAMETERS, WANTED
 
@@ -39,15 +39,6 @@ def message(server: Server, **fields: Any) -> dict[str, Any]:
     answer = server.post("/v1/messages", {**BODY, "messages": USER, **fields})
     assert answer.status_code == 200, answer.text
     return answer.json()
-
-
-def events_of(text: str) -> list[dict[str, Any]]:
-    events = []
-    for block in text.strip().split("\n\n"):
-        kind, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert kind == f"event: {events[-1]['type']}"
-    return events
 
 
 def chat_ids(server: Server, messages: list[Any], **fields: Any) -> tuple[list[int], list[int]]:
@@ -106,7 +97,7 @@ def test_the_events_in_their_order(server: Server) -> None:
     body = {**BODY, "messages": USER, "stream": True, "ignore_eos": True, **IDS}
     answer = server.post("/v1/messages", body)
     assert answer.headers["content-type"].startswith("text/event-stream")
-    events = events_of(answer.text)
+    events = named_events(answer.text)
     deltas = len(events) - 5
     assert deltas > 1
     assert [event["type"] for event in events] == [
@@ -354,7 +345,7 @@ def test_an_error_in_the_stream(make_server: MakeServer) -> None:
         slow_down(server)
         body = {**BODY, "messages": USER, "max_tokens": 480, "stream": True, "ignore_eos": True, "timeout_s": 2}
         answer = server.post("/v1/messages", body)
-        last = events_of(answer.text)[-1] if answer.status_code == 200 else answer.json()
+        last = named_events(answer.text)[-1] if answer.status_code == 200 else answer.json()
         assert last["type"] == "error"
         assert last["error"]["type"] == "timeout_error"
         assert "timeout_s" in last["error"]["message"]

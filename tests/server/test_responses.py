@@ -9,7 +9,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.server.harness import MODEL, Server
+from tests.server.harness import MODEL, Server, named_events
 from tests.server.talking import ASKED
 from tests.server.test_tools import ADD, WANTED
 
@@ -17,13 +17,9 @@ TOOL: dict[str, Any] = {"type": "function", "strict": False, **ADD["function"]}
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    found = []
-    for block in text.strip().split("\n\n"):
-        kind, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert kind == f"event: {found[-1]['type']}"
-    assert [event["sequence_number"] for event in found] == list(range(len(found)))
-    return found
+    events = named_events(text)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
 
 
 def test_text(server: Server, client: openai.OpenAI) -> None:
