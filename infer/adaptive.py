@@ -33,6 +33,7 @@ class Learnt:
 
     survival: Survival
     costs: dict[str, Costs] = field(default_factory=dict[str, Costs])  # by what they were measured for
+    profile_due: bool = False  # the costs in use are guesses because nothing was measured yet
     confidence: Confidence = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,9 +46,13 @@ def make_controller(
     learnt: Learnt,
     head: HeadProposer | None,
     timer: Callable[[], float] = time.perf_counter,
+    *,
+    profile: bool = True,
+    check: Callable[[], None] | None = None,
 ) -> Controller:
     """`limits`: what each of the engine's proposers drafts at most. Measuring takes seconds of `timer` at first.
-    Where it fails the controller begins without drafts, and learns what they cost.
+    Where it fails, and without `profile` where no earlier start has kept a table, the controller begins without drafts
+    and learns what they cost. `check`, for measuring in idle time, may raise to end it; nothing is printed then.
     """
     drafters = {name: limit for name, limit in limits.items() if name in (engine.proposer_name, *COSTLY)}
     target, config = engine.target, engine.config
@@ -66,26 +71,40 @@ def make_controller(
     judged = head if head is not None and engine.proposer_name == DRAFTER and head.judges_chains else None
 
     def make() -> CostTable:
-        print("measuring what steps and drafts cost on this machine ...", file=sys.stderr, flush=True)
+        if not profile:
+            raise Unmeasured("put off")
+        if check is None:
+            print("measuring what steps and drafts cost on this machine ...", file=sys.stderr, flush=True)
         if judged is not None:  # which is a part of what drafts cost
             judged.confidence = Confidence(Survival())
-        return measure(
-            engine,
-            drafters,
-            vocab_size=target.config.vocab_size,
-            context=engine.context,
-            max_batch=config.max_batch,
-            max_rows=config.max_rows,
-            clock=timer,
-        )
+        try:
+            return measure(
+                engine,
+                drafters,
+                vocab_size=target.config.vocab_size,
+                context=engine.context,
+                max_batch=config.max_batch,
+                max_rows=config.max_rows,
+                clock=timer,
+                check=check or (lambda: None),
+            )
+        finally:
+            if judged is not None:
+                judged.confidence = learnt.confidence
 
     known = json.dumps(key, sort_keys=True)
-    if known not in learnt.costs:
+    if known not in learnt.costs or (profile and learnt.profile_due):
         try:
             learnt.costs[known] = Costs(kept_table(cache_folder(), key, make))
+            learnt.profile_due = False
         except Unmeasured as error:
-            print(f"not measured ({error}): nothing is drafted until steps have shown what they cost", file=sys.stderr)
-            learnt.costs[known] = guessed_costs(drafters)
+            learnt.profile_due = not profile
+            if profile and check is None:
+                print(
+                    f"not measured ({error}): nothing is drafted until steps have shown what they cost",
+                    file=sys.stderr,
+                )
+            learnt.costs.setdefault(known, guessed_costs(drafters))
     costs = learnt.costs[known]
     if judged is None:
         return Controller(costs, learnt.survival)

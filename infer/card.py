@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.panel import Panel
@@ -13,27 +15,49 @@ from infer.command_words import head_words, model_words, python_command
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.config_checks import REPO_ROOT
 from infer.costs import CostTable
+from infer.exported_heads import head_folder
 from infer.head_config import HeadConfig
-from infer.request import SpeculationStats
+from infer.request import SamplingParams, SpeculationStats
 from models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from infer.engine import Engine
 
 Row = tuple[str, str]
 
 
-def print_card(title: str, rows: Iterable[Row]) -> None:
+def print_card(title: str, rows: Iterable[Row], *, out: TextIO | None = None) -> None:
+    """`out`: standard output if absent."""
+    out = out or sys.stdout
     table = Table.grid(padding=(0, 2))
     for name, value in rows:
         table.add_row(name, value)
-    console = Console(highlight=False, markup=False, soft_wrap=False)
+    console = Console(file=out, highlight=False, markup=False, soft_wrap=False)
     if console.is_terminal:
         console.print(Panel(table, title=title, title_align="left", expand=False))
         return
     # A file has no width: one line per row, nothing wrapped or cut.
     rows = list(rows)
     width = max(len(name) for name, _ in rows)
-    print(title)
+    print(title, file=out)
     for name, value in rows:
-        print(f"  {name:<{width}}  {value}")
+        print(f"  {name:<{width}}  {value}", file=out)
+
+
+def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output_dir: str) -> Sequence[Row]:
+    """What every start says: the target and its dtype, what drafts, end tokens, memory."""
+    assert engine.tokenizer is not None
+    pages, size = engine.memory.pages, engine.config.page_size
+    drafts = describe_proposer(engine.proposer_name, engine.proposer_config, head, model, output_dir)
+    return [
+        ("model", f"{model.name} ({model.path}), {str(engine.dtype).removeprefix('torch.')} on {engine.device}"),
+        ("speculation", drafts),
+        ("context", f"{engine.context} tokens"),
+        ("end tokens", describe_end_tokens(engine.end_tokens, engine.tokenizer)),
+        ("KV pool", f"{pages} pages of {size} tokens"),
+        *describe_ranks(engine.config),
+        ("memory", str(engine.memory)),
+    ]
 
 
 def describe_proposer(name: str, asked: ProposerConfig, head: HeadConfig, model: ModelConfig, output_dir: str) -> str:
@@ -42,7 +66,7 @@ def describe_proposer(name: str, asked: ProposerConfig, head: HeadConfig, model:
         return "off"
     drafts = f"up to {asked.max_draft_tokens} draft tokens per step"
     pays = ", as far as it pays" if asked.adaptive else ""
-    folder = head.folder(output_dir, model.name)
+    folder = head_folder(head, output_dir, model.name)
     if name == "head":
         if asked.tree is not None:
             drafts = f"a fixed tree of {len(asked.tree)} nodes per step"
@@ -102,6 +126,15 @@ def describe_costs(table: CostTable | None) -> Sequence[Row]:
 
 def short(folder: Path) -> str:
     return str(folder.relative_to(REPO_ROOT) if folder.is_relative_to(REPO_ROOT) else folder)
+
+
+def describe_sampling(params: SamplingParams) -> str:
+    if params.temperature == 0:
+        return "greedy"
+    limits = (f", top-k {params.top_k}" if params.top_k else "") + (
+        f", top-p {params.top_p}" if params.top_p < 1 else ""
+    )
+    return f"temperature {params.temperature:g}{limits}, seed {params.seed}"
 
 
 def acceptance(stats: SpeculationStats) -> Sequence[Row]:

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -28,6 +28,7 @@ from infer.config import COMMANDS
 from infer.config_checks import REPO_ROOT, resolve_path
 from infer.head_config import HeadConfig
 from infer.literal_text import encode_all, literal_words, restore_missing
+from infer.model_names import OPTION, model_choices
 
 CONF = str(REPO_ROOT / "conf")
 USER_ERROR = 2
@@ -53,7 +54,7 @@ def compose(command: str, schema: type[T], overrides: Sequence[str] = ()) -> T:
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(CONF, version_base="1.3"):
         try:
-            config = hydra.compose(command, list(overrides))
+            config = hydra.compose(command, model_choices(overrides))
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(explain(error)) from error
     refuse_keys_without_effect(command, overrides)
@@ -84,10 +85,10 @@ def entry_point(command: str, schema: type[T]) -> Callable[[Callable[[T], Any]],
                 print(help_text(command, schema))
                 return
             typed[:] = sys.argv[1:]
-            sys.argv[1:] = literal_words(typed, schema)  # for Hydra, which reads them there
             _set_full_error("1")  # so that Hydra raises its errors instead of printing them
             try:
                 with _user_errors(full_error == "1"):
+                    sys.argv[1:] = model_choices(literal_words(typed, schema))  # for Hydra, which reads them there
                     hydra.main(config_path=CONF, config_name=command, version_base="1.3")(run)()
             finally:
                 _set_full_error(full_error)
@@ -110,6 +111,7 @@ def help_text(command: str, schema: type) -> str:
     width = max(map(len, groups))
     lines = ["usage: key=value ...", "", "groups, as group=option; their keys as group.key=value:"]
     lines += [f"  {group:<{width}}  {' | '.join(options)}" for group, options in groups.items()]
+    lines += ["model= also takes a folder, a .gguf file or a hub id (owner/name)"] if "model" in groups else []
     lines += ["", "keys and their defaults:"]
     lines += [f"  {line}" for line in OmegaConf.to_yaml(OmegaConf.create(keys)).splitlines()]
     lines += ["", "--cfg job shows the whole configuration, --cfg job --package head one group; -m sweeps over a=1,2"]
@@ -181,7 +183,7 @@ def explain(error: BaseException) -> str:
 
 
 def _wrong_option(error: MissingConfigException) -> str:
-    options = [name for name in error.options or [] if not name.startswith("base_")]
+    options = [name for name in error.options or [] if not name.startswith(("base_", OPTION))]
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     if not group or not options:
         return str(error)
@@ -211,6 +213,12 @@ def save_config(config: Any, path: Path) -> None:
     OmegaConf.save(OmegaConf.create(encode_all(config)), path)
 
 
+def schema_of(values: Collection[str], options: Mapping[str, type]) -> type:
+    """Of an option with a name of its own (data=mix is a FilesDataConfig): the schema nearest to the keys it has."""
+    keys = set(values)
+    return min(options.values(), key=lambda option: len(keys ^ {field.name for field in fields(cast(Any, option))}))
+
+
 def load_config(path: Path, schema: type[T], schemas: dict[str, dict[str, type]]) -> T:
     """Reads back what save_config wrote, as strictly as the command line."""
     plain = cast(DictConfig, OmegaConf.load(path))
@@ -219,7 +227,7 @@ def load_config(path: Path, schema: type[T], schemas: dict[str, dict[str, type]]
         groups = {field.name for field in fields(cast(Any, schema))} & set(plain)
         for group, options in schemas.items():
             if group in groups:
-                option = options.get(plain[group].get("name")) or next(iter(options.values()))
+                option = options.get(plain[group].get("name")) or schema_of(plain[group], options)
                 typed = OmegaConf.merge(typed, {group: OmegaConf.structured(option)})
         merged = OmegaConf.merge(typed, plain)
     except OmegaConfBaseException as error:

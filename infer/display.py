@@ -20,6 +20,40 @@ def use_color(setting: str, stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
+class AnswerText:
+    """The text of one answer as it comes: whole characters, accepted draft tokens in another colour.
+
+    `text` is what `show` has returned so far, without colours.
+    """
+
+    def __init__(self, stream: DetokenizeStream, *, color: bool, to_terminal: bool) -> None:
+        self.text = ""
+        self._stream, self._color, self._to_terminal = stream, color, to_terminal
+
+    def show(self, output: StepOutput) -> str:
+        """The text of a step, with what is still held back if it was the last one."""
+        shown = len(output.token_ids) - output.ended_by_token
+        painted = ""
+        for token, accepted in zip(output.token_ids[:shown], output.accepted[:shown], strict=True):
+            painted += self._paint(self._stream.push([token]), GREEN if accepted else "")
+        return painted + (self.finish() if output.finish_reason is not None else "")
+
+    def finish(self) -> str:
+        """What is still held back: a character that was not finished."""
+        return self._paint(self._stream.flush(), "")
+
+    def _paint(self, piece: str, code: str) -> str:
+        self.text += piece
+        return paint(piece, code if self._color else "", to_terminal=self._to_terminal)
+
+
+def paint(text: str, code: str, *, to_terminal: bool) -> str:
+    """In the colour of an escape code, if there is one."""
+    if to_terminal or code:
+        text = text.translate(UNSAFE)
+    return f"{code}{text}{RESET}" if code and text else text
+
+
 class Display:
     """Texts of prompts that run together, shown in order: the first unfinished one live, the others kept meanwhile."""
 
@@ -34,21 +68,18 @@ class Display:
         out: TextIO,
     ) -> None:
         self._prompts, self._first, self._total = [tokenizer.decode(ids) for ids in prompts], first, total
-        self._color, self._out = color, out
-        self._streams: list[DetokenizeStream] = [tokenizer.stream(context=ids) for ids in prompts]
+        self._color, self._out, self._to_terminal = color, out, color or out.isatty()
+        self._answers = [
+            AnswerText(tokenizer.stream(context=ids), color=color, to_terminal=self._to_terminal) for ids in prompts
+        ]
         self._kept = [""] * len(prompts)
         self._finished = [False] * len(prompts)
         self._live = -1
         self._show_next()
 
     def on_output(self, index: int, output: StepOutput) -> None:
-        stream = self._streams[index]
-        shown = len(output.token_ids) - output.ended_by_token
-        for token, accepted in zip(output.token_ids[:shown], output.accepted[:shown], strict=True):
-            self._kept[index] += self._paint(stream.push([token]), GREEN if accepted else "")
-        if output.finish_reason is not None:
-            self._kept[index] += self._paint(stream.flush(), "")
-            self._finished[index] = True
+        self._kept[index] += self._answers[index].show(output)
+        self._finished[index] = output.finish_reason is not None
         self._show()
 
     def close(self) -> None:
@@ -65,15 +96,9 @@ class Display:
         self._live += 1
         number = self._first + self._live + 1
         heading = f"[{number}/{self._total}]\n" if self._total > 1 else ""
-        heading = ("\n" if self._live else "") + heading
-        self._write(self._paint(heading + self._prompts[self._live], DIM))
+        heading = ("\n" if self._live else "") + heading + self._prompts[self._live]
+        self._write(paint(heading, DIM if self._color else "", to_terminal=self._to_terminal))
         self._show()
-
-    def _paint(self, text: str, code: str) -> str:
-        if not text or not self._color:
-            return text
-        text = text.translate(UNSAFE)
-        return f"{code}{text}{RESET}" if code else text
 
     def _write(self, text: str) -> None:
         self._out.write(text)

@@ -1,6 +1,6 @@
 """The engine: requests in, tokens out, one step at a time. Continuous batching over a paged KV pool, with drafts.
 
-    engine = Engine.load(model_config, head_config, engine_config, proposer_config)
+    engine = Engine.load("owner/name", head="eagle3", engine=EngineConfig(max_batch=8))
     for completion in engine.generate(["def main("], SamplingParams(max_tokens=64)): ...
 
 A step is schedule, draft, forward, choose, verify, commit. What is drafted decides how many tokens a step emits, never
@@ -33,7 +33,7 @@ from infer.grammar import Grammar
 from infer.head_config import HeadConfig
 from infer.kv_cache import KVPool
 from infer.launch import ranks_of
-from infer.loading import load_parts
+from infer.loading import load_parts, read_names
 from infer.memory import plan_memory, weight_bytes
 from infer.offline import generate
 from infer.pages import BlockKeys
@@ -66,8 +66,9 @@ from models.tokenizer import Tokenizer
 class Engine:
     """Takes over `target` and packs it for serving; its weights must not be trained afterwards. `head` is copied.
 
-    `probe` false takes for granted what `exact` rests on, which otherwise is tried out at the start. `clock` counts the
-    seconds of deadlines, `timer` those that steps take, from which drafts are planned.
+    `probe` false takes for granted what `exact` rests on, which otherwise is tried out at the start. `profile` false
+    leaves what steps cost to be measured by `profile()`, for a start that must not wait. `clock` counts the seconds of
+    deadlines, `timer` those that steps take, from which drafts are planned.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         timer: Callable[[], float] = time.perf_counter,
         probe: bool = True,
+        profile: bool = True,
     ) -> None:
         self.config = config or EngineConfig()
         self.proposer_config = proposer_config or ProposerConfig(name="auto")
@@ -108,7 +110,7 @@ class Engine:
         self._ids, self._arrivals = itertools.count(), itertools.count()
         self._stats, self._clock, self._timer = EngineStats(), clock, timer
         self._activity = ("nothing", 0, 0)  # phase, requests, rows of the target
-        self._learnt = Learnt(Survival(priors))
+        self._learnt, self._profiles_at_start = Learnt(Survival(priors)), profile
         self._synthetic_rates = tuple(self.proposer_config.acceptance or ())
         self._head: HeadProposer | None = None
         self._draft_model: DraftModelProposer | None = None
@@ -123,18 +125,21 @@ class Engine:
     @classmethod
     def load(
         cls,
-        model: ModelConfig,
-        head: HeadConfig | None = None,
+        model: ModelConfig | str,
+        head: HeadConfig | str | None = None,
         engine: EngineConfig | None = None,
-        proposer: ProposerConfig | None = None,
+        proposer: ProposerConfig | str | None = None,
         *,
         output_dir: str = "outputs",
+        profile: bool = True,
     ) -> Engine:
-        """From the configs of an entry point. `proposer=auto` takes the exported head if there is one, else n-gram.
+        """From configs, or from what a command line names: `model=` (infer/model_names.py), a head or the folder of
+        one, a proposer. `proposer=auto` takes the exported head if there is one, else n-gram.
 
         With `engine.tensor_parallel` this process becomes rank 0; `close` the engine, or drop it, to end the others.
         """
-        proposer, engine = proposer or ProposerConfig(name="auto"), engine or EngineConfig()
+        model, head, proposer = read_names(model, head, proposer or "auto", output_dir)
+        engine = engine or EngineConfig()
         with ranks_of(model, engine) as ranks:
             parts = load_parts(model, head, proposer, output_dir=output_dir, ranks=ranks)
             return cls(
@@ -147,6 +152,7 @@ class Engine:
                 proposer_config=parts.proposer,
                 ranks=ranks,
                 priors=parts.priors,
+                profile=profile,
             )
 
     # ---- what a caller does -------------------------------------------------------------------------------------
@@ -299,8 +305,31 @@ class Engine:
         if self._head is not None:
             self._head.confidence = None
         if adaptive and name != "none":
-            limits = {own: limit for own, (_, limit) in self._proposers.items()}
-            self._planner = make_controller(self, limits, self._learnt, self._head, self._timer)
+            self._planner = self._make_controller(profile=self._profiles_at_start)
+
+    def _make_controller(self, *, profile: bool, check: Callable[[], None] | None = None) -> Controller:
+        limits = {name: limit for name, (_, limit) in self._proposers.items()}
+        return make_controller(self, limits, self._learnt, self._head, self._timer, profile=profile, check=check)
+
+    @property
+    def profile_due(self) -> bool:
+        """Whether what steps cost has yet to be measured (`profile`); drafts are planned on guesses until then."""
+        return self._learnt.profile_due and isinstance(self._planner, Controller)
+
+    def profile(self, check: Callable[[], None] = lambda: None) -> None:
+        """Measures what steps and drafts cost, if that is due. Only while idle: cached prefixes are forgotten.
+
+        `check` is called every few steps. If it raises, all is as before and the profile is still due.
+        """
+        assert not self.has_work, "profile: requests are unfinished"
+        before = self._planner
+        if not self.profile_due:
+            return
+        try:
+            self._planner = self._make_controller(profile=True, check=check)
+        except BaseException:
+            self._planner = before
+            raise
 
     def add_proposer(self, proposer: Proposer, limit: Budget) -> None:
         """Makes a proposer of your own the default one, under its own name. Only while idle; it keeps no KV."""

@@ -8,16 +8,13 @@ sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(
 os.environ.setdefault("USE_HUB_KERNELS", "NO")
 
 import secrets
-from typing import TYPE_CHECKING
 
 from infer.cli import entry_point
 from infer.config import GenerateConfig
 from infer.config_checks import resolve_path
+from infer.exported_heads import with_head
 from infer.launched import launched_rank
 from infer.process_end import run_process
-
-if TYPE_CHECKING:
-    from models.tokenizer import Tokenizer
 
 CORPUS_MODEL = "demo"  # the one target whose training data is here, so that prompts can be cut from what it never saw
 
@@ -27,9 +24,11 @@ def run(config: GenerateConfig) -> None:
         from infer.launch import follow_launched
 
         return follow_launched(config.model, config.engine)
+    config = with_head(config)
     texts = given_prompts(config)
     # Only now what takes seconds to import: a mistake above is answered at once.
     from infer.engine import Engine
+    from infer.prompts import prompt_ids
     from infer.request import SamplingParams
     from infer.show import show_comparison, show_texts
 
@@ -57,15 +56,6 @@ def run(config: GenerateConfig) -> None:
             sys.exit(1)
     finally:
         engine.close()
-
-
-def prompt_ids(text: str, tokenizer: "Tokenizer", *, chat: bool) -> list[int]:
-    """With `chat` the text is a user's message, as a server's client would send it. ValueError: no chat template."""
-    if not chat:
-        return tokenizer.encode(text)
-    if not tokenizer.chat.texts:
-        raise ValueError(f"chat=true: {tokenizer.source} has no chat template; leave out chat=true for a plain text")
-    return tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
 
 def given_prompts(config: GenerateConfig) -> list[str] | None:

@@ -12,13 +12,15 @@ from omegaconf import MISSING
 
 from infer.config_checks import at_least, resolve_path
 
+AUTO = "auto"
+
 
 @dataclass
 class HeadConfig:
     """What every head has; the option `none` is exactly this with name "none"."""
 
     name: str = MISSING
-    path: str | None = None  # an exported head; null: <output_dir>/heads/<model.name>/<head.name>
+    path: str | None = None  # an exported head; null: as infer/exported_heads.py looks it up
     allow_mismatch: bool = False  # load a head that was trained for another target
 
     @property
@@ -27,7 +29,7 @@ class HeadConfig:
         return None
 
     def folder(self, output_dir: str, model_name: str) -> Path:
-        """Where the exported head of this model lies; `path` overrides."""
+        """Where training exports the head of this model; `path` overrides. infer/exported_heads.py: what is loaded."""
         return resolve_path(self.path) if self.path else resolve_path(output_dir) / "heads" / model_name / self.name
 
 
@@ -36,6 +38,11 @@ class NoHeadConfig(HeadConfig):
     def __post_init__(self) -> None:
         if self.path:
             raise ValueError(f"head.path={self.path}: head=none reads no head; drop head.path or say head=eagle3")
+
+
+@dataclass
+class AutoHeadConfig(HeadConfig):
+    """Which head that is depends on what is there: `infer.exported_heads.choose_head`."""
 
 
 @dataclass
@@ -66,6 +73,7 @@ class Eagle3HeadConfig(NewHeadConfig):
     fc_norm: bool = False  # one norm per feature
     norm_output: bool = False  # feed the post-norm state back
     embed_requires_grad: bool | None = None  # train the token embedding; null: where its width is not the target's
+    own_embedding: bool = True  # the token embedding is stored with the head; false: readers take the target's
     aux_layers: list[int] | None = None  # HF hidden_states indices; null: (2, L//2, L-3)
 
     def __post_init__(self) -> None:
@@ -142,5 +150,6 @@ HEADS: dict[str, type] = {
     "mlp": MlpHeadConfig,
     "p-eagle": PEagleHeadConfig,
     "none": NoHeadConfig,
+    AUTO: AutoHeadConfig,
 }
-HEAD_NAMES = tuple(name for name in HEADS if name != "none")
+HEAD_NAMES = tuple(name for name, schema in HEADS.items() if issubclass(schema, NewHeadConfig))

@@ -90,8 +90,10 @@ class PooledAttention:
     def __init__(self, caches: Sequence[Tensor], first_layer: int, plan: PagedAttention) -> None:
         self._caches, self._first, self._plan = caches, first_layer, plan
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
-        return self._plan(q, k, v, self._caches[self._first + layer], q.shape[-1] ** -0.5, window)
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
+    ) -> Tensor:
+        return self._plan(q, k, v, self._caches[self._first + layer], scale or q.shape[-1] ** -0.5, window)
 
 
 class PooledProjections(PooledAttention):
@@ -107,9 +109,10 @@ class PooledProjections(PooledAttention):
         norm: QKNorm | None,
         *,
         window: int | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         cache = self._caches[self._first + layer]
-        return self._plan.project(qkv, rotary, norm, cache, qkv.shape[-1] ** -0.5, window)
+        return self._plan.project(qkv, rotary, norm, cache, scale or qkv.shape[-1] ** -0.5, window)
 
 
 class PooledDecoding(PooledAttention):

@@ -25,7 +25,7 @@ from infer.children import Children
 from infer.config import EngineConfig, ModelConfig
 from infer.exactness import probe_exactness
 from infer.launched import launched_rank
-from infer.loading import resolve_device
+from infer.loading import resolve_device, resolve_dtype
 from infer.ranks import RankLost, Ranks
 from infer.shard import Shard
 from infer.tensor_parallel import follow
@@ -108,7 +108,7 @@ def load_shard(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> Shard:
     target = load_target(
         model.path_or_hub_id,
         revision=model.revision,
-        dtype=getattr(torch, model.dtype),
+        dtype=resolve_dtype(model),
         device=ranks.device,
         part=ranks.part,
     )

@@ -71,21 +71,24 @@ def literal_words(words: Sequence[str], schema: type) -> list[str]:
     `null` stays the value that it is everywhere. A list of texts is `[a,b]`, with quotes around an item that holds a
     comma. With `-m` a comma sweeps and `${key}` is that key's value, but in fields whose metadata say FREE_TEXT.
     """
-    sweeps = bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(words))
-    return [_literal_word(word, schema, sweeps=sweeps) for word in words]
+    return [_literal_word(word, schema, sweeping=sweeps(words)) for word in words]
 
 
-def _literal_word(word: str, schema: type, *, sweeps: bool) -> str:
+def sweeps(words: Sequence[str]) -> bool:
+    return bool({"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(words))
+
+
+def _literal_word(word: str, schema: type, *, sweeping: bool) -> str:
     key, equals, text = word.partition("=")
     kinds = list(_kinds(schema, key.lstrip("+").split("."))) if equals and not word.startswith("-") else []
     free = any(field.metadata.get("free_text") for field, _ in kinds)
-    if not kinds or text == NULL or (sweeps and not free and SWEEP.search(text)):
+    if not kinds or text == NULL or (sweeping and not free and SWEEP.search(text)):
         return word
     types = [kind for _, kind in kinds]
     if all(kind in TEXT for kind in types) or (Any in types and text[:1] not in ("[", "{")):
-        return key + equals + _quote(text)
+        return key + equals + quote(text)
     if text[:1] == "[" and text[-1:] == "]" and (set(types) == {list[str]} or (Any in types and _lists_texts(text))):
-        return key + equals + "[" + ",".join(map(_quote, _items(text[1:-1]))) + "]"
+        return key + equals + "[" + ",".join(map(quote, list_items(text[1:-1]))) + "]"
     return word
 
 
@@ -114,7 +117,7 @@ def _options(kind: type) -> Iterator[type]:
         yield from _options(option)
 
 
-def _quote(text: str) -> str:
+def quote(text: str) -> str:
     """A string between quotes, in which neither Hydra nor YAML finds anything to unescape."""
     return "'" + (_in_hexadecimal(text) if "'" in text else encode(text)) + "'"
 
@@ -124,7 +127,7 @@ def _lists_texts(text: str) -> bool:
     return text[1:2] not in ("[", "{") and re.search(r"[^\w,. /*\[\]-]", text) is not None
 
 
-def _items(text: str) -> list[str]:
+def list_items(text: str) -> list[str]:
     """The items of a list: what stands between commas, without blanks and quotes around it."""
     parts = re.findall(r"""\s*(?:'([^']*)'|"([^"]*)"|([^,]*?))\s*(?:,|$)""", text)
     items = [single or double or bare for single, double, bare in parts]

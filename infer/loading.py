@@ -8,12 +8,15 @@ from typing import NamedTuple
 import torch
 
 from infer.config import ModelConfig, ProposerConfig
+from infer.exported_heads import choose_head, head_folder, is_head, read_head_config
 from infer.head_config import HeadConfig
+from infer.model_names import read_model, read_option
 from infer.proposers.measured_tree import rank_accuracy, resolve_tree
 from infer.ranks import Ranks
 from models.heads import check_exported, load_head
 from models.heads.base import Head
 from models.targets import load_target, resolve_checkpoint
+from models.targets.dtype import stated_dtype
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 
@@ -25,6 +28,16 @@ class Parts(NamedTuple):
     draft_model: LlamaTarget | None
     proposer: ProposerConfig  # as it was given, a measured tree written out
     priors: dict[str, list[float]]  # by proposer: how often its training saw each depth accepted, if it did
+
+
+def read_names(
+    model: ModelConfig | str, head: HeadConfig | str | None, proposer: ProposerConfig | str, output_dir: str
+) -> tuple[ModelConfig, HeadConfig | None, ProposerConfig]:
+    """The configs that names stand for. Raises ValueError for one that names nothing."""
+    model = read_model(model) if isinstance(model, str) else model
+    proposer = ProposerConfig(**read_option("proposer", proposer)) if isinstance(proposer, str) else proposer
+    head = read_head_config(head) if isinstance(head, str) else head
+    return model, head and choose_head(head, output_dir, model.name), proposer
 
 
 def load_parts(
@@ -40,11 +53,11 @@ def load_parts(
     With `proposer=auto` a head that was never exported is no error: something else drafts. With `ranks` the target is
     rank 0's part of it.
     """
-    device, dtype = ranks.device if ranks else resolve_device(model.device), getattr(torch, model.dtype)
+    device, dtype = ranks.device if ranks else resolve_device(model.device), resolve_dtype(model)
     if device.index is not None:
         torch.cuda.set_device(device)  # Triton launches on the thread's device, wherever the tensors lie
     part = ranks.part if ranks else None
-    folder = head_folder(model, head, proposer, output_dir)
+    folder = wanted_head(model, head, proposer, output_dir)
     if folder is not None:
         check_exported(folder)
     drafter = None
@@ -67,13 +80,24 @@ def load_parts(
     return Parts(target, tokenizer, loaded, smaller, proposer, priors)
 
 
-def head_folder(model: ModelConfig, head: HeadConfig | None, proposer: ProposerConfig, output_dir: str) -> Path | None:
+def wanted_head(model: ModelConfig, head: HeadConfig | None, proposer: ProposerConfig, output_dir: str) -> Path | None:
     """Of the head that is to be loaded, if any: with `proposer=auto` one that was named, or that is there."""
     wanted = proposer.name == "head" or (proposer.name == "combined" and "head" in proposer.sources)
     if head is None or head.name == "none" or not (wanted or proposer.name == "auto"):
         return None
-    folder = head.folder(output_dir, model.name)
-    return folder if wanted or head.path or (folder / "config.json").is_file() else None
+    folder = head_folder(head, output_dir, model.name)
+    return folder if wanted or head.path or is_head(folder) else None
+
+
+def resolve_dtype(model: ModelConfig) -> torch.dtype:
+    """`model.dtype`, of `auto` what the checkpoint says. Raises ValueError where that cannot be computed in."""
+    if model.dtype != "auto":
+        return getattr(torch, model.dtype)
+    return stated_dtype(resolve_checkpoint(model.path_or_hub_id, model.revision, weights=False))
+
+
+def dtype_name(model: ModelConfig) -> str:
+    return str(resolve_dtype(model)).removeprefix("torch.")
 
 
 def resolve_device(name: str) -> torch.device:

@@ -4,8 +4,9 @@ Requests of random tokens are decoded for a moment at several batch sizes: verif
 nothing, and drafts of growing depth, which a proposer may be asked for again and again. What a long context adds is
 told from a long and a short request in turns.
 
-A start waits no longer than START_S for it. Fewer batch sizes are measured where all do not fit in, and nothing where
-times do not repeat themselves or contradict each other, because the machine is busy.
+A start waits no longer than START_S for it, and not at all where `Engine.profile` does it later. Fewer batch sizes are
+measured where all do not fit in, and nothing where times do not repeat themselves or contradict each other, because the
+machine is busy.
 """
 
 from __future__ import annotations
@@ -93,9 +94,11 @@ def measure(
     max_rows: int,
     clock: Callable[[], float] = time.perf_counter,
     limit_s: float = START_S,
+    check: Callable[[], None] = lambda: None,
 ) -> CostTable:
-    """`drafters`: what each drafts at most per step. Raises ValueError if too little fits into the context or the
-    cache, Unmeasured if no table that can be relied on is to be had in `limit_s`.
+    """`drafters`: what each drafts at most per step. `check` is called every few steps; what it raises ends the
+    measuring. Raises ValueError if too little fits into the context or the cache, Unmeasured if no table that can be
+    relied on is to be had in `limit_s`.
     """
     widest = 1 + max(budget.nodes for budget in drafters.values())
     short = min(PROMPT_TOKENS, context - widest - PLAIN_TOKENS)
@@ -103,7 +106,7 @@ def measure(
         raise ValueError(
             f"proposer.adaptive=true: drafts of {widest - 1} tokens leave nothing of a context of {context}; draft less"
         )
-    watch = Stopwatch(clock, limit_s)
+    watch = Stopwatch(clock, limit_s, check)
     rehearsals = Rehearsals(engine, watch, vocab_size, context, widest, max_rows)
     began = clock()
     with rehearsals.of(next(iter(drafters)), [1]):
@@ -126,16 +129,18 @@ class Work(NamedTuple):
 
 
 class Stopwatch:
-    """A clock, and until when works may be timed by it."""
+    """A clock, and until when works may be timed by it. `check` may raise, to end the measuring before."""
 
-    def __init__(self, clock: Callable[[], float], limit_s: float) -> None:
+    def __init__(self, clock: Callable[[], float], limit_s: float, check: Callable[[], None] = lambda: None) -> None:
         self.clock, self._limit, self._end = clock, limit_s, clock() + limit_s
+        self._check = check
 
     @property
     def left(self) -> float:
         return self._end - self.clock()
 
     def check(self) -> None:
+        self._check()
         if self.left <= 0:
             raise Unmeasured(f"it takes longer than {self._limit:g} s")
 

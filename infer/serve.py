@@ -1,4 +1,4 @@
-"""Serves a target and its head over HTTP, as OpenAI's API: python infer/serve.py model=demo head=eagle3"""
+"""Serves a target and its head over HTTP, as OpenAI's API: python infer/serve.py [model=... head=...]"""
 
 import os
 import sys
@@ -14,6 +14,7 @@ from socket import socket
 
 from infer.cli import entry_point
 from infer.config import ServeConfig
+from infer.exported_heads import with_head
 from infer.launched import launched_rank
 from infer.process_end import run_process
 
@@ -23,6 +24,7 @@ def run(config: ServeConfig) -> None:
         from infer.launch import follow_launched
 
         return follow_launched(config.model, config.engine)
+    config = with_head(config)
     from infer.server.address import bind, check_exposure, read_api_keys, url
 
     api_keys = read_api_keys(config.server)
@@ -37,7 +39,7 @@ def run(config: ServeConfig) -> None:
         return run_replicas(config, listener, address, api_keys)
 
     # Only now what takes seconds to import: a mistake above is answered at once.
-    from infer.card import describe_costs, describe_end_tokens, describe_proposer, describe_ranks, print_card
+    from infer.card import describe_costs, describe_engine, print_card
     from infer.engine import Engine
     from infer.server.lifecycle import log_to_console, serve
     from infer.server.service import Service
@@ -48,19 +50,10 @@ def run(config: ServeConfig) -> None:
         return Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
 
     def show(engine: Engine) -> None:
-        assert engine.tokenizer is not None
-        pages, size = engine.memory.pages, config.engine.page_size
-        drafts = describe_proposer(engine.proposer_name, config.proposer, config.head, config.model, config.output_dir)
         print_card(
             "Headway serves",
             [
-                ("model", f"{config.model.name} ({config.model.path}), {config.model.dtype} on {engine.device}"),
-                ("speculation", drafts),
-                ("context", f"{engine.context} tokens"),
-                ("end tokens", describe_end_tokens(engine.end_tokens, engine.tokenizer)),
-                ("KV pool", f"{pages} pages of {size} tokens"),
-                *describe_ranks(engine.config),
-                ("memory", str(engine.memory)),
+                *describe_engine(engine, config.model, config.head, config.output_dir),
                 *([("graphs", str(engine.graphs))] if engine.graphs else ()),
                 *describe_costs(engine.costs),
                 ("address", address + (", API key needed" if api_keys else "")),
@@ -75,6 +68,7 @@ def run(config: ServeConfig) -> None:
 
 def run_replicas(config: ServeConfig, listener: socket, address: str, api_keys: Sequence[str]) -> None:
     from infer.card import describe_end_tokens, print_card
+    from infer.loading import dtype_name
     from infer.server.ray_app import serve_replicas
     from models.targets import resolve_checkpoint
     from models.tokenizer import Tokenizer
@@ -83,7 +77,7 @@ def run_replicas(config: ServeConfig, listener: socket, address: str, api_keys: 
 
     def show() -> None:
         rows = [
-            ("model", f"{config.model.name} ({config.model.path}), {config.model.dtype}"),
+            ("model", f"{config.model.name} ({config.model.path}), {dtype_name(config.model)}"),
             ("end tokens", describe_end_tokens(tokenizer.eos_ids, tokenizer)),
             ("replicas", f"{config.server.replicas}, by Ray Serve; a session (x-session-id) stays with one"),
             ("address", address + (", API key needed" if api_keys else "")),

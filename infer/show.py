@@ -10,11 +10,13 @@ from dataclasses import asdict, replace
 
 from tqdm import tqdm
 
-from infer.card import acceptance, describe_end_tokens, describe_proposer, describe_ranks, print_card
+from infer.card import acceptance, describe_engine, describe_sampling, print_card
 from infer.compare import Comparison, Prompts, compare, timed
 from infer.config import GenerateConfig
 from infer.display import Display, use_color
 from infer.engine import Engine
+from infer.loading import dtype_name
+from infer.prompts import uses_chat
 from infer.request import SamplingParams, SpeculationStats
 
 
@@ -39,11 +41,9 @@ def show_texts(config: GenerateConfig, engine: Engine, groups: Sequence[Prompts]
     print_card(
         title(config),
         [
-            *prompt_hint(config, engine),
-            ("speculation", speculation(config, engine)),
+            *describe_prompt(config, engine),
             ("sampling", describe_sampling(params)),
-            ("end tokens", describe_end_tokens(engine.end_tokens, engine.tokenizer)),
-            *describe_ranks(config.engine),
+            *describe_engine(engine, config.model, config.head, config.output_dir),
             ("tokens", f"{tokens} in {seconds:.2f} s"),
             ("tokens/s", f"{tokens / seconds:.1f}"),
             *(acceptance(stats) if engine.proposer_name != "none" else ()),
@@ -52,13 +52,14 @@ def show_texts(config: GenerateConfig, engine: Engine, groups: Sequence[Prompts]
     )
 
 
-def prompt_hint(config: GenerateConfig, engine: Engine) -> list[tuple[str, str]]:
-    """A line of the card for users of a chat model, which often ends at once behind a plain text."""
+def describe_prompt(config: GenerateConfig, engine: Engine) -> list[tuple[str, str]]:
+    """How the user's prompts were put; no line for those of the corpus."""
     assert engine.tokenizer is not None
-    asked = config.prompt is not None or config.prompts_file is not None
-    if config.chat or not asked or not engine.tokenizer.chat.texts:
+    if config.prompt is None and config.prompts_file is None:
         return []
-    return [("prompt", "a plain text; chat=true puts it into the model's chat template")]
+    if uses_chat(config.chat, engine.tokenizer):
+        return [("prompt", "a user's message, in the model's chat template; chat=false continues a plain text")]
+    return [("prompt", "a plain text" + ("" if config.chat is False else ": the model has no chat template"))]
 
 
 def show_comparison(config: GenerateConfig, engine: Engine, groups: Sequence[Prompts], params: SamplingParams) -> bool:
@@ -89,9 +90,9 @@ def show_comparison(config: GenerateConfig, engine: Engine, groups: Sequence[Pro
     print_card(
         title(config),
         [
-            ("speculation", speculation(config, engine)),
+            *describe_prompt(config, engine),
             ("sampling", describe_sampling(params)),
-            *describe_ranks(config.engine),
+            *describe_engine(engine, config.model, config.head, config.output_dir),
             ("prompts", f"{prompts}, {config.batch} at a time, {measured.tokens} tokens each way"),
             ("tokens/s off", f"{measured.off_tokens_per_s:.1f}"),
             ("tokens/s on", f"{measured.on_tokens_per_s:.1f}"),
@@ -115,21 +116,7 @@ def show_comparison(config: GenerateConfig, engine: Engine, groups: Sequence[Pro
 
 
 def title(config: GenerateConfig) -> str:
-    return f"{config.model.name}, {config.model.dtype}"
-
-
-def speculation(config: GenerateConfig, engine: Engine) -> str:
-
-    return describe_proposer(engine.proposer_name, config.proposer, config.head, config.model, config.output_dir)
-
-
-def describe_sampling(params: SamplingParams) -> str:
-    if params.temperature == 0:
-        return "greedy"
-    limits = (f", top-k {params.top_k}" if params.top_k else "") + (
-        f", top-p {params.top_p}" if params.top_p < 1 else ""
-    )
-    return f"temperature {params.temperature:g}{limits}, seed {params.seed}"
+    return f"{config.model.name}, {dtype_name(config.model)}"
 
 
 def yes_no(value: bool) -> str:

@@ -34,6 +34,12 @@ class LayerParts(NamedTuple):
     window: int | None = None
     token_norm: Tensor | None = None  # [H], of the embedding
     residual_normed: bool = False  # the normed input is what the halves are added to
+    attended_norm: Tensor | None = None  # [H], of what attention adds to the stream
+    mlp_norm: Tensor | None = None  # [H], of what the MLP adds to it
+    centred: bool = False  # of all norms: kernels.elementwise.rms_norm
+    gelu: bool = False  # what gates the MLP; otherwise SiLU
+    scale: float | None = None  # of attention's scores; None: 1/sqrt(D)
+    rotary: int = 0  # which of the rotary tables it reads
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:

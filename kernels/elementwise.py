@@ -1,4 +1,4 @@
-"""The row-wise operations of a decoder layer: RMSNorm, rotary embedding, gated SiLU.
+"""The row-wise operations of a decoder layer: RMSNorm, rotary embedding, gated SiLU or GELU.
 
 Without gradients a CUDA device runs the Triton forms (kernels/triton/elementwise.py), a CPU those in C
 (kernels/cpu/rows.c): torch's own need five to eight calls each, which cost more than the arithmetic. With gradients, on
@@ -17,33 +17,40 @@ from kernels.cpu.library import KINDS, LANES, library
 from kernels.triton import INTERPRETED, in_use
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x `[..., H]` over its root mean square (arXiv 1910.07467), statistics in fp32 as HF's Llama computes them."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centred: bool = False) -> Tensor:
+    """x `[..., H]` over its root mean square (arXiv 1910.07467), statistics in fp32 as HF's Llama computes them.
+
+    With `centred` as HF's Gemma: the scale is 1 + weight, and in 16 bits only the product is rounded.
+    """
     size = x.shape[-1]
     native = _native(size, x, weight)
     if native is None:
         if _in_triton(x, weight):
             from kernels.triton import elementwise as gpu
 
-            return gpu.rms_norm(_rows(x), weight, eps).view(x.shape)
+            return gpu.rms_norm(_rows(x), weight, eps, centred=centred).view(x.shape)
+        if centred:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            return (F.rms_norm(x.to(wide), weight.shape, None, eps) * (1 + weight.to(wide))).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
     rows = _rows(x)
     out = torch.empty(x.shape, dtype=x.dtype)
-    native.rms_norm(
-        rows.data_ptr(), weight.data_ptr(), out.data_ptr(), rows.shape[0], rows.stride(0), size, eps, KINDS[x.dtype]
-    )
+    pointers = (rows.data_ptr(), weight.data_ptr(), out.data_ptr())
+    native.rms_norm(*pointers, rows.shape[0], rows.stride(0), size, eps, KINDS[x.dtype], centred)
     return out
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, centred: bool = False
+) -> tuple[Tensor, Tensor]:
     """`rms_norm` of x + delta, both `[..., H]`, and that sum itself, in one pass over them."""
     if _in_triton(x, delta, weight):
         from kernels.triton import elementwise as gpu
 
-        normed, total = gpu.add_rms_norm(_rows(x), _rows(delta), weight, eps)
+        normed, total = gpu.add_rms_norm(_rows(x), _rows(delta), weight, eps, centred=centred)
         return normed.view(x.shape), total.view(x.shape)
     total = x + delta
-    return rms_norm(total, weight, eps), total
+    return rms_norm(total, weight, eps, centred=centred), total
 
 
 def norm_beside(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: float) -> Tensor:
@@ -72,18 +79,28 @@ def embed_norm_gelu(
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`[..., 2 I]`, gate and up beside each other -> silu(gate) * up `[..., I]`."""
+    return _gate_mul(gate_up, gelu=False)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """`silu_mul` with GELU, in its approximation by tanh (arXiv 1606.08415), in place of SiLU."""
+    return _gate_mul(gate_up, gelu=True)
+
+
+def _gate_mul(gate_up: Tensor, *, gelu: bool) -> Tensor:
     size = gate_up.shape[-1] // 2
     native = _native(size, gate_up)
     if native is None:
         if _in_triton(gate_up):
             from kernels.triton import elementwise as gpu
 
-            return gpu.silu_mul(_rows(gate_up)).view(*gate_up.shape[:-1], size)
+            return gpu.gate_mul(_rows(gate_up), gelu=gelu).view(*gate_up.shape[:-1], size)
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return (F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up
     gate_up = gate_up.contiguous()
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
-    native.silu_mul(gate_up.data_ptr(), out.data_ptr(), out.numel() // size, size, KINDS[gate_up.dtype])
+    call = native.gelu_mul if gelu else native.silu_mul
+    call(gate_up.data_ptr(), out.data_ptr(), out.numel() // size, size, KINDS[gate_up.dtype])
     return out
 
 

@@ -22,10 +22,12 @@ from kernels.ttt_attention import repeat_kv, ttt_attention, visible
 class Attention(Protocol):
     """Contract: q `[..., nh, D]`, k and v `[..., nkv, D]` with nh a multiple of nkv; returns `[..., nh * D]`.
 
-    With `window` a row at position p sees positions above p - window only.
+    With `window` a row at position p sees positions above p - window only. `scale` of the scores: None for 1/sqrt(D).
     """
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor: ...
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
+    ) -> Tensor: ...
 
 
 class Project(Protocol):
@@ -42,6 +44,7 @@ class Project(Protocol):
         norm: QKNorm | None,
         *,
         window: int | None = None,
+        scale: float | None = None,
     ) -> Tensor: ...
 
 
@@ -71,7 +74,9 @@ def decode_of(attention: Attention) -> Decode | None:
     return getattr(attention, "decode", None)
 
 
-def no_attention(layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+def no_attention(
+    layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
+) -> Tensor:
     """What a head without attention is given."""
     raise AssertionError("this head attends to nothing")
 
@@ -86,7 +91,9 @@ class CausalAttention:
         self.starts = starts
         self._seen = None if starts is None else visible(starts)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
+    ) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, heads, T, D]
         groups, T = q.shape[1] // k.shape[1], q.shape[2]
         k, v = repeat_kv(k, groups), repeat_kv(v, groups)
@@ -94,7 +101,7 @@ class CausalAttention:
         if window is not None and window < T:
             near = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(1 - window)
             seen = near if seen is None else seen & near
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale)
         return out.transpose(1, 2).flatten(2)
 
 
@@ -128,8 +135,11 @@ class TrainingTimeTestAttention:
                 entries[1:] = [entry[:, kept] for entry in entries[1:]]
         self._slots = slots
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
+    ) -> Tensor:
         assert window is None, "heads see everything"
+        assert scale in (None, q.shape[-1] ** -0.5), "heads scale by their size"
         keys, values = self._keys.setdefault(layer, []), self._values.setdefault(layer, [])
         keys.append(k)
         values.append(v)

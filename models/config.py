@@ -88,9 +88,15 @@ class TargetConfig:
     qk_norm: bool = False  # queries and keys are normed per head, before the rotary embedding
     windows: tuple[int | None, ...] = ()  # per layer, how many positions a row sees, its own included; () or None: all
     experts: ExpertsConfig | None = None
+    # What Gemma does otherwise
+    activation: str = "silu"  # what gates the MLP; or "gelu_pytorch_tanh"
+    centred_norms: bool = False  # a norm's scale is 1 + its weight
+    attention_scale: float | None = None  # None: 1/sqrt(head_dim)
+    embedding_scale: float = 1.0  # of the target's input alone: heads read the embedding as it is stored
+    local_rope: RopeConfig | None = None  # of the layers with a window, where these have one of their own
 
     @classmethod
-    def from_json(cls, config: dict[str, Any]) -> TargetConfig:
+    def from_json(cls, config: dict[str, Any], *, activation: str = "silu") -> TargetConfig:
         """Raises ValueError that names the key for anything missing, inconsistent or not implemented."""
 
         def need(key: str) -> Any:
@@ -99,8 +105,8 @@ class TargetConfig:
             return config[key]
 
         architectures = config.get("architectures") or [config.get("model_type")]
-        if config.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"config.json: hidden_act={config['hidden_act']!r}: only 'silu' is supported")
+        if config.get("hidden_act", "silu") != activation:
+            raise ValueError(f"config.json: hidden_act={config.get('hidden_act')!r}: only {activation!r} is supported")
         if "quantization_config" in config:
             raise ValueError(
                 "config.json: quantization_config: a quantised target can be served and trained for, not this"
@@ -125,6 +131,7 @@ class TargetConfig:
             output_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
             rope=RopeConfig.from_json(config),
+            activation=activation,
             bos_token_id=config.get("bos_token_id"),
             eos_token_ids=token_ids("config.json: eos_token_id", config.get("eos_token_id")),
         )

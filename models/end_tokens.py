@@ -2,7 +2,7 @@
 
 A checkpoint names them in up to three places, and any of them may hold an id that the others lack: `eos_token_id` of
 config.json, `eos_token_id` of generation_config.json (chat models name their end of turn here), and the tokenizer's
-`eos_token`. Generation ends at each of them.
+`eos_token`. A GGUF file has keys for the ends of a text, of a turn and of a message. Generation ends at each of them.
 """
 
 from __future__ import annotations
@@ -12,18 +12,26 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from models.config import read_json, token_ids
+from models.gguf.file import is_gguf, open_gguf
 
+GGUF_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 log = logging.getLogger("headway.targets")
 
 
 def read_end_tokens(folder: Path, eos_id: int | None = None) -> tuple[int, ...]:
-    """The end tokens of a checkpoint's folder, of which config.json and generation_config.json may be absent.
+    """The end tokens of a GGUF file or of a folder, whose config.json and generation_config.json may be absent.
 
     `eos_id`: of the tokenizer's `eos_token`, for a caller that has the tokenizer. Ids outside the vocabulary of
     config.json are left out with a warning. Raises ValueError naming file and key for what is no token id.
     """
     found: dict[int, str] = {}
     vocab_size: object = None
+    if is_gguf(folder):
+        file = open_gguf(folder)
+        for key in GGUF_KEYS:
+            ids = token_ids(f"{folder}: {key}", file.keys.get(key))
+            found |= {token: f"{folder}: {key}" for token in ids if token not in found}
+        vocab_size = len(file.keys.get("tokenizer.ggml.tokens", ())) or None
     for name in ("generation_config.json", "config.json"):
         content = read_json(folder / name) if (folder / name).is_file() else {}
         ids = token_ids(f"{folder / name}: eos_token_id", content.get("eos_token_id"))

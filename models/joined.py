@@ -25,6 +25,8 @@ def parts_of(
     input_norm: RMSNorm | None = None,
     token_norm: RMSNorm | None = None,
     residual_normed: bool = False,
+    attended_norm: RMSNorm | None = None,
+    mlp_norm: RMSNorm | None = None,
 ) -> LayerParts | None:
     """None if a layer of these is not packed, or of other parts than Llama's."""
     if type(mlp) is not GatedMLP:
@@ -45,6 +47,12 @@ def parts_of(
         window=attention.window,
         token_norm=None if token_norm is None else token_norm.weight,
         residual_normed=residual_normed,
+        attended_norm=None if attended_norm is None else attended_norm.weight,
+        mlp_norm=None if mlp_norm is None else mlp_norm.weight,
+        centred=post_norm.centred,
+        gelu=mlp.gelu,
+        scale=attention.scale,
+        rotary=attention.rotary_table,
     )
 
 

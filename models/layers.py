@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.elementwise import add_rms_norm, rms_norm, rotate, silu_mul
+from kernels.elementwise import add_rms_norm, gelu_mul, rms_norm, rotate, silu_mul
 from kernels.linear import PackedLinear
 from kernels.quantise import WeightFormat
 from models.config import RopeConfig
@@ -49,31 +49,37 @@ def pack(module: nn.Module, *, exact: bool = True, weight_format: WeightFormat =
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learnt scale (kernels/elementwise.py)."""
+    """Root-mean-square norm with a learnt scale, which with `centred` is 1 + weight (kernels/elementwise.py)."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, centred: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(size) if centred else torch.ones(size))
+        self.eps, self.centred = eps, centred
+
+    @property
+    def scale(self) -> Tensor:
+        return 1 + self.weight if self.centred else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, centred=self.centred)
 
     def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of x + delta, and that sum: a residual stream before and after the norm."""
-        return add_rms_norm(x, delta, self.weight, self.eps)
+        return add_rms_norm(x, delta, self.weight, self.eps, centred=self.centred)
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, gate and up merged into one linear."""
+    """`down(silu(gate(x)) * up(x))`, gate and up merged into one linear; with `gelu` that (by tanh) for SiLU."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False, gelu: bool = False) -> None:
         super().__init__()
+        self.gelu = gelu
         self.gate_up_proj = Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+        gate_up = self.gate_up_proj(x)
+        return self.down_proj(gelu_mul(gate_up) if self.gelu else silu_mul(gate_up))
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:

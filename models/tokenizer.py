@@ -1,8 +1,8 @@
 """Text <-> token ids: one Tokenizer for training, serving and the demo, from a checkpoint's own files.
 
-Reads tokenizer.json (the `tokenizers` library), the texts of special tokens, and the ids that end a text; how a
-conversation becomes text is models/chat.py. Knows nothing about models, requests or HTTP; never runs code of a
-checkpoint.
+Reads tokenizer.json (the `tokenizers` library) or a GGUF file's keys, the texts of special tokens, and the ids that end
+a text; how a conversation becomes text is models/chat.py. Knows nothing about models, requests or HTTP; never runs code
+of a checkpoint.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tokenizers
 
 from models.chat import DEFAULT, Chat, Message, find_chat_templates
 from models.end_tokens import read_end_tokens
+from models.gguf.file import GgufFile, is_gguf, open_gguf
+from models.gguf.tokenizer import build_tokenizer, chat_templates, special_tokens
 from models.token_bytes import is_continuation, token_bytes, unfinished
 
 CONTEXT = 4  # tokens before a text that decide how it begins: its first word's space, a character begun before it
@@ -48,9 +50,15 @@ class Tokenizer:
         self.source = source
 
     @classmethod
-    def load(cls, folder: str | Path) -> Tokenizer:
-        """Raises ValueError when the folder has no tokenizer.json or one that cannot be read."""
+    def load(cls, folder: str | Path) -> Self:
+        """Of a checkpoint's folder or GGUF file.
+
+        Raises ValueError when the folder has no tokenizer.json or one that cannot be read, and for a file that does not
+        say what is needed.
+        """
         folder = Path(folder)
+        if is_gguf(folder):
+            return cls._of_gguf(open_gguf(folder))
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ValueError(f"{folder}: no tokenizer.json; download the checkpoint's tokenizer as well")
@@ -67,6 +75,16 @@ class Tokenizer:
             chat_template=find_chat_templates(folder, settings),
             special_tokens=specials,
             source=str(folder),
+        )
+
+    @classmethod
+    def _of_gguf(cls, file: GgufFile) -> Self:
+        return cls(
+            build_tokenizer(file),
+            eos_ids=read_end_tokens(file.path),
+            chat_template=chat_templates(file),
+            special_tokens=special_tokens(file),
+            source=str(file.path),
         )
 
     @property

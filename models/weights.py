@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,9 @@ class LazyTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return next(tensor for _, tensor in read_file(self._file[name], only=name))
 
+    def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
+        return name in self._file
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._file)
 
@@ -89,6 +92,27 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._file)
+
+
+class Selected(Mapping[str, Tensor]):
+    """Of other tensors those with these names; each is still read when it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], names: Set[str]) -> None:
+        self._tensors, self._names = tensors, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names and name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._tensors if name in self._names)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def equal_values(folder: Path, one: str, other: str) -> bool:

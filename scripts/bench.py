@@ -29,7 +29,7 @@ import platform
 import random
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -38,6 +38,7 @@ from typing import Any
 
 from infer.cli import entry_point
 from infer.config import BenchConfig
+from infer.exported_heads import with_head
 from infer.head_config import HEAD_NAMES
 from infer.launched import launched_rank
 from infer.step_times import StepTimes
@@ -261,7 +262,7 @@ def document(config: BenchConfig, results: Results, target: Any) -> dict:
         "date": datetime.date.today().isoformat(),
         "machine": describe_machine(),
         "target": {"path": without_folders(config.model.path), "fingerprint": target.fingerprint},
-        "heads": head_summaries(config),
+        "heads": head_summaries(head_folders(config)),
         "config": without_folders(asdict(config)),
         # by temperature, concurrency and system
         "results": {
@@ -271,24 +272,31 @@ def document(config: BenchConfig, results: Results, target: Any) -> dict:
     }
 
 
-def head_summaries(config: BenchConfig) -> dict[str, dict[str, Any]]:
-    """What the exported heads that systems are named after, and the configured one, say of their own training."""
+def head_folders(config: BenchConfig) -> dict[str, Path]:
+    """Of the exported heads that systems are named after, and of the configured one, by name."""
     names = {name.partition(":")[0] for name in config.systems} & {*HEAD_NAMES}
+    wanted = sorted(names | {config.head.name} - {"none"})
+    return {name: folder_of(config, name if name in names else "head") for name in wanted}
+
+
+def head_summaries(folders: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """What exported heads say of their own training, by name."""
     kept = ("run", "steps", "tokens", "seconds", "trained_parameters", "acceptance_length", "acceptance_length_sampled")
-    found = {}
-    for name in sorted(names | {config.head.name} - {"none"}):
-        path = folder_of(config, name if name in names else "head") / "provenance.json"
+    summaries = {}
+    for name, folder in folders.items():
+        path = folder / "provenance.json"
         if path.is_file():
             record = json.loads(path.read_text(encoding="utf-8"))
-            found[name] = {key: record[key] for key in (*kept, "data_hash", "git") if key in record}
-    return found
+            summaries[name] = {key: record[key] for key in (*kept, "data_hash", "git") if key in record}
+    return summaries
 
 
 @entry_point("bench", BenchConfig)
 def main(config: BenchConfig) -> None:
-    if config.model.name != "demo" and config.file is None:
+    if config.model.name != "demo" and not config.files:
         raise ValueError(
-            f"model={config.model.name}: prompts are cut from the demo target's corpus; use model=demo, or name a file"
+            f"model={config.model.name}: prompts are cut from the demo target's corpus; "
+            "use model=demo, or give files=[...]"
         )
     if launched_rank(config.engine):
         from infer.launch import follow_launched
@@ -298,6 +306,7 @@ def main(config: BenchConfig) -> None:
 
     if "off" not in config.systems:
         raise ValueError("systems: must hold off, which every ratio is taken against")
+    config = with_head(config)
     # Every round repeats the prompts: pages that the last round left would spare ours the prefill, and no other's.
     cold = replace(config.engine, prefix_cache=False)
     engine = Engine.load(config.model, config.head, cold, config.proposer, output_dir=config.output_dir)

@@ -1,4 +1,4 @@
-"""What is asked in a bench: held-out lines of the demo corpus, which is code, or the prompts of a file."""
+"""What is asked in a bench: held-out lines of the demo corpus, which is code, or the prompts of files."""
 
 from __future__ import annotations
 
@@ -23,25 +23,30 @@ def read_tasks(config: BenchConfig, tokenizer: Any) -> list[Task]:
 
 
 def read_prompts(config: BenchConfig | ServedConfig, tokenizer: Any) -> list[list[int]]:
-    """`num_prompts` token ids, each `prompt_tokens` long; those of a file may be shorter, and are cut if longer.
+    """`num_prompts` token ids of at most `prompt_tokens` each, from the files in turn.
 
-    Raises ValueError for a file that cannot be read or that holds too few.
+    Prompts of the corpus have exactly so many. A conversation that is longer is left out, because cut it would be
+    another; a text is cut. Raises ValueError for a file that cannot be read or that holds too few.
     """
     from models.demo.corpus import held_out_prompts
     from train.config import FilesDataConfig
     from train.prompts import Reader
 
-    if config.file is None:
+    if not config.files:
         return held_out_prompts(tokenizer, config.num_prompts, config.prompt_tokens)
-    settings = FilesDataConfig(
-        name="files", path=config.file, columns=config.columns, prompt_tokens=config.prompt_tokens
-    )
-    reader = Reader(settings, tokenizer, settings.max_prompt_tokens, config.num_prompts)
-    found = reader.read_prompts()
-    for line in reader.reading.named():
-        print(line, file=sys.stderr)
-    if len(found) < config.num_prompts:
-        raise ValueError(
-            f"file={config.file}: holds {len(found)} prompts; num_prompts={config.num_prompts} are asked for"
-        )
-    return [ids[: config.prompt_tokens] for ids in found]
+    share = -(-config.num_prompts // len(config.files))
+    by_file = []
+    for file in config.files:
+        settings = FilesDataConfig(name="files", path=file, columns=config.columns, prompt_tokens=config.prompt_tokens)
+        longest = config.prompt_tokens if tokenizer.chat.texts else settings.max_prompt_tokens
+        reader = Reader(settings, tokenizer, longest, share)
+        prompts = reader.read_prompts()
+        for line in reader.reading.named():
+            print(line, file=sys.stderr)
+        if len(prompts) < share:
+            raise ValueError(
+                f"files=[{file}]: holds {len(prompts)} prompts of up to {config.prompt_tokens} tokens; "
+                f"num_prompts={config.num_prompts} needs {share} of each file"
+            )
+        by_file.append([ids[: config.prompt_tokens] for ids in prompts])
+    return [ids for row in zip(*by_file, strict=True) for ids in row][: config.num_prompts]

@@ -17,13 +17,15 @@ costs and drafts it keeps from round to round, as a server does.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from infer.config import MEASURED_TREE, OWN_SYSTEMS, SERVERS, TRANSFORMERS, BenchConfig, ProposerConfig
+from infer.config_checks import resolve_path
+from infer.exported_heads import head_folder
 from infer.head_config import HEAD_NAMES, HeadConfig
 from infer.step_times import StepTimes
 from scripts.bench_prompts import Task
@@ -88,7 +90,7 @@ def engine_system(name: str, config: BenchConfig, engine: Any, heads: Mapping[st
             engine.set_proposer("none" if proposer == "off" else proposer, config=own)
 
     def run(tasks: list[Task], temperature: float, at_once: int) -> Answer:
-        params = SamplingParams(temperature=temperature, seed=config.seed, ignore_eos=True)
+        params = SamplingParams(temperature=temperature, seed=config.seed, ignore_eos=config.ignore_eos)
         each = [replace(params, max_tokens=task.tokens) for task in tasks]
         before = replace(engine.stats.steps)
         completions = engine.generate([task.prompt for task in tasks], each, at_once=at_once)
@@ -115,20 +117,25 @@ def load_heads(config: BenchConfig, engine: Any) -> dict[str, Any]:
 def folder_of(config: BenchConfig, proposer: str) -> Path:
     """Of the head that `proposer` names, or of the configured one."""
     head = HeadConfig(name=proposer) if proposer in HEAD_NAMES else config.head
-    return head.folder(config.output_dir, config.model.name)
+    return head_folder(head, config.output_dir, config.model.name)
 
 
-def transformers_systems(config: BenchConfig, path: str) -> dict[str, System]:
+def transformers_systems(config: BenchConfig, checkpoint: Path, ends: tuple[int, ...]) -> dict[str, System]:
+    """`ends`: the target's end tokens."""
     import torch
     from transformers import AutoModelForCausalLM
+
+    from infer.loading import dtype_name
+    from scripts.gguf_files import folder_of_target
 
     wanted = [name for name in TRANSFORMERS if name in config.systems]
     if not wanted:
         return {}
     if "hf_assisted" in wanted and config.proposer.draft_model is None:
         raise ValueError("systems: hf_assisted: needs proposer.draft_model=<folder or hub id of a smaller target>")
-    dtype = getattr(torch, config.model.dtype)
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    name = dtype_name(config.model)
+    folder, dtype = folder_of_target(resolve_path(config.peers), checkpoint, name), getattr(torch, name)
+    model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).eval()
 
     def generate(tasks: list[Task], temperature: float, **options: Any) -> list[list[int]]:
         """As many tokens for each as for the longest; those that were not asked for are not counted."""
@@ -142,13 +149,15 @@ def transformers_systems(config: BenchConfig, path: str) -> dict[str, System]:
         out = model.generate(
             ids,
             attention_mask=mask,
-            min_new_tokens=longest,
+            min_new_tokens=longest if config.ignore_eos else None,
             max_new_tokens=longest,
             pad_token_id=0,
+            eos_token_id=list(ends) or None,
             **sampling,
             **options,
         )
-        return [ids[width : width + task.tokens] for ids, task in zip(out.tolist(), tasks, strict=True)]
+        answers = [ids[width : width + task.tokens] for ids, task in zip(out.tolist(), tasks, strict=True)]
+        return answers if config.ignore_eos else [until_end(ids, ends) for ids in answers]
 
     def plain(tasks: list[Task], temperature: float, at_once: int) -> Answer:
         groups = (tasks[start : start + at_once] for start in range(0, len(tasks), at_once))
@@ -171,15 +180,21 @@ def transformers_systems(config: BenchConfig, path: str) -> dict[str, System]:
     return {name: System(lambda: None, runs[name]) for name in wanted}
 
 
+def until_end(ids: list[int], ends: Sequence[int]) -> list[int]:
+    """Up to the first end token, which is included."""
+    return ids[: next((place + 1 for place, token in enumerate(ids) if token in ends), len(ids))]
+
+
 def server_systems(config: BenchConfig, stack: ExitStack) -> dict[str, System]:
     """Started here, one after another, and ended with `stack`; those that do not run stand still."""
     from scripts.peer_servers import context_of, end_as_interrupted, make_server
 
     end_as_interrupted()
     context = context_of(config.prompt_tokens, config.max_tokens)
+    sizes: dict[str, Any] = {"slots": max(config.concurrency), "context": context, "ignore_eos": config.ignore_eos}
 
     def system(name: str) -> System:
-        server = stack.enter_context(make_server(name, config, slots=max(config.concurrency), context=context))
+        server = stack.enter_context(make_server(name, config, **sizes))
         server.rest()
 
         def run(tasks: list[Task], temperature: float, at_once: int) -> Answer:
@@ -206,6 +221,6 @@ def make_systems(config: BenchConfig, engine: Any, stack: ExitStack) -> dict[str
             )
     heads = load_heads(config, engine)
     systems = {name: engine_system(name, config, engine, heads) for name in config.systems if is_ours(name)}
-    systems |= transformers_systems(config, str(engine.target.folder))
+    systems |= transformers_systems(config, engine.target.folder, engine.end_tokens)
     systems |= server_systems(config, stack)
     return {name: systems[name] for name in sorted(systems, key=lambda name: name != "off")}

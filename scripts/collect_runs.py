@@ -31,7 +31,7 @@ from train.trackers import read_metrics
 USER_ERROR = 2
 NAMES = (
     "run", "head.path", "output_dir", "overwrite", "log_every", "eval_every", "checkpoint_every", "features.path",
-    "features.target", "tracker.",
+    "features.target", "data.root", "tracker.",
 )  # fmt: skip
 KEPT = ("steps", "tokens", "seconds", "trained_parameters", "acceptance_length", "acceptance_length_sampled")
 
@@ -102,7 +102,7 @@ def collect(words: list[str]) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "machine": describe_machine(),
-        "base": base,
+        "base": {key: value for key, value in base.items() if not key.startswith(NAMES)},
         "runs": runs,
         "evaluations": {name_of(found["config"]): found["results"] for found in evaluations},
     }

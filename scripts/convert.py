@@ -22,9 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from models.checkpoint import fingerprint
 from models.formats import FORMATS, Checkpoint, Given, Written, detect, read_checkpoint, render, save
 from models.formats.verifier import find_verifier, weights_of
-from models.weights import fingerprint
 from train import atomic
 from train.provenance import portable, provenance
 

@@ -8,7 +8,7 @@
 decoding of the same prompts in the same round. A verify is cut short by the draft vocabulary where it ended at a token
 which that does not hold: no draft could have been right. Tables, plots and a few answers with their accepted drafts
 marked go to <output_dir>/eval/<model>-<head>/, and with tracker=wandb or tensorboard there too; the last line of
-standard output is one JSON document.
+standard output is one JSON document, which `save=NAME` keeps in scripts/results/.
 """
 
 import os
@@ -18,6 +18,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
 os.environ.setdefault("USE_HUB_KERNELS", "NO")
 
+import datetime
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from infer.cli import entry_point
 from infer.compare import Comparison, Pair
 from infer.config import EvalConfig, ProposerConfig
 from infer.config_checks import resolve_path
+from infer.exported_heads import head_folder, with_head
 from infer.request import SpeculationStats
 
 DEMO = "demo corpus"
@@ -275,7 +277,7 @@ def show(config: EvalConfig, cells: Sequence[Cell], samples: Sequence[Any], fold
     atomic.write_text(folder / REPORT, "\n\n".join(parts) + "\n")
     trackers = make_trackers(config.tracker, folder, f"eval-{folder.name}", asdict(config), resume_step=0)
     trackers.log(1, metrics(cells))
-    head = config.head.folder(config.output_dir, config.model.name)
+    head = head_folder(config.head, config.output_dir, config.model.name)
     trackers.publish(Results(plots, samples, head, ("evaluated",)))
     trackers.finish()
     return folder / REPORT
@@ -284,10 +286,11 @@ def show(config: EvalConfig, cells: Sequence[Cell], samples: Sequence[Any], fold
 @entry_point("eval", EvalConfig)
 def main(config: EvalConfig) -> None:
     from infer.engine import Engine
-    from scripts.bench import describe_machine
+    from scripts.bench import describe_machine, head_summaries, result_file, without_folders
     from train.samples import how_many, marked_answers
     from train.trackers import check_tracker
 
+    config = with_head(config)
     check_tracker(config.tracker)
     # a prompt is asked again and again: cached pages would spare one side its prefill
     cold = replace(config.engine, prefix_cache=False)
@@ -301,7 +304,18 @@ def main(config: EvalConfig) -> None:
     report = show(config, cells, samples, folder)
     print(table(cells))
     print(f"written: {report}")
-    document = {"machine": describe_machine(), "config": asdict(config), "results": [asdict(own) for own in cells]}
+    document = {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe_machine(),
+        "target": {"path": without_folders(config.model.path), "fingerprint": engine.target.fingerprint},
+        "heads": head_summaries({config.head.name: config.head.folder(config.output_dir, config.model.name)}),
+        "config": without_folders(asdict(config)),
+        "results": [asdict(own) for own in cells],
+    }
+    if config.save is not None:
+        file = result_file(config.save, config.model.name, document["machine"])
+        file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        print(f"written: {file.relative_to(Path(HERE).parent)}")
     print(json.dumps(document), flush=True)
 
 

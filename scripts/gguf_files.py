@@ -1,4 +1,8 @@
-"""A target and an EAGLE-3 head as GGUF files, which llama.cpp reads, made by its own converter and kept beside it."""
+"""The same target for every program: as the GGUF file that llama.cpp reads, and as the folder that the others read.
+
+A GGUF file is given to llama.cpp as it is, and is dequantised into a folder for the others. A folder, and an EAGLE-3
+head, is made a GGUF file by llama.cpp's own converter. What is made is kept under `peers`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from models.weights import fingerprint
+import torch
+
+from models.checkpoint import fingerprint
+from models.gguf.file import is_gguf
+from train import atomic
 
 OUT_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 # The converter knows pre-tokenizers by a list of published models; who asks by token ids needs none, so one is named.
@@ -23,13 +31,27 @@ convert_hf_to_gguf.main()
 
 
 def gguf_of_target(peers: Path, target: Path, dtype: str) -> Path:
-    """`target` is a folder, `dtype` a name of torch's. Raises ValueError with the converter's last words."""
-    return _convert(peers, target, dtype, [])
+    """`target`: a folder or GGUF file; `dtype`: torch's name. Raises ValueError with the converter's last words."""
+    return target if is_gguf(target) else _convert(peers, target, dtype, [])
 
 
 def gguf_of_head(peers: Path, head: Path, target: Path, dtype: str) -> Path:
     """`head` in speculators' layout. Raises as above."""
-    return _convert(peers, head, dtype, ["--target-model-dir", str(target)])
+    return _convert(peers, head, dtype, ["--target-model-dir", str(folder_of_target(peers, target, dtype))])
+
+
+def folder_of_target(peers: Path, target: Path, dtype: str) -> Path:
+    """In Hugging Face's layout, of a GGUF file with its weights in `dtype`. Raises ValueError for a broken file."""
+    from models.targets import load_target
+    from models.targets.writing import save_target
+
+    if not is_gguf(target):
+        return target
+    folder = peers / "folders" / f"{fingerprint(target)}-{dtype}"
+    if not folder.is_dir():
+        with atomic.replace_folder(folder) as staging:
+            save_target(load_target(str(target), dtype=getattr(torch, dtype)), staging)
+    return folder
 
 
 def _convert(peers: Path, folder: Path, dtype: str, options: list[str]) -> Path:

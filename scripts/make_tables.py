@@ -50,8 +50,13 @@ def newest(name: str) -> Path:
 def label(system: str) -> str:
     """`head:tree16` -> "head, tree 16"; `vllm:ngram` -> "vLLM, n-gram lookup"."""
     name, *rest = system.split(":")
-    words = (SOURCES.get(word) or re.sub(r"(\D+)(\d+)", r"\1 \2", word) for word in rest)
+    words = (SOURCES.get(word) or numbered(word) for word in rest)
     return ", ".join((NAMES.get(name, name), *words))
+
+
+def numbered(shape: str) -> str:
+    """`tree16` -> "tree 16"."""
+    return re.sub(r"(\D+)(\d+)", r"\1 \2", shape)
 
 
 def speed(cell: Cell) -> str:
@@ -69,17 +74,6 @@ def length(cell: Cell) -> str:
 def rows_of(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def by_concurrency(result: Cell) -> str:
-    """One row per number of requests, one column per system: tokens/s and the ratio to plain decoding."""
-    cells = result["results"].get("0", result["results"])  # the oldest results have no level of temperatures
-    systems = list(next(iter(cells.values())))
-    rows = [
-        [count, *(speed(own[s]) if s == "off" else f"{speed(own[s])} ({ratio(own[s])})" for s in systems)]
-        for count, own in cells.items()
-    ]
-    return rows_of(["requests at once", *map(label, systems)], rows)
 
 
 def by_temperature(result: Cell) -> str:
@@ -207,6 +201,36 @@ def by_run(result: Cell) -> str:
     return rows_of(header, rows) + by_data_set(result["evaluations"])
 
 
+def by_shape(result: Cell) -> str:
+    """Of an evaluation, one row per data set and shape of drafts, all of them last: τ at every temperature, acceptance
+    by position and the draft vocabulary's coverage at the first.
+    """
+    cells = result["results"]
+    sets, shapes = (list(dict.fromkeys(cell[key] for cell in cells)) for key in ("data", "shape"))
+    temperatures = list(dict.fromkeys(cell["temperature"] for cell in cells))
+    rows = []
+    for shape in shapes:
+        taus = {
+            (cell["data"], cell["temperature"]): cell["acceptance_length"] for cell in cells if cell["shape"] == shape
+        }
+        for data in sets:
+            first = next(cell for cell in cells if (cell["data"], cell["shape"]) == (data, shape))
+            rows.append(
+                [
+                    numbered(shape),
+                    data,
+                    *(f"{taus[data, temperature]:.2f}" for temperature in temperatures),
+                    " ".join(f"{share:.2f}" for share in first["by_position"]),
+                    f"{100 * first['coverage']:.1f} %",
+                ]
+            )
+        means = (sum(taus[data, temperature] for data in sets) / len(sets) for temperature in temperatures)
+        rows.append([numbered(shape), "**mean**", *(f"**{mean:.2f}**" for mean in means), "", ""])
+    same = "all" if all(cell["identical"] for cell in cells) else "NOT ALL"
+    header = ["drafts", "data", *(f"τ, T = {t:g}" for t in temperatures), "accepted by position", "coverage"]
+    return rows_of(header, rows) + f"\nIds equal to plain decoding's: {same}.\n"
+
+
 def by_data_set(evaluations: dict[str, list[Cell]]) -> str:
     """One row per evaluated head, one column per data set and temperature: τ."""
     if not evaluations:
@@ -234,7 +258,7 @@ def described(differs: Cell) -> Cell:
 
 
 def plot_curves(result: Cell, path: Path) -> None:
-    """τ over the tokens trained: of every head, and of the target's own answers against the data's. Then τ at the end
+    """τ over the tokens trained: of every head, and of the target's own responses against the data's. Then τ at the end
     over the steps of training-time test and over the draft vocabulary, where runs differ in these.
     """
     from matplotlib.figure import Figure
@@ -254,34 +278,48 @@ def plot_curves(result: Cell, path: Path) -> None:
         "objective.steps": "steps of training-time test (K)",
         "head.draft_vocab_size": "tokens that the head can draft",
     }
-    lines = 2 if all(len(own) > 1 for own in points_of.values()) else 1
-    figure = Figure(figsize=(9, 3.2 * lines), layout="constrained")
-    heads, answers, *ends = figure.subplots(lines, 2).flatten()
-    for axes, keys, unchanged in (
-        (heads, ("head", "steps"), base["head.name"]),
-        (answers, ("data.responses",), base.get("data.responses", first)),
-    ):
-        for name, own in runs.items():
-            if name == first or (len(only[name]) == 1 and only[name].keys() <= {*keys}):
-                named = next(iter(only[name].values()), unchanged)
-                named = f"{unchanged}, {named} updates" if "steps" in only[name] else named
-                points = [(tokens / 1e3, tau) for tokens, tau in own["tau_over_tokens"]]
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=named)
+    panels = {
+        "heads": (("head", "steps", "batch_size"), base["head.name"]),
+        "responses of the target or of the data": (("data.responses",), base.get("data.responses", first)),
+    }
+    lines_of = {title: curves_of(runs, only, *panel) for title, panel in panels.items()}
+    curves = {title: lines for title, lines in lines_of.items() if len(lines) > 1 or title == "heads"}
+    ends = {key: points for key, points in points_of.items() if len(points) > 1}
+    count = len(curves) + len(ends)
+    across = 1 if count == 1 else 2
+    down = -(-count // across)
+    figure = Figure(figsize=(4.5 * across, 3.2 * down), layout="constrained")
+    places = figure.subplots(down, across, squeeze=False).flatten()
+    for axes in places[count:]:
+        axes.remove()
+    for axes, (title, lines) in zip(places, curves.items(), strict=False):
+        for named, points in lines.items():
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=named)
         axes.set(xlabel="thousand tokens trained", ylabel="τ in the engine, greedy")
-        axes.legend(fontsize=7)
-    heads.set_title("heads", fontsize=10)
-    answers.set_title("the target's answers, or the data's", fontsize=10)
-    for axes, (key, own) in zip(ends, points_of.items(), strict=False):
+        axes.set_title(title, fontsize=10)
+    for axes, (key, own) in zip(places[len(curves) :], ends.items(), strict=False):
         for measured, curve in (("acceptance_length", "greedy"), ("acceptance_length_sampled", "temperature 1")):
             points = [(value, runs[name][measured]["engine"]) for value, name in own]
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=curve)
         axes.set(xlabel=key, ylabel="τ in the engine", xticks=[value for value, _ in own])
         axes.set_title(titles[key], fontsize=10)
+    for axes in places[:count]:
         axes.legend(fontsize=7)
-    for axes in (heads, answers, *ends):
         axes.set_ylim(bottom=1)
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
+
+
+def curves_of(runs: Cell, only: dict[str, Cell], keys: tuple[str, ...], unchanged: str) -> dict[str, list[Any]]:
+    """τ over thousands of tokens, by label: of the first run, and of those that differ from it in `keys` alone."""
+    curves = dict[str, list[Any]]()
+    for number, (name, own) in enumerate(runs.items()):
+        differs = only[name]
+        if number == 0 or (differs and differs.keys() <= {*keys}):
+            kind = next((value for key, value in differs.items() if key in ("head", "data.responses")), unchanged)
+            sizes = (f"{key}={value}" for key, value in differs.items() if key in ("steps", "batch_size"))
+            curves[", ".join((kind, *sizes))] = [(tokens / 1e3, tau) for tokens, tau in own["tau_over_tokens"]]
+    return curves
 
 
 def plot_load(result: Cell, path: Path) -> None:
@@ -333,7 +371,6 @@ def plot_heads(result: Cell, path: Path) -> None:
 
 
 TABLES: dict[str, Callable[[Cell], str]] = {
-    "generate": by_concurrency,
     "shapes": by_temperature,
     "heads": by_head,
     "auto-code": by_batch,
@@ -348,16 +385,17 @@ TABLES: dict[str, Callable[[Cell], str]] = {
     "wide-long": by_program,
     "wide-chat": by_program,
     "1b-programs": by_program,
+    "smollm2-programs": by_program,
+    "smollm2-sets": by_shape,
+    "smollm2-auto": by_batch,
+    "smollm2-heads": by_run,
     "served": by_load,
     "packing": by_way,
-    "curves": by_run,
-    "keys": by_run,
 }
 PLOTS: dict[str, Callable[[Cell, Path], None]] = {
     "heads": plot_heads,
     "served": plot_load,
-    "curves": plot_curves,
-    "keys": plot_curves,
+    "smollm2-heads": plot_curves,
 }
 
 

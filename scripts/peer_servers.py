@@ -19,19 +19,23 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import httpx
 
+from infer.command_words import model_words
 from infer.config import BenchConfig, EngineConfig, ProposerConfig, ServedConfig
 from infer.config_checks import REPO_ROOT, resolve_path
+from infer.exported_heads import head_folder
 from infer.head_config import HeadConfig
+from infer.loading import dtype_name
+from models.targets import resolve_checkpoint
 from scripts.bench_prompts import Task
 from scripts.bench_systems import shaped
-from scripts.gguf_files import gguf_of_head, gguf_of_target
+from scripts.gguf_files import folder_of_target, gguf_of_head, gguf_of_target
 
 SOURCES = {  # what a name may have after its colon
     "vllm": {"ngram": "ngram", "head": "eagle3"},
@@ -51,9 +55,18 @@ class Server:
     endpoint = "/v1/completions"
 
     def __init__(
-        self, name: str, model: str, command: Sequence[str], port: int, environment: Mapping[str, str], log: Path
+        self,
+        name: str,
+        model: str,
+        command: Sequence[str],
+        port: int,
+        environment: Mapping[str, str],
+        log: Path,
+        *,
+        ignore_eos: bool = True,
     ) -> None:
         self.name, self.model, self.command, self.log = name, model, list(command), log
+        self.ignore_eos = ignore_eos
         self.environment = dict(environment)
         self.drafts = ":" in name
         self.url = f"http://127.0.0.1:{port}"
@@ -133,7 +146,7 @@ class Server:
             "max_tokens": max_tokens,
             "temperature": temperature,
             "seed": seed,
-            "ignore_eos": True,
+            "ignore_eos": self.ignore_eos,
             "return_token_ids": True,
         }
 
@@ -177,7 +190,7 @@ class LlamaServer(Server):
 
     def body(self, prompt: Sequence[int], max_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "cache_prompt": False}
-        asked = {"n_predict": max_tokens, "temperature": temperature, "seed": seed, "ignore_eos": True}
+        asked = {"n_predict": max_tokens, "temperature": temperature, "seed": seed, "ignore_eos": self.ignore_eos}
         return {"prompt": list(prompt), "return_tokens": True, **asked, **off}
 
     def ids(self, piece: Mapping[str, Any]) -> list[int]:
@@ -189,8 +202,11 @@ class LlamaServer(Server):
         return (sum(len(self.ids(answer)) for answer in answers) - accepted if self.drafts else 0.0), accepted
 
 
-def make_server(name: str, config: Settings, *, slots: int, context: int) -> Server:
-    """For `slots` requests at once, of up to `context` tokens each. Raises ValueError for one that is not there."""
+def make_server(name: str, config: Settings, *, slots: int, context: int, ignore_eos: bool = True) -> Server:
+    """For `slots` requests at once, of up to `context` tokens each. Raises ValueError for one that is not there.
+
+    `ignore_eos`: every answer has as many tokens as it is asked for.
+    """
     program, _, rest = name.partition(":")
     source, _, shape = rest.partition(":")
     proposer = shaped(config.proposer, shape) if shape else config.proposer
@@ -207,7 +223,7 @@ def make_server(name: str, config: Settings, *, slots: int, context: int) -> Ser
     log = resolve_path(config.output_dir) / "bench" / f"{name.replace(':', '-')}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     kind = LlamaServer if program == "llama.cpp" else Server
-    return kind(name, config.model.name, command, port, environment, log)
+    return kind(name, config.model.name, command, port, environment, log, ignore_eos=ignore_eos)
 
 
 def our_command(config: Settings, proposer: str, shape: ProposerConfig, port: int, slots: int) -> list[str]:
@@ -215,7 +231,6 @@ def our_command(config: Settings, proposer: str, shape: ProposerConfig, port: in
     keys = ("adaptive", "max_draft_tokens", "tree_width", "tree_nodes")
     said = {f"proposer.{key}": getattr(shape, key) for key in keys}
     said |= {f"engine.{field.name}": getattr(config.engine, field.name) for field in fields(EngineConfig)}
-    said |= {"model.path": model.path_or_hub_id, "model.dtype": model.dtype, "model.device": model.device}
     said |= {"head.path": head.path, "output_dir": resolve_path(config.output_dir), "server.port": port}
     said |= {"engine.prefix_cache": False, "engine.max_batch": slots, "server.max_waiting": 4096}
     if head.name == "none":
@@ -224,7 +239,7 @@ def our_command(config: Settings, proposer: str, shape: ProposerConfig, port: in
     return [
         sys.executable,
         "infer/serve.py",
-        f"model={model.name}",
+        *model_words(replace(model, path=model.path_or_hub_id)),
         f"head={head.name}",
         f"proposer={proposer}",
         *words,
@@ -235,9 +250,10 @@ def vllm_command(
     config: Settings, source: str, depth: int, port: int, slots: int, context: int
 ) -> tuple[list[str], dict[str, str]]:
     python = built(config.peers, "vllm", "bin/python")
-    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", config.model.path_or_hub_id]
+    target = folder_of_target(resolve_path(config.peers), checkpoint_of(config), dtype_name(config.model))
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
     command += ["--served-model-name", config.model.name, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", config.model.dtype, "--max-model-len", str(context), "--max-num-seqs", str(slots)]
+    command += ["--dtype", dtype_name(config.model), "--max-model-len", str(context), "--max-num-seqs", str(slots)]
     command += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
     if not config.compile:
         command += ["--enforce-eager"]
@@ -258,19 +274,23 @@ def llama_command(
     config: Settings, source: str, depth: int, port: int, slots: int, context: int
 ) -> tuple[list[str], dict[str, str]]:
     program = built(config.peers, "llama.cpp", "build/bin/llama-server")
-    folder = resolve_path(config.peers)
-    target = gguf_of_target(folder, Path(config.model.path_or_hub_id), config.model.dtype)
+    folder, dtype = resolve_path(config.peers), dtype_name(config.model)
+    target = gguf_of_target(folder, checkpoint_of(config), dtype)
     threads = str(os.cpu_count() or 1)
     command = [str(program), "-m", str(target), "--host", "127.0.0.1", "--port", str(port), "-t", threads]
     command += ["-c", str(context * slots), "-np", str(slots), "--cache-ram", "0"]
-    if config.model.dtype == "float32":  # else its default, fp16
+    if dtype == "float32":  # else its default, fp16
         command += ["-ctk", "f32", "-ctv", "f32"]
     if source:
         command += ["--spec-type", SOURCES["llama.cpp"][source]]
     if source == "head":
-        head = gguf_of_head(folder, eagle3_folder(config), Path(config.model.path_or_hub_id), config.model.dtype)
+        head = gguf_of_head(folder, eagle3_folder(config), checkpoint_of(config), dtype)
         command += ["--spec-draft-model", str(head), "--spec-draft-n-max", str(depth)]
     return command, {}
+
+
+def checkpoint_of(config: Settings) -> Path:
+    return resolve_checkpoint(config.model.path_or_hub_id, config.model.revision)
 
 
 def eagle3_folder(config: Settings) -> Path:
@@ -278,7 +298,7 @@ def eagle3_folder(config: Settings) -> Path:
     head: HeadConfig = config.head
     if head.name != "eagle3":
         raise ValueError(f"head={head.name}: vLLM and llama.cpp are measured with head=eagle3")
-    folder = head.folder(config.output_dir, config.model.name)
+    folder = head_folder(head, config.output_dir, config.model.name)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: no exported head; train one (python train/run.py), or give head.path=")
     return folder

@@ -3,7 +3,7 @@
     python scripts/inflate_demo.py --shape intermediate_size=1792 --dtype float32 outputs/grown     # 25.7 M parameters
     python scripts/pretrain_chat.py model=outputs/grown path=[gsm8k/train.jsonl.xz,sgd-dialogues/train.jsonl.xz] \\
         columns='{prompt: question, response: answer}' steps=500 export=outputs/chat_target
-    python train/run.py model=demo model.path=outputs/chat_target head=eagle3 data=files data.path=...
+    python train/run.py model=outputs/chat_target head=eagle3 data=files data.path=...
 
 `path` takes what data.path of training takes: a row of each file in turn. Conversations that training holds out
 (data.held_out_share, by hash) are not learnt here either; the held-out loss is measured on them. Rows are packed into

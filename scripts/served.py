@@ -29,12 +29,13 @@ import httpx
 
 from infer.cli import entry_point
 from infer.config import ServedConfig
+from infer.exported_heads import with_head
 from scripts.bench import describe_machine, result_file, without_folders
 from scripts.bench_prompts import read_prompts
 from scripts.peer_servers import Server, context_of, end_as_interrupted, make_server
 
 WARM_UP_S, REST_S, DRAIN_S = 4.0, 0.5, 3.0
-SETTINGS = ("loads", "seconds", "slots", "prompt_tokens", "max_tokens", "file")
+SETTINGS = ("loads", "seconds", "slots", "prompt_tokens", "max_tokens", "files")
 
 
 @dataclass
@@ -216,11 +217,13 @@ def earlier(file: Path, document: dict[str, Any]) -> dict[str, Any]:
 
 @entry_point("served", ServedConfig)
 def main(config: ServedConfig) -> None:
-    if config.model.name != "demo" and config.file is None:
-        raise ValueError(f"model={config.model.name}: prompts are cut from the demo target's corpus; name a file")
+    if config.model.name != "demo" and not config.files:
+        raise ValueError(f"model={config.model.name}: prompts are cut from the demo target's corpus; give files=[...]")
+    config = with_head(config)
+    from infer.loading import dtype_name
+    from models.checkpoint import fingerprint
     from models.targets import resolve_checkpoint
     from models.tokenizer import Tokenizer
-    from models.weights import fingerprint
 
     folder = resolve_checkpoint(config.model.path_or_hub_id, config.model.revision)
     prompts = read_prompts(config, Tokenizer.load(folder))
@@ -229,7 +232,7 @@ def main(config: ServedConfig) -> None:
     document: dict[str, Any] = {
         "name": config.save,
         "machine": describe_machine(),
-        "target": {"fingerprint": fingerprint(folder), "dtype": config.model.dtype},
+        "target": {"fingerprint": fingerprint(folder), "dtype": dtype_name(config.model)},
         "settings": without_folders({key: getattr(config, key) for key in SETTINGS}),
         "capacity": capacity,
         "results": {},

@@ -26,6 +26,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
+from infer.literal_text import SWEEP
+
 Suggest = Callable[[Any], Any]  # of an optuna.Trial
 
 
@@ -50,6 +52,10 @@ def read_words(words: list[str]) -> tuple[list[str], dict[str, Suggest]]:
     """The words of every trial, and what differs. Raises ValueError when there is nothing to search over."""
     fixed, free = [], {}
     for word in words:
+        key, _, text = word.partition("=")
+        if key == "model" and not SWEEP.search(text):
+            fixed.append(word)  # a path is taken as typed, whatever Hydra's grammar makes of it
+            continue
         try:
             override = OverridesParser.create().parse_override(word)
         except HydraException as error:

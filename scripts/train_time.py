@@ -3,11 +3,12 @@
     python scripts/train_time.py experiment=demo-heads heads=[eagle,eagle3,medusa,mlp,p-eagle] steps=12 save=training
     python scripts/train_time.py heads=[eagle3] steps=12 packing=true objective.fused=true \\
         against=[packing=false,objective.fused=false]
+    python scripts/train_time.py heads=[eagle] steps=12 model.path=<folder> against=[objective.fused=false]
 
-All words but `heads`, `against` and `save` are those of train/run.py, which runs once per head, for a few steps, and
-exports nothing that lasts; with `against` once more with those words instead (logits of all slots and one sequence a
-row, say). MFU is the head's own products per second over those of a matrix product. The last line of standard output is
-one JSON document.
+All words but `heads`, `against`, `rounds` and `save` are those of train/run.py, which runs once per head, for a few
+steps, and exports nothing that lasts; with `against` once more with those words instead (logits of all slots and one
+sequence a row, say). `rounds=3` runs both in turn so often, for a machine whose speed changes. MFU is the head's own
+products per second over those of a matrix product. The last line of standard output is one JSON document.
 """
 
 import os
@@ -35,6 +36,12 @@ def run_words(head: str, words: list[str], name: str, exported: str) -> list[str
     return [*words, f"head={head}", f"run={name}", f"head.path={exported}", "tracker=none", "log_every=1"]
 
 
+def whole_number(key: str, text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"{key}={text}: must be a whole number above 0")
+    return int(text)
+
+
 def check_words(heads: list[str], variants: dict[str, list[str]]) -> None:
     """Before any run begins. Raises ValueError for words that training does not take."""
     from infer.cli import compose
@@ -47,15 +54,11 @@ def check_words(heads: list[str], variants: dict[str, list[str]]) -> None:
                 raise ValueError(f"steps={config.steps}: give more than {WARM_UP}, which warm up")
 
 
-def time_head(head: str, words: list[str], name: str, exported: str) -> dict[str, float]:
-    """Of its steps: tokens per second, median and range; memory; MFU's numerator; seconds by part.
-
-    Raises SystemExit with the run's exit code if it failed.
-    """
+def run_head(head: str, words: list[str], name: str, exported: str) -> list[dict[str, float]]:
+    """Metrics of its steps, but for those that warm up. Raises SystemExit with the run's exit code if it failed."""
     from infer.cli import compose
     from infer.config_checks import resolve_path
     from train.config import TrainConfig
-    from train.step_clock import PARTS
     from train.trackers import read_metrics
 
     own = run_words(head, words, name, exported)
@@ -69,6 +72,13 @@ def time_head(head: str, words: list[str], name: str, exported: str) -> dict[str
         raise SystemExit(
             f"error: minutes={config.minutes}: no more than the {WARM_UP} steps that warm up fitted into them"
         )
+    return rows
+
+
+def summary(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Of steps: tokens per second, median and range; memory; MFU's numerator; seconds by part."""
+    from train.step_clock import PARTS
+
     speeds = [row["train/tokens_per_s"] for row in rows]
     return {
         "tokens_per_s": statistics.median(speeds),
@@ -105,7 +115,7 @@ def main() -> int:
         return 0
     from scripts.bench import describe_machine, result_file
 
-    own = {"heads": HEADS, "against": "[]", "save": ""}
+    own = {"heads": HEADS, "against": "[]", "rounds": "1", "save": ""}
     from infer.cli import take_words
 
     words = take_words(sys.argv[1:], own)
@@ -117,6 +127,7 @@ def main() -> int:
         variants["-against"] = [w for w in words if w.partition("=")[0] not in instead] + list(instead.values())
     heads = [head.strip() for head in own["heads"].strip("[]").split(",")]
     try:
+        rounds = whole_number("rounds", own["rounds"])
         check_words(heads, variants)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -124,10 +135,14 @@ def main() -> int:
     peak, begun = peak_flops(words), time.strftime("%Y%m%d-%H%M%S")  # a run of that name would be resumed, not timed
     found: dict[str, Any] = {}
     for head in heads:
-        for variant, chosen in variants.items():
-            with tempfile.TemporaryDirectory() as exported:
-                name = f"train-time-{head}{variant}-{begun}"
-                result = time_head(head, chosen, name, str(Path(exported) / "head"))
+        rows: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
+        for number in range(rounds):
+            for variant, chosen in variants.items():
+                with tempfile.TemporaryDirectory() as exported:
+                    name = f"train-time-{head}{variant}-{begun}-{number}"
+                    rows[variant] += run_head(head, chosen, name, str(Path(exported) / "head"))
+        for variant, steps in rows.items():
+            result = summary(steps)
             result["mfu"] = result["head_flops_per_s"] / peak
             found[f"{head}{variant}"] = result
             print(line(head + (f" {against}" if variant else ""), result), flush=True)

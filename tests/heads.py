@@ -21,6 +21,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle, fc with bias": ("eagle", {"bias": True}),
     "eagle, the target's embedding": ("eagle", {"own_embedding": False}),
     "eagle3": ("eagle3", {"draft_vocab_size": DRAFT_VOCAB}),
+    "eagle3, the target's embedding": ("eagle3", {"draft_vocab_size": DRAFT_VOCAB, "own_embedding": False}),
     "eagle3, whole vocabulary": ("eagle3", {}),
     "eagle3, norm_before_residual": ("eagle3", {"norm_before_residual": True}),
     "eagle3, norm_before_fc": ("eagle3", {"norm_before_fc": True}),

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kernels.vocabulary import TeacherLogits
 from models.targets.llama import LlamaTarget
 from train import alignment
 from train.config import TrainConfig
@@ -23,7 +24,7 @@ from train.objective_config import PEagleObjectiveConfig
 from train.objectives import OBJECTIVES
 from train.objectives.base import Objective
 from train.objectives.medusa import MedusaHeads
-from train.objectives.teacher import Teacher
+from train.objectives.teacher import SharedLogits, Teacher
 from train.preparation import make_head
 
 
@@ -57,16 +58,23 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
+def meta_objective(config: TrainConfig, target: LlamaTarget) -> Objective:
+    """The objective around a head on meta, as `target` is; of Medusa-2 the heads alone."""
+    with torch.device("meta"):
+        head = make_head(config.head, target.config)
+        head.borrow(target)
+        kind = MedusaHeads if config.objective.name == "medusa-2" else OBJECTIVES[config.objective.name]
+        return kind(head, config.objective)
+
+
 def rehearse(config: TrainConfig, target: LlamaTarget, rows: int, length: int) -> int:
     """Bytes at most beside parameters, gradients and optimiser, for `rows` rows of `length` slots.
 
     `target` is on meta too. Of Medusa-2 the heads alone are rehearsed.
     """
     with torch.device("meta"):
-        head = make_head(config.head, target.config)
-        head.borrow(target)
-        kind = MedusaHeads if config.objective.name == "medusa-2" else OBJECTIVES[config.objective.name]
-        objective = kind(head, config.objective)
+        objective = meta_objective(config, target)
+        head = objective.head
         ids = torch.zeros(rows, length, dtype=torch.int64)
         feature = torch.zeros(rows, length, target.config.hidden_size, dtype=target.norm.weight.dtype)
         with LiveBytes() as live:
@@ -82,12 +90,17 @@ def learn(objective: Objective, ids: Tensor, aux: list[Tensor], vocab_size: int)
     head, config = objective.head, objective.config
     rows, length = ids.shape
     column, drafts = torch.zeros(rows * length), head.config.draft_vocab_size
+    logits, wide = None, 0 if objective.fused else drafts
+    if objective.native:
+        taught = TeacherLogits(torch.zeros(rows * length, drafts, dtype=aux[0].dtype), column, column, column)
+        logits, wide = SharedLogits(taught, column.long()), 0
     teacher = Teacher(
-        probs=torch.zeros(rows * length, 0 if objective.fused else drafts), negentropy=column, mass=column,
+        probs=torch.zeros(rows * length, wide), negentropy=column, mass=column,
         choice=column.long(), draft_choice=column.long(), in_vocab=column.bool(), label=column.long(),
         hidden=torch.zeros(rows * length, head.config.target_hidden_size),
         make_probs=(lambda hidden: hidden.new_zeros(len(hidden), vocab_size)[:, :drafts].softmax(-1))
         if objective.fused else None,
+        logits=logits,
     )  # fmt: skip
     columns = None
     if isinstance(config, PEagleObjectiveConfig):

@@ -1,13 +1,14 @@
 """Checkpoints of a training run: parameters, optimiser, random state and position, in safetensors and JSON.
 
 A checkpoint is one folder, whole or not there; `latest` names the newest and moves last, `best` the one of the highest
-acceptance length. Restoring one continues the run bit for bit. Knows nothing about what is trained beyond names and
-tensors.
+acceptance length, `stable` the one at which the rate's decay began, from which a longer run goes on. Restoring one
+continues the run bit for bit. Knows nothing about what is trained beyond names and tensors.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 from train import atomic
 
-LATEST, BEST = "latest", "best"
+LATEST, BEST, STABLE = "latest", "best", "stable"
+ASIDE = "aside-"  # of the name of a checkpoint whose step comes again
 FILES = ("module", "optimizer", "random")
 
 
@@ -39,8 +41,9 @@ def save_checkpoint(
     *,
     keep: int,
     best: bool = False,
+    stable: bool = False,
 ) -> Path:
-    """Writes `folder`/step-NNNNNN; keeps the newest `keep`, and besides them the last one that was called the best."""
+    """Writes `folder`/step-NNNNNN; keeps the newest `keep`, and besides them the last called best or stable."""
     path = folder / f"step-{step:06d}"
     with atomic.replace_folder(path) as staging:
         save_file(separate(module), staging / "module.safetensors")
@@ -49,12 +52,33 @@ def save_checkpoint(
         atomic.write_text(staging / "state.json", json.dumps({"step": step, **state}, indent=2) + "\n")
     if best:
         atomic.write_text(folder / BEST, path.name + "\n")
+    if stable:
+        mark_stable(path)
     atomic.write_text(folder / LATEST, path.name + "\n")
-    kept = {path, best_checkpoint(folder)}
-    for old in sorted(folder.glob("step-*"))[:-keep]:
+    kept = {path, best_checkpoint(folder), stable_checkpoint(folder)}
+    for old in [*sorted(folder.glob("step-*"))[:-keep], *folder.glob(f"{ASIDE}*")]:
         if old not in kept:
             atomic.discard(old)
     return path
+
+
+def mark_stable(path: Path) -> None:
+    atomic.write_text(path.parent / STABLE, path.name + "\n")
+
+
+def return_to(path: Path) -> None:
+    """Makes `path` the newest checkpoint. Of those after it the best is kept, under a name that no step will take."""
+    folder = path.parent
+    best = best_checkpoint(folder)
+    if best is not None and best.name > path.name:
+        aside = folder / f"{ASIDE}{best.name}"
+        with atomic.replace_folder(aside) as staging:
+            shutil.copytree(best, staging, dirs_exist_ok=True)
+        atomic.write_text(folder / BEST, aside.name + "\n")
+    atomic.write_text(folder / LATEST, path.name + "\n")
+    for later in sorted(folder.glob("step-*")):
+        if later > path:
+            atomic.discard(later)
 
 
 def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -70,6 +94,11 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def best_checkpoint(folder: Path) -> Path | None:
     """The one that drafted best when it was evaluated, None when there is none."""
     return named_checkpoint(folder, BEST, "delete it to go on without a best one")
+
+
+def stable_checkpoint(folder: Path) -> Path | None:
+    """The one at which the decay of schedule=wsd began, None where it has not."""
+    return named_checkpoint(folder, STABLE, "delete it to extend the run from its newest one")
 
 
 def named_checkpoint(folder: Path, name: str, cure: str) -> Path | None:

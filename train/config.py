@@ -30,6 +30,8 @@ from train.objective_config import (
 COLUMNS = (  # what a row may hold, train/examples.py
     "input_ids", "loss_mask", "messages", "tools", "conversations", "system", "turns", "prompt", "response", "text",
 )  # fmt: skip
+ENTRY_KEYS = ("path", "lines", "chunk", "rows", "columns", "template")  # of data.path, where an entry is an object
+TEMPLATE_FIELD = re.compile(r"\{(\w+)\}")
 
 
 def as_list(value: Any) -> list[Any]:
@@ -100,32 +102,69 @@ class RowsDataConfig(DataConfig):
             at_least(f"data.{key}", getattr(self, key), 1)
         if not 0 < self.held_out_share < 1:
             raise ValueError(f"data.held_out_share={self.held_out_share}: must be between 0 and 1")
-        columns = {} if self.columns is None else self.columns
-        named = [] if not isinstance(columns, dict) else [own for theirs in columns.values() for own in as_list(theirs)]
-        if not isinstance(columns, dict) or not all(isinstance(own, str) for own in named):
-            raise ValueError(
-                f"data.columns={self.columns}: must be our names with the data's own: {{prompt: question}}"
-            )
-        for name in columns:
-            one_of("data.columns", name, COLUMNS)
+        check_columns("data.columns", {} if self.columns is None else self.columns)
         if self.responses == "given" and self.server is not None:
             raise ValueError(f"data.server={self.server}: has nothing to answer with data.responses=given")
 
 
 @dataclass
 class FilesDataConfig(RowsDataConfig):
-    path: Any = MISSING  # a file, folder or pattern, or a list of them; relative to the repository
+    # a file, folder or pattern, or a list of them; relative to `root`. In place of a path an object
+    # {path, lines, chunk, rows, columns, template} says more: train/entries.py
+    path: Any = MISSING
     held_out_path: Any = None  # likewise; null: a share of `path`
-    interleave: bool = False  # false: one file after another | true: a row of each file in turn
+    root: str | None = None  # the folder that relative paths count from; null: the repository
+    interleave: bool = False  # false: one file after another | true: a row of each entry of `path` in turn
 
     def __post_init__(self) -> None:
         super().__post_init__()
         given = {"path": self.path} if self.held_out_path is None else vars(self)
         for key in ("path", "held_out_path"):
             value = given.get(key, [""])
-            texts = as_list(value)
-            if not texts or not all(isinstance(text, str) for text in texts):
+            if not as_list(value):
                 raise ValueError(f"data.{key}={value}: must be a path or a list of paths")
+            for entry in as_list(value):
+                check_entry(f"data.{key}", entry)
+
+
+def check_entry(key: str, entry: object) -> None:
+    """Raises ValueError unless it is a path or an object with one, of keys and values that there are."""
+    if isinstance(entry, str):
+        return
+    if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
+        raise ValueError(f"{key}={entry}: must be a path, an object with a path, or a list of these")
+    for name, value in entry.items():
+        one_of(key, name, ENTRY_KEYS)
+        if name == "rows" and (type(value) is not int or value < 1):
+            raise ValueError(f"{key}: rows={value} of {entry['path']} must be a number from 1")
+        if name == "lines" and not (
+            isinstance(value, list)
+            and len(value) == 2
+            and all(type(number) is int for number in value)
+            and 1 <= value[0] <= value[1]
+        ):
+            raise ValueError(f"{key}: lines={value} of {entry['path']} must be the first and the last: [1, 100]")
+        if name == "chunk" and not (
+            isinstance(value, dict) and value and all(type(size) is int and size > 0 for size in value.values())
+        ):
+            raise ValueError(f"{key}: chunk={value} of {entry['path']} must be a column with characters: {{text: 900}}")
+        if name == "template" and not (isinstance(value, str) and TEMPLATE_FIELD.search(value)):
+            raise ValueError(f"{key}: template={value!r} of {entry['path']} must be a text with a {{column}} in it")
+        if name == "columns":
+            check_columns(key, value)
+
+
+def check_columns(key: str, columns: object) -> None:
+    named = [theirs for value in columns.values() for theirs in as_list(value)] if isinstance(columns, dict) else []
+    if not isinstance(columns, dict) or not all(isinstance(theirs, str) for theirs in named):
+        raise ValueError(f"{key}={columns}: must be our names with the data's own: {{prompt: question}}")
+    for name in columns:
+        one_of(key, name, COLUMNS)
+
+
+@dataclass
+class ChatDataConfig(RowsDataConfig):
+    """Prompts that every clone has: train/builtin_prompts.py."""
 
 
 @dataclass
@@ -186,8 +225,13 @@ class OptimConfig:
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     weight_decay: float = 0.0
-    warmup: float = 0.04  # share of the run
-    final_lr: float = 0.05  # the cosine's end, as a share of lr
+    # of the rate after its warm-up: cosine: falls all along | wsd: stable, then a linear decay. A run of wsd that has
+    # ended can be extended as if it had had the larger budget from the start
+    schedule: str = "cosine"
+    warmup: float = 0.04  # share of the run, as its first budget has it
+    warmup_steps: int | None = None  # in place of the share
+    decay: float = 0.2  # share of the run, its last part; of schedule=wsd
+    final_lr: float = 0.05  # the schedule's end, as a share of lr
     clip: float = 1.0  # gradient norm
 
     def __post_init__(self) -> None:
@@ -198,6 +242,10 @@ class OptimConfig:
         at_least("optim.weight_decay", self.weight_decay, 0)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas={self.betas}: must be two numbers from 0 to below 1")
+        one_of("optim.schedule", self.schedule, ("cosine", "wsd"))
+        at_least("optim.warmup_steps", self.warmup_steps, 0)
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"optim.decay={self.decay}: is a share of the run, must be above 0 and at most 1")
         for key in ("warmup", "final_lr"):
             if not 0 <= getattr(self, key) <= 1:
                 raise ValueError(f"optim.{key}={getattr(self, key)}: is a share, must be 0 to 1")
@@ -259,8 +307,8 @@ class TrainConfig:
     eval_concurrency: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.head.name == "none":
-            raise ValueError("head=none: training needs a head; say head=eagle3")
+        if self.head.name in ("none", "auto"):
+            raise ValueError(f"head={self.head.name}: training needs a head; say head=eagle3")
         if self.head.allow_mismatch:
             raise ValueError("head.allow_mismatch=true: is for serving; a head is trained for the target it is given")
         if self.engine.tensor_parallel > 1 and self.parallel.name != "single":
@@ -387,7 +435,7 @@ OWN_WEIGHTS = ("medusa", "mlp")  # heads in which a depth shares no weights, or 
 DEFAULT_OBJECTIVE = {"eagle3": "ttt", "eagle": "eagle", "medusa": "medusa", "mlp": "mlp", "p-eagle": "p-eagle"}
 
 SCHEMAS: dict[str, dict[str, type]] = {
-    "data": {"demo": DemoDataConfig, "files": FilesDataConfig, "hub": HubDataConfig},
+    "data": {"demo": DemoDataConfig, "chat": ChatDataConfig, "files": FilesDataConfig, "hub": HubDataConfig},
     "features": {"online": OnlineFeaturesConfig, "offline": OfflineFeaturesConfig},
     "objective": {
         "ttt": TttConfig,
@@ -403,5 +451,6 @@ SCHEMAS: dict[str, dict[str, type]] = {
 COMMANDS: dict[str, type] = {"train": TrainConfig}
 
 register(SCHEMAS, COMMANDS)
-# head=none is refused later, with a message of its own
+OmegaConf.register_new_resolver("data_of", lambda model: "demo" if model == "demo" else "chat", replace=True)
+# head=none and auto are refused later, with a message of its own
 OmegaConf.register_new_resolver("objective_of", lambda head: DEFAULT_OBJECTIVE.get(head, "ttt"), replace=True)

@@ -22,7 +22,7 @@ from train.config import TrainConfig
 from train.data import Batch, Sequences
 from train.export import Acceptance, Measured
 from train.features import Features, FeatureSource
-from train.objectives import Objective, StepSums, teach
+from train.objectives import Objective, StepSums
 from train.samples import marked_answers
 from train.trackers import Sample, warn
 
@@ -177,8 +177,7 @@ class Evaluator:
         denominators = objective.denominators(whole).to(self._engine.device)
         loss, sums = 0.0, None
         for batch, features in self._batches(self._held_out):
-            ids = objective.head.target_ids
-            teacher = teach(self._engine.target, features.hidden, batch, ids, keep=not objective.fused)
+            teacher = objective.teach(self._engine.target, features.hidden, batch)
             part, part_sums = objective(batch, features, teacher, denominators)
             loss += part.item()
             sums = part_sums if sums is None else StepSums(*(a + b for a, b in zip(sums, part_sums, strict=True)))

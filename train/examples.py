@@ -77,6 +77,16 @@ class Example:
         return content_key([self.messages, self.tools, self.ids, self.loss_mask])
 
 
+def renamed(row: Mapping[str, Any], columns: Mapping[str, Any] | None) -> dict[str, Any]:
+    """With our names beside the data's own; of several that mean one of ours, the first that the row has."""
+    row = dict(row)
+    for ours, theirs in (columns or {}).items():
+        name = next((name for name in as_list(theirs) if row.get(name) is not None), None)
+        if name is not None:
+            row[ours] = row[name]
+    return row
+
+
 def content_key(content: Any) -> int:
     """63 bits of a hash over JSON-like content."""
     text = json.dumps(content, sort_keys=True, ensure_ascii=True, default=str)
@@ -88,10 +98,7 @@ def parse_row(row: object, data: RowsDataConfig, tokenizer: Tokenizer) -> tuple[
     if not isinstance(row, Mapping):
         raise ValueError("must be an object with named fields")
     row = {name: value for name, value in row.items() if value is not None}  # tables hold every column in every row
-    for ours, theirs in (data.columns or {}).items():
-        own = next((name for name in as_list(theirs) if name in row), None)
-        if own is not None:
-            row[ours] = row[own]
+    row = renamed(row, data.columns)
     form = next((form for form in FORMS if form in row), None)
     if form is None:
         raise ValueError(f"must hold one of {', '.join(FORMS)}; it holds {', '.join(map(str, row)) or 'nothing'}")

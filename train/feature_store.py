@@ -13,6 +13,7 @@ import json
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,6 +93,17 @@ def cut_shards(sequences: Sequences, token_bytes: int, shard_mb: int) -> list[Sh
         shards.append(Shard(f"shard-{len(shards):05d}.safetensors", first, last))
         first = last
     return shards
+
+
+def wider_layout(layout: Layout, wanted: dict[str, Any], folder: Path) -> Layout | None:
+    """That of the store in `folder`, where it keeps more layers than `wanted` and agrees with it in all other keys."""
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        layers = tuple(found["layers"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None  # nothing, or something that open_store refuses
+    agrees = all(found.get(key) == value for key, value in wanted.items() if key != "layers")
+    return replace(layout, layers=layers) if agrees and set(layout.layers) < set(layers) else None
 
 
 def open_store(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from train.data import Batch, rows_at, seed_of
 from train.evaluation import acceptance_metrics, step_metrics
 from train.export import Measured, export_head
 from train.flops import head_flops
-from train.objectives import StepSums, recall, teach
+from train.objectives import StepSums, recall
 from train.parallel import (
     any_process,
     broadcast_text,
@@ -52,7 +52,8 @@ from train.stopping import Interrupted, StopRequest
 from train.trackers import Results, Trackers, make_trackers
 
 TRIAL_STEPS = 3  # timed to turn minutes into steps
-STATE: tuple[str, ...] = ("tokens", "skipped", "best", "evaluated", "data_hash", "processes")  # of a checkpoint
+# of a checkpoint
+STATE: tuple[str, ...] = ("tokens", "seconds", "skipped", "best", "evaluated", "data_hash", "processes")
 SHOWN_ROWS = 16  # of a batch that went wrong
 
 
@@ -114,6 +115,7 @@ class Run:
         self.engine: Engine | None = None  # with a target that may be divided among further processes
         self.placement: Whole | None = None
         self.step = self.tokens = 0
+        self.seconds = 0.0  # that the updates took, in every life of the run
         self.skipped = self.skipped_in_a_row = 0  # updates left out because something was not finite
         self.best = 0.0  # acceptance length in the engine
         self.evaluated = 0  # at which step last
@@ -131,11 +133,15 @@ class Run:
             say(accelerator, line)
         self.prepared = prepare(config, accelerator, self.folder, self.stop)
         self.engine, self.placement = self.prepared.engine, self.prepared.placement
-        self._restore()
-        if accelerator.is_main_process:
+        self._restore(checkpoint.latest_checkpoint(self.folder / "checkpoints"))
+        budget = run_folder.read_budget(self.folder)
+        if budget is not None:
+            budget = self._extended(budget)
+        if accelerator.is_main_process:  # which drop what they were told of later steps
             settings = dataclasses.asdict(config)
             self.trackers = make_trackers(config.tracker, self.folder, str(config.run), settings, resume_step=self.step)
-        self.steps = self._decide_steps()
+        budget = budget or self._decided()
+        self.steps, self.warmup = budget.decided, budget.warmup
         self._optimise()
         return self._finish()
 
@@ -162,7 +168,7 @@ class Run:
             flops = head_flops(self.prepared.head, self.prepared.placement.plain.steps)
             while self.step < self.steps:
                 self.clock.start()
-                rate = schedule.learning_rate(self.step, self.steps, config.optim, peak)
+                rate = schedule.learning_rate(self.step, self.steps, config.optim, peak, self.warmup)
                 logged = (self.step + 1) % config.log_every == 0 or self.step + 1 == self.steps
                 result = self._forward_backward(metrics=logged, progress=(self.step + 1) / self.steps)
                 with self.clock.part("optimizer"):
@@ -170,6 +176,7 @@ class Run:
                 self.step += 1
                 self.tokens += result.tokens
                 seconds = self.clock.elapsed
+                self.seconds += seconds
                 speed = result.tokens / seconds
                 if self.skipped_in_a_row:
                     self.trackers.log(self.step, {"train/skipped_steps": self.skipped, "train/lr": rate})
@@ -205,8 +212,10 @@ class Run:
             except Interrupted:
                 stopping = True
         due = self.step % self.config.checkpoint_every == 0 and not self.skipped_in_a_row
-        if stopping or last or better or due:
-            self._save(best=better)
+        optim = self.config.optim
+        stable = optim.schedule == "wsd" and self.step == schedule.decay_start(self.steps, optim)
+        if stopping or last or better or due or stable:
+            self._save(best=better, stable=stable)
         if stopping and not last:
             raise Interrupted
 
@@ -230,11 +239,10 @@ class Run:
         for micro, batch in enumerate(batches):
             with self.clock.part("target"):
                 features = prepared.features(batch)
-                ids = prepared.head.target_ids
                 if features.top is None:
-                    teacher = teach(prepared.target, features.hidden, batch, ids, keep=not placement.plain.fused)
+                    teacher = placement.plain.teach(prepared.target, features.hidden, batch)
                 else:
-                    teacher = recall(features.top, batch, ids, prepared.target.config.vocab_size)
+                    teacher = recall(features.top, batch, prepared.head.target_ids, prepared.target.config.vocab_size)
             generator = torch.Generator(accelerator.device).manual_seed(seed_of(config.seed, self._number(micro)))
             given = (batch, features, teacher, denominators, metrics, generator, progress)
             last = micro + 1 == len(batches)
@@ -295,9 +303,8 @@ class Run:
 
     # ---- before, between and after ------------------------------------------------------------------------------
 
-    def _restore(self) -> None:
-        """Takes up the newest checkpoint, if there is one."""
-        path = checkpoint.latest_checkpoint(self.folder / "checkpoints")
+    def _restore(self, path: Path | None) -> None:
+        """Takes up a checkpoint, if there is one."""
         if path is None:
             return
         placement = self.prepared.placement
@@ -310,18 +317,22 @@ class Run:
             )
         placement.load(State(loaded.module, loaded.optimizer))
         checkpoint.restore_random_state(loaded.random)
-        self.step, self.tokens, self.skipped = state["step"], state["tokens"], state["skipped"]
-        self.best, self.evaluated = state["best"], state["evaluated"]
+        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.skipped, self.best, self.evaluated = state["skipped"], state["best"], state["evaluated"]
+        best = checkpoint.best_checkpoint(path.parent)
+        if best is not None:  # of a later step, where an extended run has gone back
+            self.best = max(self.best, checkpoint.read_state(best)["best"])
         say(self.accelerator, f"resumed after step {self.step}")
 
-    def _save(self, *, best: bool = False) -> None:
+    def _save(self, *, best: bool = False, stable: bool = False) -> None:
         tensors = self.prepared.placement.state()
         if not self.accelerator.is_main_process:
             return
         known = self.prepared.data_hash, self.accelerator.num_processes
-        state = dict(zip(STATE, (self.tokens, self.skipped, self.best, self.evaluated, *known), strict=True))
+        so_far = self.tokens, self.seconds, self.skipped, self.best, self.evaluated
+        state = dict(zip(STATE, (*so_far, *known), strict=True))
         folder, keep = self.folder / "checkpoints", self.config.keep_checkpoints
-        checkpoint.save_checkpoint(folder, self.step, *tensors, state, keep=keep, best=best)
+        checkpoint.save_checkpoint(folder, self.step, *tensors, state, keep=keep, best=best, stable=stable)
 
     def _evaluate(self) -> float:
         """τ in the engine, measured on the main process while the others wait. Raises Interrupted on all of them."""
@@ -349,34 +360,60 @@ class Run:
             if self.accelerator.is_main_process:
                 work()
 
-    def _decide_steps(self) -> int:
-        """Turns the budget into steps: once per run, and again where it goes on under another budget."""
-        config, budget = self.config, run_folder.read_budget(self.folder)
-        if budget is None:
-            begun = time.perf_counter()
-            self._evaluate()  # the untrained head
-            eval_seconds = time.perf_counter() - begun
-            fit = pace = None
-            if config.minutes is not None:
-                step_seconds = self._trial_seconds()
-                pace = step_seconds + eval_seconds / config.eval_every
-                left = 60 * config.minutes - (time.perf_counter() - self.started)
-                fit = schedule.steps_in(left, step_seconds, eval_seconds, config.eval_every)
-            decided = min(limit for limit in (config.steps, fit) if limit is not None)
-            new = schedule.Budget(decided, config.steps, config.minutes, fit, pace)
-        else:
-            new = budget.changed(config.steps, config.minutes, done=self.step, fit_from_now=self._fit_from_now)
-        decided = int(broadcast_text(self.accelerator, str(new.decided)))
-        if new == budget:
-            return decided
+    def _decided(self) -> schedule.Budget:
+        """Turns the budget of a run that begins into steps."""
+        config = self.config
+        begun = time.perf_counter()
+        self._evaluate()  # the untrained head
+        eval_seconds = time.perf_counter() - begun
+        fit = pace = None
+        if config.minutes is not None:
+            step_seconds = self._trial_seconds()
+            pace = step_seconds + eval_seconds / config.eval_every
+            left = 60 * config.minutes - (time.perf_counter() - self.started)
+            fit = schedule.steps_in(left, step_seconds, eval_seconds, config.eval_every)
+        decided = min(limit for limit in (config.steps, fit) if limit is not None)
+        budget = schedule.Budget(self._agreed(decided), config.steps, config.minutes, fit, pace)
+        budget = dataclasses.replace(budget, warmup=schedule.warmup_steps(budget.decided, config.optim))
+        self._write_budget(budget)
+        return budget
+
+    def _extended(self, old: schedule.Budget) -> schedule.Budget:
+        """The budget of a run that goes on; of one whose rate decays already and is to go further, the step as well."""
+        config, folder = self.config, self.folder / "checkpoints"
+        new = old.changed(config.steps, config.minutes, done=self.step, fit_from_now=self._fit_from_now)
+        new = dataclasses.replace(new, decided=self._agreed(new.decided))
+        if new == old:
+            return old
+        move = schedule.extension(self.step, old.decided, new.decided, config.optim)
+        if move == "mark" and self.accelerator.is_main_process:
+            newest = checkpoint.latest_checkpoint(folder)
+            assert newest is not None, "steps were done, and saved"
+            checkpoint.mark_stable(newest)
+        if move == "return":
+            stable = checkpoint.stable_checkpoint(folder)
+            if stable is None:
+                say(self.accelerator, "no checkpoint from before the decay is there; the rate rises again from here")
+            else:
+                self.accelerator.wait_for_everyone()  # all have read which one
+                if self.accelerator.is_main_process:
+                    checkpoint.return_to(stable)
+                self._restore(stable)
+        self._write_budget(new, old)
+        return new
+
+    def _agreed(self, steps: int) -> int:
+        return int(broadcast_text(self.accelerator, str(steps)))
+
+    def _write_budget(self, new: schedule.Budget, old: schedule.Budget | None = None) -> None:
+        config = self.config
         if self.accelerator.is_main_process:
-            run_folder.write_budget(self.folder, dataclasses.replace(new, decided=decided))
+            run_folder.write_budget(self.folder, new)
         per_step = config.batch_size * config.accumulate * self.accelerator.num_processes
-        epochs = decided * per_step / len(self.prepared.packs)
+        epochs = new.decided * per_step / len(self.prepared.packs)
         rows = "packs" if config.packing else "sequences"
-        before = "" if budget is None else f" (before: {budget.decided})"
-        say(self.accelerator, f"{decided} steps{before} of {per_step} {rows}, {epochs:.1f} epochs")
-        return decided
+        before = "" if old is None else f" (before: {old.decided})"
+        say(self.accelerator, f"{new.decided} steps{before} of {per_step} {rows}, {epochs:.1f} epochs")
 
     def _fit_from_now(self) -> int:
         assert self.config.minutes is not None
@@ -405,7 +442,7 @@ class Run:
         config, prepared = self.config, self.prepared
         trained = sum(p.numel() for p in prepared.placement.trained.parameters() if p.requires_grad)
         facts = {"run": config.run, "steps": self.steps, "tokens": self.tokens}
-        facts |= {"trained_parameters": trained, "seconds": round(time.perf_counter() - self.started, 1)}
+        facts |= {"trained_parameters": trained, "seconds": round(self.seconds, 1)}
         facts |= {"data_source": prepared.data_source, "data_hash": prepared.data_hash}
         facts |= {"data_counts": dict(prepared.data_counts)}
         arithmetic = torch.bfloat16 if config.precision == "bf16" else torch.float32
@@ -459,4 +496,4 @@ class Run:
         say(
             self.accelerator, f"exported is the head of step {step}, τ {self.best:.3f} in the engine: the last is worse"
         )
-        return {**record, "steps": step, "tokens": loaded.state["tokens"]}
+        return {**record, "steps": step, "tokens": loaded.state["tokens"], "seconds": round(loaded.state["seconds"], 1)}

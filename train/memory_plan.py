@@ -11,13 +11,14 @@ from dataclasses import replace
 from infer.kv_layers import kv_dtype
 from kernels.linear import reads_narrow
 from kernels.quantise import narrow_bytes
+from kernels.vocabulary import BLOCK_ELEMENTS
 from models.heads.base import Head
 from models.layers import Linear
 from models.lora import linear_layers
 from models.targets import LAYERS
 from models.targets.llama import LlamaTarget
 from models.targets.sharded import shared_elements
-from train.activations import rehearse
+from train.activations import meta_objective, rehearse
 from train.config import WHOLE, OnlineFeaturesConfig, TrainConfig
 from train.features import feature_bytes
 from train.objective_config import Medusa2ObjectiveConfig
@@ -78,12 +79,15 @@ def activation_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> in
     wide = sizes.experts.active * sizes.experts.intermediate_size if sizes.experts else sizes.intermediate_size
     layer = batch * item * (3 * wide + 8 * sizes.hidden_size)
     chunk = 4 * 4 * vocabulary * min(batch, max(1, teacher.CHUNK_ELEMENTS // vocabulary))
-    if config.objective.fused is None:
-        fused = device_of(config).type == "cuda"
-        config = replace(config, objective=replace(config.objective, fused=fused))
-    teaching = chunk + (0 if config.objective.fused else 2 * 4 * draft * batch)
+    on_gpu = device_of(config).type == "cuda"
+    if config.objective.fused is None and (on_gpu or getattr(config.features, "top_k", None)):
+        config = replace(config, objective=replace(config.objective, fused=on_gpu))
+    if meta_objective(config, target).native:
+        teaching = item * (2 * min(vocabulary * batch, BLOCK_ELEMENTS) + draft * batch)
+    else:
+        teaching = chunk + (0 if config.objective.fused else 2 * 4 * draft * batch)
     learning = rehearse(config, target, rows, length)
-    if device_of(config).type == "cuda":  # its kernel holds no scores, which alone grow with the square of the length
+    if on_gpu:  # its kernel holds no scores, which alone grow with the square of the length
         learning = min(learning, 2 * rehearse(config, target, 2 * rows, max(1, length // 2)) - learning)
     if isinstance(config.objective, Medusa2ObjectiveConfig):
         learning += sizes.num_layers * layer + chunk  # the target's own, through which gradients flow

@@ -20,8 +20,9 @@ class ObjectiveConfig:
     step_weight: float = 1.0
     reduction: str = "token"  # token: the mean over all slots | sequence: over sequences, of each one's mean
     feature_noise: float = 0.0  # a: U(-a, a) is added to the features in training
-    # true: logits, probabilities and their gradients exist for a chunk of slots alone; null: on a GPU, where the head's
-    # parameters are whole
+    # true: logits, probabilities and their gradients exist for a chunk of slots alone | false: for all of them, but in
+    # chunks where they are many | null: on a GPU as true, on a CPU as one kernel for LM head and loss
+    # (kernels/vocabulary.py) for the losses kl, ce and label; where the head's parameters are whole
     fused: bool | None = None
     # activations of the head's MLPs are computed again in the backward pass; with medusa-2 those of the target's layers
     checkpointing: bool = False

@@ -20,6 +20,7 @@ from infer.config_checks import resolve_path
 from infer.engine import Engine
 from infer.head_config import HeadConfig, NewHeadConfig
 from infer.launch import ranks_of
+from infer.loading import resolve_dtype
 from models.config import TargetConfig
 from models.heads import HEADS, load_head
 from models.heads.base import Head, HeadShape
@@ -40,7 +41,15 @@ from train.data_folder import Data, open_data
 from train.evaluation import Evaluator
 from train.exchange import ProcessExchange
 from train.feature_layout import Layout
-from train.feature_store import FeatureStore, manifest, open_store, other_code, refuse_small_disk, store_name
+from train.feature_store import (
+    FeatureStore,
+    manifest,
+    open_store,
+    other_code,
+    refuse_small_disk,
+    store_name,
+    wider_layout,
+)
 from train.features import FeatureSource, OnlineFeatures, make_features
 from train.objective_config import Medusa2ObjectiveConfig
 from train.objectives import OBJECTIVES, Objective
@@ -89,7 +98,7 @@ def open_engine(config: TrainConfig, device: torch.device, exchange: Exchange | 
 
     With `exchange`: its layers divided among the processes of the run, on all of which an engine is to be opened.
     """
-    dtype = getattr(torch, config.model.dtype)
+    dtype = resolve_dtype(config.model)
     path, revision = config.model.path_or_hub_id, config.model.revision
     drafts = ProposerConfig(name="head", max_draft_tokens=config.eval_draft_tokens)
     with ranks_of(config.model, config.engine) as ranks:
@@ -213,6 +222,11 @@ def open_features(
     layout = Layout.of(target, aux_layers, settings)
     record = manifest(target, engine.tokenizer, sequences, layout, settings.shard_mb, weights)
     folder = resolve_path(settings.path) if settings.path else place / store_name(record)
+    others = [] if settings.path or folder.is_dir() else sorted(place.glob("*/"))
+    for other in (folder, *others):  # a store of more layers serves as well
+        if wider := wider_layout(layout, record, other):
+            folder, layout, record = other, wider, {**record, "layers": list(wider.layers)}
+            break
     store = FeatureStore(folder, target, aux_layers, sequences, layout, settings.shard_mb)
     refuse_small_disk(folder, store.missing_bytes)
     kept = f"; {there} of {store.shards} shards are there" if (there := store.shards - len(store.missing)) else ""
@@ -264,7 +278,7 @@ def unpacked_target(config: TrainConfig, like: torch.nn.Module, layers: Sequence
     """A second copy, or these layers of it: packed weights, the engine's, can neither be copied nor be differentiated
     through.
     """
-    dtype, device = getattr(torch, config.model.dtype), next(like.parameters()).device
+    dtype, device = resolve_dtype(config.model), next(like.parameters()).device
     model = config.model
     return load_target(model.path_or_hub_id, revision=model.revision, dtype=dtype, device=device, layers=layers)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from models.demo.corpus import corpus_hash, held_out_prompts, train_prompts
 from models.tokenizer import Tokenizer
-from train.config import DataConfig, DemoDataConfig, FilesDataConfig, HubDataConfig, RowsDataConfig, TrainConfig
+from train.config import ChatDataConfig, DataConfig, DemoDataConfig, HubDataConfig, RowsDataConfig, TrainConfig, as_list
 from train.dialogue import TooLong, first_prompt, given_dialogue
 from train.examples import Example, content_key, parse_row
-from train.sources import Item, read_items
+from train.sources import Item, RowSource, read_items
 
 SHOWN = 8  # bad rows
 KEYS = 2**63  # a key is below
@@ -89,7 +89,7 @@ def read_prompts(
         count = len(train) + len(held_out)
         reading = Reading(Counter(prompt=count), read=count, train=len(train), held_out=len(held_out))
         return Prompts(train, held_out, held_out, f"demo corpus {corpus_hash()}", reading)
-    assert isinstance(data, FilesDataConfig | HubDataConfig)
+    assert isinstance(data, RowSource)
     return Reader(data, tokenizer, longest_prompt(data, context), config.eval_prompts, check).read()
 
 
@@ -107,7 +107,7 @@ def longest_prompt(data: DataConfig, context: int) -> int:
 class Reader:
     def __init__(
         self,
-        data: FilesDataConfig | HubDataConfig,
+        data: RowSource,
         tokenizer: Tokenizer,
         longest: int,
         eval_prompts: int,
@@ -116,6 +116,7 @@ class Reader:
         self.check = check
         self.data, self.tokenizer, self.longest, self.eval_prompts = data, tokenizer, longest, eval_prompts
         self.reading = Reading()
+        self.name = "data=chat" if isinstance(data, ChatDataConfig) else f"data.path={data.path}"
         self.train: dict[int, Example] = {}
         self.held_out: dict[int, Example] = {}  # by opening key
         self.held_out_whole: dict[int, Example] = {}
@@ -205,7 +206,7 @@ class Reader:
         """Few rows, of which the hash chose none: the prompt that it would have chosen first."""
         if len({example.opening_key for example in self.train.values()}) < 2:
             raise ValueError(
-                f"data.path={self.data.path}: too few different prompts to hold one out; give at least two"
+                f"{self.name}: too few different prompts to hold one out; give at least two"
                 + "".join(f"; {complaint}" for complaint in self.reading.complaints[:1])
             )
         first = min(self.train.values(), key=lambda example: example.opening_key)
@@ -219,10 +220,13 @@ class Reader:
     def _refuse_empty(self, rows: Mapping[int, object], wanted: str) -> None:
         if not rows:
             first = f"; {self.reading.complaints[0]}" if self.reading.complaints else ""
-            raise ValueError(f"data.path={self.data.path}: no usable {wanted} among {self.reading.read}{first}")
+            raise ValueError(f"{self.name}: no usable {wanted} among {self.reading.read}{first}")
 
 
-def name_of(data: FilesDataConfig | HubDataConfig) -> str:
+def name_of(data: RowSource) -> str:
     if isinstance(data, HubDataConfig):
         return f"{data.path}{f' ({data.subset})' if data.subset else ''}, {data.split}"
-    return ", ".join(Path(path).name for path in ([data.path] if isinstance(data.path, str) else data.path))
+    if isinstance(data, ChatDataConfig):
+        return f"built-in prompts, {corpus_hash()}"
+    paths = [entry if isinstance(entry, str) else entry["path"] for entry in as_list(data.path)]
+    return ", ".join(Path(path).name for path in paths)

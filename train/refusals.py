@@ -18,7 +18,7 @@ from train.config import FilesDataConfig, HubDataConfig, OfflineFeaturesConfig, 
 from train.data_folder import FAILED, SOURCE, TRAIN
 from train.export import check_room
 from train.feature_layout import Layout
-from train.feature_store import origin, refuse_other_store
+from train.feature_store import origin, refuse_other_store, wider_layout
 from train.objective_config import Medusa2ObjectiveConfig
 from train.preparation import refuse_other_shape
 from train.shapes import Shapes, processes, shapes
@@ -107,7 +107,9 @@ def store_fits(config: TrainConfig, known: Shapes) -> None:
     wanted = origin(target, tokenizer, layout, settings.shard_mb, config.engine.weight_format)
     if not target.fingerprint:
         del wanted["target"]
-    refuse_other_store(resolve_path(settings.path), wanted)
+    folder = resolve_path(settings.path)
+    if wider_layout(layout, wanted, folder) is None:
+        refuse_other_store(folder, wanted)
 
 
 def processes_are_the_runs(config: TrainConfig, known: Shapes) -> None:

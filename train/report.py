@@ -36,7 +36,7 @@ def report(folder: Path, config: TrainConfig, record: Mapping[str, Any], measure
     parts = [
         f"# {config.run}: {config.head.name} for {config.model.name}",
         f"{record['steps']} updates over {record['tokens']:,} tokens, {record['trained_parameters']:,} parameters, "
-        f"{record['seconds'] / 60:.1f} minutes; commit `{commit}`. Data: {record['data_source']} "
+        f"{record['seconds'] / 60:.1f} minutes of updates; commit `{commit}`. Data: {record['data_source']} "
         f"(hash `{record['data_hash']}`).",
         data_lines(record.get("data_counts") or {}),
         named_rows(folder),

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from infer.loading import dtype_name
 from models.targets.llama import LlamaTarget
 from models.tokenizer import Tokenizer
 from train import atomic
@@ -41,7 +42,7 @@ def ingredients(config: TrainConfig, target: LlamaTarget, tokenizer: Tokenizer, 
         "target": target.fingerprint,
         **tokenizer_record(tokenizer),
         "end_tokens": list(tokenizer.eos_ids),
-        "dtype": config.model.dtype,
+        "dtype": dtype_name(config.model),
         "source": source,
         "data": {key: value for key, value in data.items() if key not in WITHOUT_EFFECT},
         "seed": config.seed,

@@ -80,13 +80,18 @@ def other_export(config: TrainConfig) -> str | None:
     folder = config.export_folder
     if not (folder / HEAD_CONFIG).is_file():
         return None
-    try:
-        run = json.loads((folder / PROVENANCE).read_text(encoding="utf-8")).get("run")
-    except (OSError, ValueError, AttributeError):
-        run = None
+    run = run_of_head(folder)
     if run is not None and run == config.run:
         return None
     return f"the head of run {run}" if run else "a head that no run of ours exported"
+
+
+def run_of_head(folder: Path) -> str | None:
+    """The run that exported the head in `folder`, None where that cannot be told."""
+    try:
+        return json.loads((folder / PROVENANCE).read_text(encoding="utf-8")).get("run")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def refuse_other_export(config: TrainConfig) -> None:
@@ -128,7 +133,18 @@ def refuse_differences(new: TrainConfig, old: TrainConfig, folder: Path) -> None
         raise ValueError(
             f"run={new.run}: {folder} was begun with other settings: {'; '.join(different)}. "
             "Give the run's own to resume it, or another run= to begin a new one; steps and minutes may change"
+            f"{from_its_head(old)}"
         )
+
+
+def from_its_head(config: TrainConfig) -> str:
+    """The words with which another run goes on from the head of this one, where it has exported one."""
+    folder = config.export_folder
+    return (
+        f". To go on from its head under other settings: run=<other> head.start_from={folder}"
+        if run_of_head(folder) == config.run
+        else ""
+    )
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import torch
 
+from infer.loading import resolve_dtype
+from models.checkpoint import fingerprint
 from models.heads.base import Head
 from models.targets import empty_target, resolve_checkpoint
 from models.targets.llama import LlamaTarget
-from models.weights import fingerprint
 from train.config import TrainConfig
 from train.preparation import make_head
 
@@ -27,7 +28,7 @@ def shapes(config: TrainConfig) -> Shapes:
     """Raises ValueError for a target that cannot be read and for a head that does not fit it."""
     name = config.model.path_or_hub_id
     checkpoint = resolve_checkpoint(name, config.model.revision, weights=False)
-    target = empty_target(checkpoint).to(getattr(torch, config.model.dtype))
+    target = empty_target(checkpoint).to(resolve_dtype(config.model))
     target.path, target.folder = name, checkpoint
     with contextlib.suppress(ValueError):
         target.fingerprint = fingerprint(checkpoint)

@@ -13,58 +13,63 @@ import json
 import lzma
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from infer.config_checks import REPO_ROOT, resolve_path
-from train.config import FilesDataConfig, HubDataConfig
+from train.builtin_prompts import builtin_items
+from train.config import ChatDataConfig, FilesDataConfig, HubDataConfig, as_list
+from train.entries import Item, shaped
 
 OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+RowSource = ChatDataConfig | FilesDataConfig | HubDataConfig
 FORMATS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 
 
-class Item(NamedTuple):
-    place: str  # file and line, or data set and row
-    row: Any
-    error: str | None = None  # why there is no row
-
-
-def read_items(data: FilesDataConfig | HubDataConfig, *, held_out: bool) -> Iterator[Item] | None:
+def read_items(data: RowSource, *, held_out: bool) -> Iterator[Item] | None:
     """The rows of one side; None where the data keep no held-out side of their own.
 
     Raises ValueError when there is nothing to read; what breaks later raises it when it is met, naming the place.
     """
+    if isinstance(data, ChatDataConfig):
+        return builtin_items(held_out=held_out)
     if isinstance(data, HubDataConfig):
         split = data.held_out_split if held_out else data.split
         return None if split is None else read_hub(data, split)
     key, given = ("data.held_out_path", data.held_out_path) if held_out else ("data.path", data.path)
     if given is None:
         return None
-    files = [read_file(file) for file in find_files(key, given)]
-    return in_turn(files) if data.interleave else itertools.chain.from_iterable(files)
+    parts: list[Iterator[Item]] = []
+    for entry in as_list(given):
+        if isinstance(entry, str):
+            parts += [read_file(file) for file in find_files(key, entry, data.root)]
+        else:
+            files = find_files(key, entry["path"], data.root)
+            parts.append(shaped(itertools.chain.from_iterable(read_file(file) for file in files), entry))
+    return in_turn(parts) if data.interleave else itertools.chain.from_iterable(parts)
 
 
-def in_turn(files: Sequence[Iterator[Item]]) -> Iterator[Item]:
-    """A row of each file, then the next of each; a file that has ended is passed over."""
-    for rows in itertools.zip_longest(*files):
+def in_turn(parts: Sequence[Iterator[Item]]) -> Iterator[Item]:
+    """A row of each, then the next of each; one that has ended is passed over."""
+    for rows in itertools.zip_longest(*parts):
         yield from (row for row in rows if row is not None)
 
 
-def find_files(key: str, given: str | Iterable[str]) -> list[Path]:
+def find_files(key: str, given: str | Iterable[str], root: str | None = None) -> list[Path]:
     """Files, folders (all files of a known format below) and patterns, in the order given. Raises ValueError."""
     found: list[Path] = []
     for text in [given] if isinstance(given, str) else given:
-        path = resolve_path(text)
+        path = resolve_path(root or ".") / Path(text).expanduser()
         if path.is_file() or is_saved_dataset(path):
             found.append(path)
             continue
         if path.is_dir():
             matches = [file for file in sorted(path.rglob("*")) if file.is_file() and format_of(file) in FORMATS]
         else:
-            root = path
-            while any(sign in str(root) for sign in "*?["):
-                root = root.parent
-            pattern = str(path.relative_to(root)) if root != path else ""
-            matches = sorted(file for file in root.glob(pattern) if file.is_file()) if pattern and root.is_dir() else []
+            base = path
+            while any(sign in str(base) for sign in "*?["):
+                base = base.parent
+            pattern = str(path.relative_to(base)) if base != path else ""
+            matches = sorted(file for file in base.glob(pattern) if file.is_file()) if pattern and base.is_dir() else []
         if not matches:
             raise ValueError(
                 f"{key}={text}: no such file, and no folder or pattern with files in it ({', '.join(FORMATS)}); "

@@ -1,6 +1,7 @@
 /* A whole forward of a decoder: for each layer RMSNorm, QKV, QK norm, rotary embedding, paged attention, output
  * projection, RMSNorm, gated MLP, and the norm at the end, in one call and one parallel region. A head's layer may read
- * its input as it is (EAGLE), or beside the embedding of a token, each normed by itself (EAGLE-3).
+ * its input as it is (EAGLE), or beside the embedding of a token, each normed by itself (EAGLE-3). What attention and MLP
+ * add to the stream may be normed before (Gemma).
  *
  * Of the last layer every row's keys and values are for others to see, but its answer may be wanted of some rows alone:
  * from there on the others are left out.
@@ -30,7 +31,7 @@ static void barrier(const part *p) {
 
 static void norm(const part *p, const void *weight, void *out) {
     int64_t size = p->a->hidden_size, to = p->first * size;
-    rms_norm(at(p, p->a->x, to), weight, at(p, out, to), p->end - p->first, size, size, p->a->eps, p->a->kind);
+    rms_norm(at(p, p->a->x, to), weight, at(p, out, to), p->end - p->first, size, size, p->a->eps, p->a->kind, p->a->centred);
     barrier(p);
 }
 
@@ -45,8 +46,8 @@ static const void *enter(const part *p, const decoder_layer *layer) {
     }
     for (int64_t row = p->first; row < p->end; row++) {
         void *x = at(p, a->x, row * size), *left = at(p, a->normed, 2 * row * size), *right = at(p, left, size);
-        rms_norm(at(p, (void *)a->tokens, row * size), layer->token_norm, left, 1, size, size, a->eps, a->kind);
-        rms_norm(x, layer->input_norm, right, 1, size, size, a->eps, a->kind);
+        rms_norm(at(p, (void *)a->tokens, row * size), layer->token_norm, left, 1, size, size, a->eps, a->kind, a->centred);
+        rms_norm(x, layer->input_norm, right, 1, size, size, a->eps, a->kind, a->centred);
         if (layer->residual_normed) memcpy(x, right, (char *)right - (char *)left);
     }
     barrier(p);
@@ -58,6 +59,21 @@ static void apply(const part *p, const linear_args *weights, const void *x, cons
     own.x = x, own.residual = residual, own.out = out;
     own.rows = p->rows, own.threads = p->a->threads, own.scratch = p->a->scratch;
     linear_share(&own, p->self);
+    barrier(p);
+}
+
+/* Adds to the stream what a half of a layer makes of x, normed where it has a norm for that. */
+static void add(const part *p, const linear_args *weights, const void *x, const void *weight) {
+    const decoder_args *a = p->a;
+    if (!weight) {
+        apply(p, weights, x, a->x, a->x);
+        return;
+    }
+    apply(p, weights, x, 0, a->normed);
+    int64_t size = a->hidden_size, rows = p->end - p->first;
+    void *delta = at(p, a->normed, p->first * size);
+    rms_norm(delta, weight, delta, rows, size, size, a->eps, a->kind, a->centred);
+    add_rows(at(p, a->x, p->first * size), delta, rows * size, a->kind);
     barrier(p);
 }
 
@@ -80,12 +96,11 @@ static void write_rows(const part *p, const decoder_layer *layer, void *cache) {
     for (int64_t row = p->first; row < p->end; row++) {
         void *q = at(p, a->qkv, row * own.q_stride), *k = at(p, q, own.heads * dim);
         if (layer->q_norm) {
-            rms_norm(q, layer->q_norm, q, own.heads, dim, dim, a->eps, a->kind);
-            rms_norm(k, layer->k_norm, k, own.kv_heads, dim, dim, a->eps, a->kind);
+            rms_norm(q, layer->q_norm, q, own.heads, dim, dim, a->eps, a->kind, a->centred);
+            rms_norm(k, layer->k_norm, k, own.kv_heads, dim, dim, a->eps, a->kind, a->centred);
         }
-        rotate(
-            q, at(p, (void *)a->cos, row * dim), at(p, (void *)a->sin, row * dim), q, 1, own.q_stride, rotated, dim, a->kind
-        );
+        int64_t angle = (layer->rotary * a->rows + row) * dim;
+        rotate(q, at(p, (void *)a->cos, angle), at(p, (void *)a->sin, angle), q, 1, own.q_stride, rotated, dim, a->kind);
     }
     attention_write(&own, p->first, p->end);
     barrier(p);
@@ -114,7 +129,8 @@ static part keep_rows(const part *p) {
 
 static void gate(const part *p) {
     int64_t size = p->a->inner_size;
-    silu_mul(at(p, p->a->inner, p->first * 2 * size), at(p, p->a->gated, p->first * size), p->end - p->first, size, p->a->kind);
+    void *from = at(p, p->a->inner, p->first * 2 * size), *to = at(p, p->a->gated, p->first * size);
+    (p->a->gelu ? gelu_mul : silu_mul)(from, to, p->end - p->first, size, p->a->kind);
     barrier(p);
 }
 
@@ -133,11 +149,11 @@ static void work(void *data) {
             own = keep_rows(p), rows = a->kept;
         }
         attend(p, rows, layer, a->caches[i]);
-        apply(p, layer->output, a->attended, a->x, a->x);
+        add(p, layer->output, a->attended, layer->attended_norm);
         norm(p, layer->post_norm, a->normed);
         apply(p, layer->gate_up, a->normed, 0, a->inner);
         gate(p);
-        apply(p, layer->down, a->gated, a->x, a->x);
+        add(p, layer->down, a->gated, layer->mlp_norm);
     }
     if (a->final_norm) norm(p, a->final_norm, a->hidden);
 }

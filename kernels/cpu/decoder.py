@@ -26,10 +26,12 @@ class Layer(ctypes.Structure):
     """decoder_layer of decoder.c, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "token_norm", "q_norm", "k_norm")),
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "token_norm")),
+        *((name, ctypes.c_void_p) for name in ("attended_norm", "mlp_norm", "q_norm", "k_norm")),
         *((name, ctypes.c_void_p) for name in ("qkv", "output", "gate_up", "down")),
         ("window", ctypes.c_int64),
         ("residual_normed", ctypes.c_int64),
+        ("rotary", ctypes.c_int64),
     )
 
 
@@ -42,7 +44,7 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("sin", "x", "hidden", "normed", "qkv", "attended", "inner", "gated")),
         *((name, ctypes.c_void_p) for name in ("scores", "scratch")),
         *((name, ctypes.c_int64) for name in ("count", "rows", "hidden_size", "inner_size", "kind", "slots")),
-        ("threads", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("threads", "centred", "gelu")),
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("parallel", "self", "barrier")),
@@ -58,7 +60,8 @@ def supported(layers: Sequence[LayerParts], final_norm: Tensor | None, head_dim:
         return False
     for layer in layers:
         packed = (layer.qkv, layer.output, layer.gate_up, layer.down)
-        norms = (layer.input_norm, layer.post_norm, layer.token_norm, *(layer.qk_norm[:2] if layer.qk_norm else ()))
+        halves = (layer.input_norm, layer.post_norm, layer.token_norm, layer.attended_norm, layer.mlp_norm)
+        norms = (*halves, *((layer.qk_norm.q, layer.qk_norm.k) if layer.qk_norm else ()))
         if any(own.native is None or own.native.arguments is None or own.native.dtype is not dtype for own in packed):
             return False
         if any(norm is not None and norm.dtype is not dtype for norm in norms):
@@ -89,12 +92,17 @@ class NativeDecoder:
             if layer.token_norm is not None:
                 assert layer.input_norm is not None
                 own.token_norm = layer.token_norm.data_ptr()
+            if layer.attended_norm is not None:
+                own.attended_norm = layer.attended_norm.data_ptr()
+            if layer.mlp_norm is not None:
+                own.mlp_norm = layer.mlp_norm.data_ptr()
             if layer.qk_norm is not None:
-                assert layer.qk_norm.eps == eps
+                assert (layer.qk_norm.eps, layer.qk_norm.centred) == (eps, layer.centred)
                 own.q_norm, own.k_norm = layer.qk_norm.q.data_ptr(), layer.qk_norm.k.data_ptr()
             own.qkv, own.output, own.gate_up, own.down = map(ctypes.addressof, packed)
-            own.window = layer.window or 0
+            own.window, own.rotary = layer.window or 0, layer.rotary
         first = layers[0]
+        assert all((own.centred, own.gelu, own.scale) == (first.centred, first.gelu, first.scale) for own in layers)
         sizes = (
             max(layer.qkv.in_features for layer in layers),
             first.qkv.out_features,
@@ -113,8 +121,10 @@ class NativeDecoder:
             hidden_size=len(first.post_norm),
             inner_size=sizes[-1],
             kind=KINDS[self.dtype],
+            centred=first.centred,
+            gelu=first.gelu,
             eps=eps,
-            scale=head_dim**-0.5,
+            scale=head_dim**-0.5 if first.scale is None else first.scale,
             parallel=runtime and runtime[0],
             self=runtime and runtime[1],
             barrier=runtime and runtime[2],
@@ -129,8 +139,8 @@ class NativeDecoder:
         entering: Sequence[int] = (),
         tokens: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """x `[R, H]`, which becomes the stream after the last layer; rotary: cos and sin `[R, 1, D]`; tokens `[R, H]`:
-        the embeddings beside x, for a layer with a `token_norm`.
+        """x `[R, H]`, which becomes the stream after the last layer; rotary: cos and sin `[R, 1, D]`, or
+        `[T, R, 1, D]` of several tables; tokens `[R, H]`: the embeddings beside x, for a layer with a `token_norm`.
 
         Answers the stream after the final norm, if there is one, and those before the layers `entering`, `[R, H]` each.
         """

@@ -92,7 +92,7 @@ void draft_read(const draft_args *a) {
 static void choices(const draft_args *a) {
     const decoder_args *d = a->decoder;
     int64_t size = d->hidden_size, outputs = a->lm_head->outputs;
-    if (a->norm) rms_norm(d->x, a->norm, a->normed, a->chains, size, size, d->eps, d->kind);
+    if (a->norm) rms_norm(d->x, a->norm, a->normed, a->chains, size, size, d->eps, d->kind, 0);
     apply(a, a->lm_head, a->norm ? a->normed : d->x, a->logits, a->chains, a->threads);
     if (a->count)
         choose_best(

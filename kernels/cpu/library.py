@@ -105,14 +105,17 @@ SIGNATURES = {
     "gumbel_noise": [_P, _P, _P, _I, _I],
     "choose": [_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I],
     "choose_best": [_P, _P, _P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I],
-    "rms_norm": [_P, _P, _P, _I, _I, _I, _F, _I],
+    "rms_norm": [_P, _P, _P, _I, _I, _I, _F, _I, _I],
     "silu_mul": [_P, _P, _I, _I, _I],
+    "gelu_mul": [_P, _P, _I, _I, _I],
     "rotate": [_P, _P, _P, _P, _I, _I, _I, _I, _I],
     "linear": [_P],
     "decoder": [_P],
     "draft": [_P],
     "draft_read": [_P],
     "draft_branch": [_P],
+    "vocabulary_loss": [_P],
+    "vocabulary_teach": [_P],
     "accept": [_P, _P, _P, _P, _P, _P, _P, _P, _I, _I],
 }
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # vec.h

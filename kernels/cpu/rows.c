@@ -8,7 +8,9 @@
     else \
         call_bf16;
 
-INLINE void rms_norm_rows(const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int kind) {
+INLINE void rms_norm_rows(
+    const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int kind, int centred
+) {
     for (int64_t row = 0; row < rows; row++) {
         ptrdiff_t from = row * stride, to = row * size;
         vec squares = splat(0.0f);
@@ -17,23 +19,44 @@ INLINE void rms_norm_rows(const void *x, const void *weight, void *out, int64_t 
             squares += v * v;
         }
         vec scale = splat(1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)size + eps));
-        for (int64_t i = 0; i < size; i += LANES)
-            store(out, to + i, rounded(load(x, from + i, kind) * scale, kind) * load(weight, i, kind), kind);
+        for (int64_t i = 0; i < size; i += LANES) {
+            vec normed = load(x, from + i, kind) * scale, w = load(weight, i, kind);
+            store(out, to + i, centred ? normed * (1.0f + w) : rounded(normed, kind) * w, kind);
+        }
     }
 }
 
-/* x [rows, size], rows `stride` elements apart; out [rows, size] contiguous. */
-void rms_norm(const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int64_t kind) {
-    BY_KIND(kind, rms_norm_rows(x, weight, out, rows, stride, size, eps, FLOAT32),
-            rms_norm_rows(x, weight, out, rows, stride, size, eps, BFLOAT16))
+/* x [rows, size], rows `stride` elements apart; out [rows, size] contiguous. centred: the scale is 1 + weight, and the
+ * product alone is rounded. */
+void rms_norm(
+    const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int64_t kind, int64_t centred
+) {
+    if (centred) {
+        BY_KIND(kind, rms_norm_rows(x, weight, out, rows, stride, size, eps, FLOAT32, 1),
+                rms_norm_rows(x, weight, out, rows, stride, size, eps, BFLOAT16, 1))
+    } else {
+        BY_KIND(kind, rms_norm_rows(x, weight, out, rows, stride, size, eps, FLOAT32, 0),
+                rms_norm_rows(x, weight, out, rows, stride, size, eps, BFLOAT16, 0))
+    }
 }
 
-INLINE void silu_mul_rows(const void *gate_up, void *out, int64_t rows, int64_t size, int kind) {
+INLINE void add_elements(void *x, const void *delta, int64_t count, int kind) {
+    for (int64_t i = 0; i < count; i += LANES) store(x, i, load(x, i, kind) + load(delta, i, kind), kind);
+}
+
+/* x += delta, count elements of each, a multiple of 16. */
+void add_rows(void *x, const void *delta, int64_t count, int64_t kind) {
+    BY_KIND(kind, add_elements(x, delta, count, FLOAT32), add_elements(x, delta, count, BFLOAT16))
+}
+
+/* Both activations are x times a sigmoid: of x, or, for GELU's approximation by tanh, of 2 sqrt(2 / pi) (x + 0.044715 x^3). */
+INLINE void gate_mul_rows(const void *gate_up, void *out, int64_t rows, int64_t size, int kind, int gelu) {
     for (int64_t row = 0; row < rows; row++)
         for (int64_t i = 0; i < size; i += LANES) {
             vec gate = load(gate_up, row * 2 * size + i, kind), up = load(gate_up, row * 2 * size + size + i, kind);
-            ivec negative = gate < 0.0f;
-            vec e = vec_exp((vec)((ivec)gate | (ivec)splat(-0.0f))); /* e^-|gate|: never overflows */
+            vec inner = gelu ? 1.5957691216057308f * (gate + 0.044715f * (gate * gate * gate)) : gate;
+            ivec negative = inner < 0.0f;
+            vec e = vec_exp((vec)((ivec)inner | (ivec)splat(-0.0f))); /* e^-|inner|: never overflows */
             vec numerator = (vec)(((ivec)e & negative) | ((ivec)splat(1.0f) & ~negative));
             store(out, row * size + i, rounded(gate * numerator / (1.0f + e), kind) * up, kind);
         }
@@ -41,7 +64,12 @@ INLINE void silu_mul_rows(const void *gate_up, void *out, int64_t rows, int64_t 
 
 /* gate_up [rows, 2 * size] -> out [rows, size] = silu(gate) * up. */
 void silu_mul(const void *gate_up, void *out, int64_t rows, int64_t size, int64_t kind) {
-    BY_KIND(kind, silu_mul_rows(gate_up, out, rows, size, FLOAT32), silu_mul_rows(gate_up, out, rows, size, BFLOAT16))
+    BY_KIND(kind, gate_mul_rows(gate_up, out, rows, size, FLOAT32, 0), gate_mul_rows(gate_up, out, rows, size, BFLOAT16, 0))
+}
+
+/* The same with GELU, approximated by tanh. */
+void gelu_mul(const void *gate_up, void *out, int64_t rows, int64_t size, int64_t kind) {
+    BY_KIND(kind, gate_mul_rows(gate_up, out, rows, size, FLOAT32, 1), gate_mul_rows(gate_up, out, rows, size, BFLOAT16, 1))
 }
 
 INLINE void rotate_rows(

@@ -4,8 +4,12 @@
 #include "vec.h"
 
 /* `out` may be `x` where rows lie beside each other there as well. */
-void rms_norm(const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int64_t kind);
+void rms_norm(
+    const void *x, const void *weight, void *out, int64_t rows, int64_t stride, int64_t size, float eps, int64_t kind, int64_t centred
+);
+void add_rows(void *x, const void *delta, int64_t count, int64_t kind);
 void silu_mul(const void *gate_up, void *out, int64_t rows, int64_t size, int64_t kind);
+void gelu_mul(const void *gate_up, void *out, int64_t rows, int64_t size, int64_t kind);
 void rotate(
     const void *x, const void *cos, const void *sin, void *out, int64_t rows, int64_t stride, int64_t heads, int64_t dim, int64_t kind
 );

@@ -11,15 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SILU_BLOCK = 1024
+GATE_BLOCK = 1024
 
 
 @triton.jit
-def store_norm(value, weight, out, i, inside, size, eps):
+def store_norm(value, weight, out, i, inside, size, eps, CENTRED: tl.constexpr = False):
     """value `[SIZE]` in fp32, 0 past `size` -> its norm at `out`."""
     dtype = out.dtype.element_ty
     root = tl.sqrt_rn(tl.sum(value * value, 0) / size + eps)
-    scaled = (value / root).to(dtype).to(tl.float32) * tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        scaled = (value / root) * (1.0 + scale)
+    else:
+        scaled = (value / root).to(dtype).to(tl.float32) * scale
     tl.store(out + i, scaled.to(dtype), mask=inside)
 
 
@@ -36,6 +40,7 @@ def rms_norm_kernel(
     eps,
     SIZE: tl.constexpr,
     ADD: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     inside = i < size
@@ -45,7 +50,7 @@ def rms_norm_kernel(
         value = value.to(out.dtype.element_ty)
         tl.store(total + row * size + i, value, mask=inside)
         value = value.to(tl.float32)
-    store_norm(value, weight, out + row * size, i, inside, size, eps)
+    store_norm(value, weight, out + row * size, i, inside, size, eps, CENTRED)
 
 
 @triton.jit
@@ -61,19 +66,21 @@ def norm_beside_kernel(x, y, x_weight, y_weight, out, x_stride, y_stride, size, 
         store_norm(value, y_weight, to + size, i, inside, size, eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centred: bool = False) -> Tensor:
     """x `[R, H]`, rows of stride 1 -> `[R, H]`."""
     rows, size = x.shape
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
-    _norm(x, x, weight, out, out, eps, add=False)
+    _norm(x, x, weight, out, out, eps, add=False, centred=centred)
     return out
 
 
-def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, centred: bool = False
+) -> tuple[Tensor, Tensor]:
     """x and delta `[R, H]` -> the norm of their sum, and their sum."""
     rows, size = x.shape
     out, total = torch.empty(2, rows, size, dtype=x.dtype, device=x.device)
-    _norm(x, delta, weight, out, total, eps, add=True)
+    _norm(x, delta, weight, out, total, eps, add=True, centred=centred)
     return out, total
 
 
@@ -144,7 +151,9 @@ def _warps(size: int) -> int:
     return 8 if size > 2048 else 4
 
 
-def _norm(x: Tensor, delta: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, add: bool) -> None:
+def _norm(
+    x: Tensor, delta: Tensor, weight: Tensor, out: Tensor, total: Tensor, eps: float, *, add: bool, centred: bool
+) -> None:
     size = x.shape[1]
     strides = (x.stride(0), delta.stride(0))
     rms_norm_kernel[(x.shape[0],)](
@@ -158,27 +167,31 @@ def _norm(x: Tensor, delta: Tensor, weight: Tensor, out: Tensor, total: Tensor, 
         eps,
         SIZE=triton.next_power_of_2(size),
         ADD=add,
+        CENTRED=centred,
         num_warps=_warps(size),
         enable_fp_fusion=False,
     )
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, stride, size, BLOCK: tl.constexpr):
+def gate_mul_kernel(gate_up, out, stride, size, BLOCK: tl.constexpr, GELU: tl.constexpr):
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
     gate = tl.load(gate_up + row * stride + i, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + size + i, mask=inside, other=0.0).to(tl.float32)
-    fall = tl.exp(-tl.abs(gate))  # never overflows
-    active = gate * tl.where(gate < 0, fall, 1.0) / (1.0 + fall)
+    inner = gate
+    if GELU:  # approximated by tanh: gate times the sigmoid of 2 sqrt(2 / pi) (gate + 0.044715 gate^3)
+        inner = 1.5957691216057308 * (gate + 0.044715 * (gate * gate * gate))
+    fall = tl.exp(-tl.abs(inner))  # never overflows
+    active = gate * tl.where(inner < 0, fall, 1.0) / (1.0 + fall)
     product = active.to(out.dtype.element_ty).to(tl.float32) * up
     tl.store(out + row * size + i, product.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """`[R, 2 I]`, rows of stride 1 -> `[R, I]`."""
+def gate_mul(gate_up: Tensor, *, gelu: bool) -> Tensor:
+    """`[R, 2 I]`, rows of stride 1 -> `[R, I]`: SiLU or GELU of the gate times the rest."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
-    grid = (rows, triton.cdiv(size, SILU_BLOCK))
-    silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, BLOCK=SILU_BLOCK)
+    grid = (rows, triton.cdiv(size, GATE_BLOCK))
+    gate_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, BLOCK=GATE_BLOCK, GELU=gelu)
     return out

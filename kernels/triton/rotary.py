@@ -37,6 +37,7 @@ def rotate_and_write_kernel(
     KV_LINES: tl.constexpr,
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
+    CENTRED: tl.constexpr,
     FP8: tl.constexpr,
 ):
     row, half = tl.program_id(0).to(tl.int64), D // 2
@@ -52,8 +53,12 @@ def rotate_and_write_kernel(
         weight = tl.where(head < HEADS, q_weight + i, k_weight + i)
         w1 = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
         w2 = tl.load(weight + half, mask=inside, other=0.0).to(tl.float32)
-        first = ((first / root).to(dtype).to(tl.float32) * w1).to(dtype).to(tl.float32)
-        second = ((second / root).to(dtype).to(tl.float32) * w2).to(dtype).to(tl.float32)
+        if CENTRED:
+            first = ((first / root) * (1.0 + w1)).to(dtype).to(tl.float32)
+            second = ((second / root) * (1.0 + w2)).to(dtype).to(tl.float32)
+        else:
+            first = ((first / root).to(dtype).to(tl.float32) * w1).to(dtype).to(tl.float32)
+            second = ((second / root).to(dtype).to(tl.float32) * w2).to(dtype).to(tl.float32)
     angle = row * D + i
     cos1 = tl.load(cos + angle, mask=kept, other=0.0).to(tl.float32)
     sin1 = tl.load(sin + angle, mask=kept, other=0.0).to(tl.float32)
@@ -90,7 +95,7 @@ def rotate_and_write(
     assert qkv.stride()[1:] == (dim, 1), "a row's heads lie beside each other"
     kv_heads = cache.shape[1]
     q = torch.empty(rows, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
-    q_weight, k_weight, eps = norm or (qkv, qkv, 0.0)
+    q_weight, k_weight, eps, centred = norm or (qkv, qkv, 0.0, False)
     padded = triton.next_power_of_2(lines - kv_heads)
     rotate_and_write_kernel[(rows,)](
         qkv,
@@ -111,6 +116,7 @@ def rotate_and_write(
         KV_LINES=triton.next_power_of_2(kv_heads),
         HALF=triton.next_power_of_2(dim // 2),
         NORMED=norm is not None,
+        CENTRED=centred,
         FP8=cache.dtype is torch.float8_e4m3fn,
         num_warps=8 if padded * dim > 4096 else 4,
         enable_fp_fusion=False,

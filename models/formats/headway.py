@@ -14,8 +14,9 @@ from torch import Tensor
 from models.fields import Fields
 from models.formats import ibm_mlp, safeailab_eagle, speculators, vllm_medusa
 from models.formats.checkpoint import DRAFT_TOKENS, Checkpoint, Format, Given, Shapes, Stated
-from models.heads import HEADS, PROVENANCE
+from models.heads import EMBEDDING, HEADS, PROVENANCE
 from models.heads.base import HeadShape
+from models.heads.eagle3_config import Eagle3Config
 from models.heads.eagle_config import ARCHITECTURE, EagleConfig
 
 LAYOUTS = (speculators.FORMAT, vllm_medusa.FORMAT, ibm_mlp.FORMAT)  # and EAGLE-1's, under a name of our own
@@ -41,8 +42,9 @@ def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
     stated = layout.read(rest, shapes, given)
     rest.done()
     config = stated.config
-    if isinstance(config, EagleConfig):  # by what is stated, so that an embedding which is not there is missed
-        config = replace(config, own_embedding=own.take("own_embedding", bool, config.own_embedding))
+    if isinstance(config, EagleConfig | Eagle3Config):  # as stated, so that an embedding which is not there is missed
+        unstated = config.own_embedding if isinstance(config, EagleConfig) else True
+        config = replace(config, own_embedding=own.take("own_embedding", bool, unstated))
     verifier = stated.verifier or speculators.read_verifier(own.need_section("verifier"))
     tokens = stated.speculative_tokens or own.take("speculative_tokens", int, config.max_depth or DRAFT_TOKENS)
     if verifier is None or verifier.architecture is None:
@@ -71,6 +73,11 @@ def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
     return remarks
 
 
+def optional(config: HeadShape) -> frozenset[str]:
+    shared = isinstance(config, Eagle3Config) and not config.own_embedding
+    return frozenset({EMBEDDING} if shared else ())
+
+
 def write(checkpoint: Checkpoint) -> dict[str, Any]:
     return checkpoint.config.to_json(**checkpoint.facts())
 
@@ -82,5 +89,6 @@ FORMAT = Format(
     matches=matches,
     read=read,
     write=write,
+    optional=optional,
     incoming=incoming,
 )

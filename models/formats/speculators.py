@@ -9,6 +9,7 @@ from models.fields import Fields
 from models.formats import eagle3
 from models.formats.checkpoint import Checkpoint, Format, Given, Shapes, Stated, Verifier
 from models.formats.llama import read_layer
+from models.heads import EMBEDDING
 from models.heads.eagle3_config import Eagle3Config
 from models.heads.p_eagle_config import PEagleConfig
 
@@ -39,6 +40,7 @@ def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
         options["num_depths"] = fields.size("num_depths", speculative_tokens)
     else:
         fields.only("mask_token_id")
+    trained = fields.take("embed_requires_grad", bool, kind == "peagle")
     config = KINDS[kind](
         layer=layer,
         draft_vocab_size=fields.size("draft_vocab_size"),
@@ -47,7 +49,8 @@ def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
         norm_before_residual=fields.need(
             "norm_before_residual", bool, "vLLM takes it for true and speculators for false, so it must be stated"
         ),
-        embed_requires_grad=fields.take("embed_requires_grad", bool, kind == "peagle"),
+        embed_requires_grad=trained,
+        own_embedding=fields.take("own_embedding", bool, trained or EMBEDDING in shapes),
         **eagle3.read_flags(fields, notes),
         **options,
     )

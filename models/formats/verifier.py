@@ -8,23 +8,27 @@ from pathlib import Path
 from torch import Tensor
 
 from models import heads
+from models.checkpoint import open_tensors, read_config
 from models.config import read_json
 from models.fields import Fields
 from models.formats.checkpoint import Verifier
+from models.gguf.file import is_gguf
 from models.targets.tying import EMBEDDING, LM_HEAD, keeps_two, shared_weight
-from models.weights import LazyTensors
 
 
 def find_verifier(path_or_hub_id: str) -> tuple[Verifier, Path | None]:
-    """From a folder, which is answered too, or a hub id. Raises ValueError when there is no config.json to be had."""
+    """From a folder or GGUF file, which is returned too, or a hub id. Raises ValueError without a configuration."""
     folder = Path(path_or_hub_id).expanduser()
-    if folder.is_dir():
+    if is_gguf(folder):
+        file, written = folder, read_config(folder)
+    elif folder.is_dir():
         file = folder / "config.json"
         if not file.is_file():
             raise ValueError(f"--verifier {path_or_hub_id}: no config.json in this folder")
+        written = read_json(file)
     else:
         folder, file = None, _from_hub(path_or_hub_id)
-    written = read_json(file)
+        written = read_json(file)
     fields = Fields(written.get("text_config") or written, str(file))  # of a model that also sees: its language part
     architectures = written.get("architectures") or []
     if not architectures:
@@ -55,8 +59,8 @@ def weights_of(folder: Path) -> dict[str, Callable[[], Tensor]]:
     """
 
     def read(name: str) -> Tensor:
-        tied = bool(read_json(folder / "config.json").get("tie_word_embeddings")) and not keeps_two(folder)
-        tensors, name = LazyTensors(folder), shared_weight(folder) if tied else name
+        tied = bool(read_config(folder).get("tie_word_embeddings")) and not keeps_two(folder)
+        tensors, name = open_tensors(folder), shared_weight(folder) if tied else name
         if name not in tensors:
             raise ValueError(f"{folder}: holds no {name}")
         return tensors[name]

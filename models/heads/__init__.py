@@ -49,6 +49,8 @@ def save_head(
     """
     assert "target_fingerprint" in provenance
     tensors = split_merged(head, head.checkpoint_layout(), head.merged_sizes())
+    if not getattr(head.config, "own_embedding", True):
+        tensors.pop(EMBEDDING, None)
     if dtype is not None:
         tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

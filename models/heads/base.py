@@ -102,9 +102,17 @@ class Head(nn.Module, ABC):
         of depth d - 1 and the token drafted there, at position i + d; that of a parallel head what `mask_slot` says.
         """
 
+    def before_lm_head(self, state: Tensor, depth: int) -> Tensor:
+        """What `step` answered for this depth -> what the LM head of the depth reads, `[..., S]`."""
+        return state
+
     @abstractmethod
+    def lm_head_at(self, depth: int) -> nn.Module:
+        """`[..., S]` -> `[..., Vd]`."""
+
     def logits(self, state: Tensor, depth: int) -> Tensor:
         """What `step` answered for this depth -> `[..., Vd]`."""
+        return self.lm_head_at(depth)(self.before_lm_head(state, depth))
 
     def all_logits(self, state: Tensor, depths: int) -> Tensor:
         """Of a parallel head: `logits` at depths 0 to `depths` - 1 of one state, `[R, S]` -> `[R, depths, Vd]`."""

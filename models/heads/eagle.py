@@ -82,8 +82,8 @@ class EagleHead(Head):
         decode = self._joined.over(attention, self.layers, None, packed=self.fc.packed is not None)
         return decode(x, rotary)[0] if decode else self.layers[0](x, rotary, attention)
 
-    def logits(self, state: Tensor, depth: int) -> Tensor:
-        return self.lm_head(state)
+    def lm_head_at(self, depth: int) -> nn.Module:
+        return self.lm_head
 
     def draft_parts(self) -> DraftParts | None:
         decoder = self._joined.decoder(self.layers, None, packed=self.fc.packed is not None)

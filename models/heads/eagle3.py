@@ -118,8 +118,11 @@ class Eagle3Head(Head):
             x = layer(x, rotary, attention)
         return x if norm is None else norm(x)
 
-    def logits(self, state: Tensor, depth: int) -> Tensor:
-        return self.lm_head(state if self.config.norm_output else self.norm(state))
+    def before_lm_head(self, state: Tensor, depth: int) -> Tensor:
+        return state if self.config.norm_output else self.norm(state)
+
+    def lm_head_at(self, depth: int) -> nn.Module:
+        return self.lm_head
 
     def draft_parts(self) -> DraftParts | None:
         own, after = self.config.layer, self.config.norm_output
@@ -171,14 +174,14 @@ class Eagle3Head(Head):
         ):
             raise ValueError("head.init_from_target=true: needs a head of the target's sizes; set it to false")
         self.lm_head.weight.copy_(target.lm_head.weight[self.target_ids])
-        self.norm.weight.copy_(target.norm.weight)
+        self.norm.weight.copy_(target.norm.scale)
         self.fc.weight[:, -size:].copy_(torch.eye(size))
         attention.qkv_proj.weight[:, size:].copy_(donor.self_attn.qkv_proj.weight)
         attention.o_proj.weight.copy_(donor.self_attn.o_proj.weight)
         if isinstance(donor.mlp, GatedMLP):  # not a mixture of experts
             mlp.load_state_dict(donor.mlp.state_dict())
-        first.hidden_norm.weight.copy_(donor.input_layernorm.weight)
-        first.post_attention_layernorm.weight.copy_(donor.post_attention_layernorm.weight)
+        first.hidden_norm.weight.copy_(donor.input_layernorm.scale)
+        first.post_attention_layernorm.weight.copy_(donor.forward_norm.scale)
 
     def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
         """The tensor names of the speculators format; no d2t/t2d when Vd = V."""

@@ -6,7 +6,7 @@ Readers disagree on the defaults of the norm flags, so each is written out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from models.config import TargetConfig
@@ -17,7 +17,10 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """`layer` holds the decoder layer's sizes; its num_layers counts the head's, its vocab_size is the target's."""
+    """`layer` holds the decoder layer's sizes; its num_layers counts the head's, its vocab_size is the target's.
+
+    `own_embedding`: the token embedding is stored with the head. Without it a reader takes the target's, which it is.
+    """
 
     algorithm: ClassVar[str] = "eagle3"
     speculator: ClassVar[str] = "Eagle3Speculator"
@@ -31,6 +34,7 @@ class Eagle3Config:
     fc_norm: bool = False
     norm_output: bool = False
     embed_requires_grad: bool = False
+    own_embedding: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.draft_vocab_size <= self.layer.vocab_size:
@@ -39,6 +43,8 @@ class Eagle3Config:
             )
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("head.fc_norm=true: excludes head.norm_before_fc=true")
+        if not self.own_embedding and self.embed_requires_grad:
+            raise ValueError("head.own_embedding=false: the head trains its embedding, which is then not the target's")
 
     @classmethod
     def default_layers(cls, target: TargetConfig) -> int:
@@ -110,4 +116,5 @@ class Eagle3Config:
             "num_aux_hidden_states": len(self.aux_layers),
             "target_hidden_size": self.target_hidden_size,
             "embed_requires_grad": self.embed_requires_grad,
+            **({} if self.own_embedding else {"own_embedding": False}),
         }

@@ -23,6 +23,11 @@ def head_layer(target: TargetConfig, **sizes: int | None) -> TargetConfig:
         qk_norm=False,
         windows=(),
         experts=None,
+        activation="silu",
+        centred_norms=False,
+        attention_scale=None,
+        embedding_scale=1.0,
+        local_rope=None,
         **given,
     )
     if layer.num_heads % layer.num_kv_heads:

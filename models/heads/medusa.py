@@ -85,8 +85,11 @@ class MedusaHead(Head):
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
         return state
 
-    def logits(self, state: Tensor, depth: int) -> Tensor:
-        return (self.lm_head if self.config.shared else self.lm_heads[depth])(self.blocks[depth](state))
+    def before_lm_head(self, state: Tensor, depth: int) -> Tensor:
+        return self.blocks[depth](state)
+
+    def lm_head_at(self, depth: int) -> nn.Module:
+        return self.lm_head if self.config.shared else self.lm_heads[depth]
 
     def all_logits(self, state: Tensor, depths: int) -> Tensor:
         if not self._stacks:

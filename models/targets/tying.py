@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from models.checkpoint import open_tensors
+from models.gguf.file import is_gguf
 from models.weights import LazyTensors, equal_values
 
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -19,8 +21,11 @@ log = logging.getLogger("headway.targets")
 def keeps_two(folder: Path) -> bool:
     """Whether a checkpoint whose config ties the two holds an LM head of other values than the embedding.
 
-    Raises ValueError for a broken checkpoint. Weights are read only where both are there.
+    A GGUF file says that it is tied by holding none. Raises ValueError for a broken checkpoint. Weights are read only
+    where both are there.
     """
+    if is_gguf(folder):
+        return False
     names = set(LazyTensors(folder))
     heads = {name for name in names if name.startswith("lm_head.")}
     if not heads or EMBEDDING not in names:
@@ -40,5 +45,5 @@ def keeps_two(folder: Path) -> bool:
 
 def shared_weight(folder: Path) -> str:
     """The tensor of a tied checkpoint that is embedding and LM head. Raises ValueError for a broken checkpoint."""
-    names = LazyTensors(folder)
+    names = open_tensors(folder)
     return LM_HEAD if LM_HEAD in names and EMBEDDING not in names else EMBEDDING

@@ -10,6 +10,8 @@ from huggingface_hub import save_torch_state_dict
 
 from models.chat import TEMPLATE_FOLDER
 from models.config import read_json
+from models.gguf.file import is_gguf
+from models.gguf.folder import write_beside
 from models.quantised.scheme import SECTION
 from models.targets.llama import LlamaTarget
 from models.targets.tying import LM_HEAD
@@ -23,20 +25,27 @@ BESIDE = (
 )  # of a checkpoint folder, besides weights and their index
 
 
-def save_target(target: LlamaTarget, folder: Path) -> None:
-    """Weights that may differ from those at `target.folder`, and all else as it lies there. `folder` is empty.
+def _copy_beside(source: Path, folder: Path) -> None:
+    for pattern in BESIDE:
+        for path in sorted(source.glob(pattern)):
+            if not path.name.endswith(".index.json"):
+                copied = folder / path.relative_to(source)
+                copied.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copied)
 
-    Large targets are written in shards, with their index. A tied LM head is written once, as the embedding.
+
+def save_target(target: LlamaTarget, folder: Path) -> None:
+    """Weights that may differ from those at `target.folder`, and all else as it lies there, or as the GGUF file has it.
+
+    `folder` is empty. Large targets are written in shards, with their index; a tied LM head once, as the embedding.
     """
     layout = dict(target.checkpoint_layout())
     if target.config.tie_word_embeddings:
         layout.pop(LM_HEAD, None)
-    for pattern in BESIDE:
-        for path in sorted(target.folder.glob(pattern)):
-            if not path.name.endswith(".index.json"):
-                copied = folder / path.relative_to(target.folder)
-                copied.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, copied)
+    if is_gguf(target.folder):
+        write_beside(target.folder, folder, target.end_tokens)
+    else:
+        _copy_beside(target.folder, folder)
     config = read_json(folder / "config.json")
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
     config.pop(SECTION, None)  # what is written is what was widened

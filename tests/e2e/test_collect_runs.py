@@ -58,6 +58,10 @@ def test_what_differs_what_was_reached_and_what_is_drawn(runs, tmp_path, capsys)
     assert "| few | 2.50 | yes |" in table
     found["few"]["differs"] |= {"head.name": "eagle", "objective.name": "eagle"}
     assert "| few | `head=eagle` |" in make_tables.by_run(document)
+    only = {name: make_tables.described(run["differs"]) for name, run in found.items()}
+    curves = make_tables.curves_of(found, only, ("head", "steps"), "eagle3")
+    assert {name: len(points) for name, points in curves.items()} == {"eagle3": 3, "eagle": 3}
+    assert list(make_tables.curves_of(found, only, ("data.responses",), "regenerate")) == ["regenerate"]
     make_tables.plot_curves(document, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import make_tables
 from scripts.evaluate import names_of
 from train.trackers import read_metrics
 
@@ -34,8 +35,18 @@ def test_an_evaluation_of_two_files(tiny_target_folder: Path, tiny_head_folder: 
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert ran.returncode == 0, ran.stderr
-    cells = json.loads(ran.stdout.splitlines()[-1])["results"]
+    document = json.loads(ran.stdout.splitlines()[-1])
+    cells = document["results"]
     assert len(cells) == 32
+    templated = [cell for cell in cells if cell["template"] and cell["concurrency"] == 1]
+    table = make_tables.by_shape(document | {"results": templated}).splitlines()
+    assert table[0] == "| drafts | data | τ, T = 0 | τ, T = 0.8 | accepted by position | coverage |"
+    assert [line.split(" | ")[:2] for line in table[2:5]] == [
+        ["| chain 2", own] for own in ("own", "texts", "**mean**")
+    ]
+    taus = [cell["acceptance_length"] for cell in templated if (cell["shape"], cell["temperature"]) == ("chain2", 0)]
+    assert f"| **mean** | **{sum(taus) / 2:.2f}** |" in table[4]
+    assert table[-1] == "Ids equal to plain decoding's: all."
     assert {(cell["data"], cell["prompts"]) for cell in cells} == {("own", 3), ("texts", 2)}
     assert all(cell["identical"] for cell in cells)
     assert all(1 <= cell["acceptance_length"] <= 7 and 0 < cell["coverage"] <= 1 for cell in cells)

@@ -30,6 +30,7 @@ Generate = Callable[..., str]
 def overrides(tiny_target_folder: Path, tiny_head_folder: Path) -> list[str]:
     """The tiny random target stands in for the demo: same tokenizer family, same corpus, a head of its own."""
     return [
+        "model=demo",
         f"model.path={tiny_target_folder}",
         f"head.path={tiny_head_folder}",
         "model.device=cpu",
@@ -38,6 +39,7 @@ def overrides(tiny_target_folder: Path, tiny_head_folder: Path) -> list[str]:
         "num_prompts=3",
         "prompt_tokens=16",
         "ignore_eos=true",
+        "chat=false",  # the tiny target has a template
     ]
 
 
@@ -71,6 +73,18 @@ def test_a_prompt_is_continued_and_a_card_follows(generate: Generate, tiny_targe
     assert re.search(r"tokens +24 in", card)
     for row in ("tokens/s", "acceptance length τ", "acceptance by position", "greedy"):
         assert row in card
+
+
+def test_a_prompt_goes_into_the_template_of_a_model_that_has_one(
+    generate: Generate, tiny_target_folder: Path, tiny_tokenizer: Any
+) -> None:
+    rendered = tiny_tokenizer.render_chat([{"role": "user", "content": "def wrap("}])
+    text = expected_text(tiny_target_folder, rendered)
+    out = generate("prompt='def wrap('", "chat=null")
+    assert out.startswith(rendered + text + "\n")
+    assert re.search(r"prompt +a user's message, in the model's chat template", out)
+    assert re.search(r"memory +weights", out)
+    assert re.search(r"prompt +a plain text\n", generate("prompt='def wrap('"))
 
 
 def test_colour_marks_accepted_tokens_and_changes_nothing_else(generate: Generate) -> None:

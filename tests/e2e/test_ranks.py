@@ -20,7 +20,14 @@ pytestmark = pytest.mark.slow
 
 
 def command(target: Path, head: Path, *extra: str) -> list[str]:
-    overrides = [f"model.path={target}", "model.device=cpu", f"head.path={head}", "prompt=def main(", "seed=1"]
+    overrides = [
+        "model=demo",
+        f"model.path={target}",
+        "model.device=cpu",
+        f"head.path={head}",
+        "prompt=def main(",
+        "seed=1",
+    ]
     return ["infer/generate.py", *overrides, "temperature=0.8", "ignore_eos=true", "engine.max_batch=4", *extra]
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from infer.cli import compose
 from infer.config import BenchConfig, ServedConfig
+from models.tokenizer import Tokenizer
 from scripts import make_tables
 from scripts.bench import agreeing
 from scripts.bench_prompts import read_prompts
@@ -79,13 +80,21 @@ def test_results_of_other_settings_are_not_added_to(tmp_path: Path) -> None:
         earlier(tmp_path / "x.json", before | {"capacity": 3.0})
 
 
-def test_prompts_of_a_file_are_cut(tiny_tokenizer: object, tmp_path: Path) -> None:
-    rows = [{"question": "x" * 40 + str(number)} for number in range(3)] + [{"question": "y"}]
-    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    options = [f"file={tmp_path / 'asked.jsonl'}", "columns={prompt: question}", "prompt_tokens=16"]
-    prompts = read_prompts(compose("bench", BenchConfig, [*options, "num_prompts=4"]), tiny_tokenizer)
-    assert sorted(map(len, prompts))[1:] == [16, 16, 16]
-    with pytest.raises(ValueError, match=r"holds 4 prompts; num_prompts=5 are asked for"):
+def test_prompts_come_from_the_files_in_turn(tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Conversations whole or not at all, texts cut."""
+    for name, rows in {
+        "asked": [{"question": "x" * 400}, *({"question": f"x{number}"} for number in range(2))],
+        "texts": [{"text": f"{number} " + "y " * 400} for number in range(2)],
+    }.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    chats = [tiny_tokenizer.apply_chat_template([{"role": "user", "content": f"x{number}"}]) for number in range(2)]
+    longest = max(map(len, chats))
+    files = f"files=[{tmp_path / 'asked.jsonl'},{tmp_path / 'texts.jsonl'}]"
+    options = [files, "columns={prompt: question}", f"prompt_tokens={longest}"]
+    prompts = read_prompts(compose("bench", BenchConfig, [*options, "num_prompts=3"]), tiny_tokenizer)
+    assert sorted(prompts[::2]) == sorted(chats)
+    assert [len(prompts), len(prompts[1])] == [3, longest]
+    with pytest.raises(ValueError, match=r"asked\.jsonl\]: holds 2 prompts of up to \d+ tokens; num_prompts=5 needs 3"):
         read_prompts(compose("bench", BenchConfig, [*options, "num_prompts=5"]), tiny_tokenizer)
 
 

@@ -27,6 +27,7 @@ from tests.formats.sources import SOURCES
 def test_generate_takes_the_folder_as_it_is(tmp_path, capsys, tiny_target_folder, name):
     source = SOURCES[name]
     words = [
+        "model=demo",
         f"model.path={tiny_target_folder}",
         "model.device=cpu",
         f"head={source.head}",
@@ -96,7 +97,7 @@ def test_an_lm_head_that_is_not_there_is_the_targets(tmp_path, capsys, make_targ
     assert torch.equal(load_head(tmp_path / "ours").lm_head.weight, target.lm_head.weight)
     with pytest.raises(ValueError, match=r"(?s)not in the checkpoint, which shares the target's.*--verifier"):
         render(FORMATS["headway"], read_head(folder, target=target))
-    words = [f"model.path={tiny_target_folder}", "model.device=cpu", "head=eagle3", f"head.path={folder}"]
+    words = ["model=demo", f"model.path={tiny_target_folder}", "model.device=cpu", "head=eagle3", f"head.path={folder}"]
     run(compose("generate", GenerateConfig, [*words, "compare=true", "num_prompts=1", "max_tokens=8"]))
     assert "acceptance" in capsys.readouterr().out
 

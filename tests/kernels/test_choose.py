@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from kernels.choose import ChoiceParameters, choice_keys, choose, choose_best, restrict
+from kernels.choose import ChoiceParameters, choice_keys, choose, choose_best, logprobs, restrict
 from kernels.cpu.library import library
 from kernels.noise import gumbel_noise
+from tests.kernels.gemma_rows import float64_keys, gemma_rows, ranked
 from tests.laws import Z, chi_square_excess, sampling_law
 
 
@@ -153,3 +154,22 @@ def test_min_p_leaves_out_what_is_less_likely_than_its_share_of_the_likeliest():
     assert (out > -torch.inf).sum(1).tolist() == [4, 3, 1]
     both = restrict(probability.log(), torch.tensor([0, 2, 0]), torch.tensor([1.0, 1.0, 0.5]), torch.full((3,), 0.2))
     assert (both > -torch.inf).sum(1).tolist() == [3, 2, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_vocabulary_of_gemmas_size(dtype):
+    logits, asked, positions, ids = gemma_rows(dtype)
+    keys = float64_keys(logits, asked, positions, ids)
+    plain = torch.tensor([0, 1, 2])  # rows that nothing restricts, which the kernel in C takes
+    unrestricted = asked.rows(plain)
+    unrestricted.restricts = False
+    assert choose(logits[plain], unrestricted, positions[plain], ids).tolist() == ranked(keys[plain])[:, 0].tolist()
+    assert choose(logits, asked, positions, ids).tolist() == ranked(keys)[:, 0].tolist()
+    columns, log_p = choose_best(logits[plain], unrestricted, positions[plain], ids, 8)
+    assert torch.equal(columns, ranked(keys[plain])[:, :8])
+    torch.testing.assert_close(log_p.double(), keys[plain].log_softmax(-1).gather(1, columns), atol=1e-4, rtol=0)
+    own, rank, top, values = logprobs(logits, columns[0, :1].expand(len(logits)), 5)
+    wanted = logits.double().log_softmax(-1)
+    torch.testing.assert_close(own.double(), wanted[:, columns[0, 0]], atol=1e-4, rtol=0)
+    assert rank.tolist() == ((wanted > wanted[:, columns[0, :1]]).sum(1) + 1).tolist()
+    torch.testing.assert_close(values.double(), wanted.gather(1, top), atol=1e-4, rtol=0)

@@ -51,6 +51,16 @@ def test_rms_norm(in_c, dtype, shape):
 
 
 @torch.no_grad()
+def test_a_centred_norm_scales_by_one_more_and_rounds_once(in_c, dtype):
+    x, weight = torch.randn(5, 256).to(dtype) * 3, torch.randn(256).to(dtype)
+    expected = F.rms_norm(x.double(), (256,), 1 + weight.double(), 1e-6)
+    actual = elementwise.rms_norm(x, weight, 1e-6, centred=True)
+    close(actual, expected, dtype)
+    if dtype is torch.bfloat16:  # as near as the dtype allows, for all but what lies at the middle of two values
+        assert (actual == expected.to(dtype)).float().mean() > 0.99
+
+
+@torch.no_grad()
 def test_rms_norm_of_rows_that_lie_apart(in_c, dtype):
     wide, weight = torch.randn(6, 96).to(dtype), torch.randn(32).to(dtype)
     x = wide[:, 32:64]
@@ -65,6 +75,17 @@ def test_silu_mul(in_c, dtype, spread):
     actual = elementwise.silu_mul(x)
     assert actual.isfinite().all()
     close(actual, F.silu(gate) * up, dtype)
+
+
+@pytest.mark.parametrize("spread", [1.0, 200.0])
+@torch.no_grad()
+def test_gelu_mul(in_c, dtype, spread):
+    x = (torch.randn(7, 64) * spread).to(dtype)
+    gate, up = x.double().chunk(2, -1)
+    actual = elementwise.gelu_mul(x)
+    assert actual.isfinite().all()
+    close(actual, F.gelu(gate, approximate="tanh") * up, dtype)
+    assert torch.equal(elementwise.gelu_mul(x[4:5]), actual[4:5])
 
 
 @torch.no_grad()
@@ -91,6 +112,10 @@ def test_with_gradients_it_is_torch():
     elementwise.rms_norm(x, weight, 1e-5).sum().backward()
     assert x.grad is not None
     elementwise.silu_mul(x).sum().backward()
+    centred = elementwise.rms_norm(x, weight, 1e-5, centred=True)
+    torch.testing.assert_close(centred, F.rms_norm(x, (32,), 1 + weight, 1e-5))
+    gate, up = x.chunk(2, -1)
+    torch.testing.assert_close(elementwise.gelu_mul(x), F.gelu(gate, approximate="tanh") * up)
 
 
 @torch.no_grad()

@@ -55,6 +55,7 @@ def make_engine(tiny_target_folder, tiny_head_folder, trained_head_folder, make_
         tokenizer=None,
         head=None,
         timer=time.perf_counter,
+        profile=True,
         **config,
     ):
         target = load_target(str(tiny_target_folder), dtype=dtype)
@@ -74,6 +75,7 @@ def make_engine(tiny_target_folder, tiny_head_folder, trained_head_folder, make_
             config=EngineConfig(**config),
             proposer_config=drafting,
             timer=timer,
+            profile=profile,
         )
 
     return make

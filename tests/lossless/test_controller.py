@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -263,7 +264,7 @@ class Ticking:
 
 
 def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("infer.adaptive.cache_folder", lambda: tmp_path)
     few = [prompt for prompt in prompts if len(prompt) < 100]
     timer = Ticking(1e-3)
     engine = make_engine(proposer="none", max_batch=8, timer=timer)
@@ -303,6 +304,76 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     assert engine._planner.costs is costs  # with what steps have taught
     assert engine._planner.survival is controller.survival
     assert engine._head.confidence is controller.confidence
+
+
+def test_a_machine_that_cannot_be_measured_begins_plain_and_learns(make_engine, prompts, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("infer.adaptive.cache_folder", lambda: tmp_path)
+    few = prompts[-2:]  # which repeat themselves
+    timer = Ticking(2.0)  # seconds a reading: no start would wait for it
+    engine = make_engine(proposer="none", max_batch=2, timer=timer)
+    plain = [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)]
+    engine.set_proposer("ngram", config=ProposerConfig(name="auto", adaptive=True, max_draft_tokens=4))
+    assert re.search(r"not measured \(.*\): nothing is drafted until steps have shown", capfd.readouterr().err)
+    assert list(tmp_path.rglob("costs-*")) == []
+    assert not engine.profile_due  # it was tried
+    costs = engine._planner.costs
+    assert costs.guessed
+    assert engine.costs is None
+    assert ids(engine.generate(few, replace(GREEDY, max_tokens=4))) == [own[:4] for own in plain[0]]
+    assert engine.stats.speculation.drafted == 0
+
+    for _ in range(40):
+        assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
+        if not costs.guessed:
+            break
+    else:
+        pytest.fail("drafts on trial have taught nothing")
+    assert engine.stats.speculation.drafted > 0
+    assert costs.plain(1) > timer.tick  # a guessed step takes one second
+    assert engine.costs is costs.table
+    assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
+    assert_nothing_left(engine)
+
+
+class Called(Exception):
+    """Somebody asks for something, while step costs are measured."""
+
+
+def test_what_steps_cost_can_be_measured_after_the_start(make_engine, prompts, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("infer.adaptive.cache_folder", lambda: tmp_path)
+    few, adaptive = prompts[4:6], {"adaptive": True}
+    plain = [ids(make_engine(proposer="none").generate(few, params)) for params in (GREEDY, SAMPLED)]
+    engine = make_engine(shape=adaptive, max_batch=2, timer=Ticking(1e-3), profile=False)
+    assert engine.profile_due
+    assert engine._planner.costs.guessed
+    assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
+
+    before, stats, calls = engine._planner, engine.stats.generation_tokens, 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 20:
+            raise Called
+
+    with pytest.raises(Called):
+        engine.profile(check)
+    assert engine.profile_due
+    assert engine._planner is before
+    assert engine._head.confidence is before.confidence is not None
+    assert engine.stats.generation_tokens == stats
+    assert_nothing_left(engine)
+    assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
+
+    engine.profile()
+    assert not engine.profile_due
+    assert engine.costs.batches == (1, 2)
+    assert engine._planner.survival is before.survival
+    assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
+    later = make_engine(shape=adaptive, max_batch=2, timer=Ticking(1e-3), profile=False)
+    assert not later.profile_due  # the table was kept
+    assert later.costs == engine.costs
+    assert "measure" not in capfd.readouterr().err
 
 
 def test_reading_again_fills_a_drafters_layers(make_engine, prompts):

@@ -127,10 +127,14 @@ FAMILIES = {
         "Qwen3MoeConfig",
         {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"head_dim": 32, "intermediate_size": 96, "sliding_window": 8, "sliding_window_pattern": 2},
+    ),
 }
 
 
-@pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, ("float32", "bfloat16"), strict=True)])
+@pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, ("float32", "bfloat16", "bfloat16"), strict=True)])
 def test_other_families(tiny_target_folder, tmp_path, family, dtype):
     folder = make_family(family, tiny_target_folder, tmp_path)
     wanted = answer(load(folder, dtype, 1, "none"))

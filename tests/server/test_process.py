@@ -31,7 +31,7 @@ CANARY = "zebra crossing at midnight"
 
 
 def command(folder: Path | str, *extra: str) -> list[str]:
-    overrides = ["model.name=tiny", f"model.path={folder}", "head=none", "engine.max_batch=4", "server.port=0"]
+    overrides = [f"model={folder}", "model.name=tiny", "head=none", "engine.max_batch=4", "server.port=0"]
     return [sys.executable, "infer/serve.py", *overrides, *extra]
 
 
@@ -249,10 +249,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
 
 
-def test_a_port_in_use_is_one_line_before_anything_loads() -> None:
+def test_a_port_in_use_is_one_line_before_anything_loads(tmp_path: Path) -> None:
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        result = run(*command("/nowhere", f"server.port={port}"))
+        result = run(*command(tmp_path, f"server.port={port}"))  # which holds no model
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infer.generate import prompt_ids
+from infer.prompts import prompt_ids
 from models.tokenizer import Tokenizer
 from tests.chats import ANSWER, CONVERSATIONS, LOOK, RESULT, TEMPLATES, USER, calling, with_templates
 from tests.server.harness import MODEL, Server
@@ -115,8 +115,11 @@ def test_chats_responses_and_generate_have_the_same_prompt(server: Server, speak
     assert counted["usage"]["input_tokens"] == len(expected)
     assert prompt_ids(USER["content"], tokenizer, chat=True) == expected
     assert prompt_ids(USER["content"], tokenizer, chat=False) == tokenizer.encode(USER["content"])
+    assert prompt_ids(USER["content"], tokenizer, chat=None) == expected
+    plain = Tokenizer(tokenizer.backend)
+    assert prompt_ids(USER["content"], plain, chat=None) == plain.encode(USER["content"])
     with pytest.raises(ValueError, match="chat=true: .*has no chat template"):
-        prompt_ids("x", Tokenizer(tokenizer.backend), chat=True)
+        prompt_ids("x", plain, chat=True)
 
 
 def test_tools_keep_the_order_in_which_they_were_sent(server: Server, speak: Any, tmp_path: Path) -> None:

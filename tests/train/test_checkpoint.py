@@ -91,6 +91,25 @@ def test_the_best_is_kept_beside_them(tmp_path: Path) -> None:
         best_checkpoint(tmp_path)
 
 
+def test_returning_to_the_stable_one_keeps_the_best(tmp_path: Path) -> None:
+    module, optimizer = make(0)
+    for step in range(1, 7):
+        save(tmp_path, step, module, optimizer, {"best": step}, keep=2, best=step == 5, stable=step == 3)
+    stable = checkpoint.stable_checkpoint(tmp_path)
+    assert stable == tmp_path / "step-000003"
+    checkpoint.return_to(stable)
+    assert latest_checkpoint(tmp_path) == stable
+    assert best_checkpoint(tmp_path) == tmp_path / "aside-step-000005"
+    assert sorted(path.name for path in tmp_path.glob("*step-*")) == ["aside-step-000005", "step-000003"]
+    for step in (4, 5, 6):
+        save(tmp_path, step, module, optimizer, {}, keep=1)
+    assert sorted(path.name for path in tmp_path.glob("*step-*")) == [
+        "aside-step-000005", "step-000003", "step-000006",
+    ]  # fmt: skip
+    save(tmp_path, 7, module, optimizer, {}, keep=1, best=True)
+    assert sorted(path.name for path in tmp_path.glob("*step-*")) == ["step-000003", "step-000007"]
+
+
 def test_writing_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     module, optimizer = make(0)
     for tokens in (1, 2):

@@ -198,7 +198,9 @@ class DenseAttention:
     def __init__(self, seen: Tensor) -> None:
         self.seen = seen
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
+    ) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         groups = q.shape[1] // k.shape[1]
         out = F.scaled_dot_product_attention(q, repeat_kv(k, groups), repeat_kv(v, groups), attn_mask=self.seen)

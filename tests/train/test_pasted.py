@@ -85,9 +85,7 @@ def test_the_cards_commands_serve_it_once_they_are_filled_in(
     config = serve_config(shlex.join(filled))
     assert config.head.folder(config.output_dir, config.model.name) == export
     _, script, *words = shlex.split(compare.replace(TARGET_FOLDER, "X").replace(HEAD_FOLDER, "Y"))
-    words = [
-        {"model.path=X": f"model.path={target}", "head.path=Y": f"head.path={export}"}.get(word, word) for word in words
-    ]
+    words = [{"model=X": f"model={target}", "head.path=Y": f"head.path={export}"}.get(word, word) for word in words]
     monkeypatch.setattr(sys, "argv", [script, *words, "prompt=a b", "max_tokens=4", "proposer.adaptive=false"])
     generate.main()
     assert "acceptance" in capsys.readouterr().out
@@ -132,8 +130,9 @@ def test_places_in_any_text_of_a_record_are_renamed() -> None:
         ),
         (
             ModelConfig("mine", "owner/name", device="cpu"),
-            ["model=demo", "model.name=mine", "model.path=owner/name", "model.device=cpu"],
+            ["model=owner/name", "model.name=mine", "model.dtype=float32", "model.device=cpu"],
         ),
+        (ModelConfig("name", "owner/name", dtype="auto"), ["model=owner/name"]),
     ],
 )
 def test_the_words_of_a_model_give_it_again(model: ModelConfig, words: list[str]) -> None:

@@ -69,7 +69,7 @@ def test_what_cannot_work_is_refused(settings: list[str], monkeypatch: pytest.Mo
         patch.setattr(module.shutil, "disk_usage", lambda path: module.shutil._ntuple_diskusage(10, 0, 10))
         with pytest.raises(ValueError, match=r"disk: .* GB are needed at most, .* give another output_dir="):
             check(settings)
-    with pytest.raises(ValueError, match=r"model.path=no-such-folder: no such folder"):
+    with pytest.raises(ValueError, match=r"model=no-such-folder: no such folder"):
         check(settings, "model.path=no-such-folder")
 
 

@@ -81,6 +81,10 @@ def test_interrupted_in_every_way_it_is_the_same_head(
     whole = [row for row in read_metrics(elsewhere / "steady") if "train/loss" in row]
     torn = [row for row in read_metrics(folder) if "train/loss" in row]
     assert [(row["step"], row["train/loss"]) for row in torn] == [(row["step"], row["train/loss"]) for row in whole]
+    counts = [0.0, *(row["train/tokens"] for row in torn)]
+    each = [(b - a) / row["train/tokens_per_s"] for a, b, row in zip(counts, counts[1:], torn, strict=False)]
+    record = json.loads((tmp_path / "heads" / "demo" / "eagle3" / "provenance.json").read_text())
+    assert record["seconds"] == pytest.approx(sum(each), abs=0.06)  # of the updates of all three processes
 
 
 def test_a_stop_at_a_step_that_is_left_out_loses_nothing(

@@ -167,7 +167,7 @@ def test_medusa_2_publishes_a_target_and_its_head(
     assert (first["eval/target_kl"], first["eval/target_same_tokens"]) == (pytest.approx(0, abs=1e-6), 1.0)
     assert last["eval/target_kl"] > 1e-5
     card = (head / "README.md").read_text()
-    assert f"model=demo model.name=demo-medusa-2 'model.path={TARGET_FOLDER}'" in card
+    assert f"'model={TARGET_FOLDER}' model.name=demo-medusa-2 model.dtype=float32" in card
     assert f"KL {last['eval/target_kl']:.4f} nats" in card
     assert f"KL {last['eval/target_kl']:.4f} nats" in (folder / "README.md").read_text()
 
@@ -181,7 +181,7 @@ def test_medusa_2_publishes_a_target_and_its_head(
     torch.testing.assert_close(logits, theirs, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(logits, old, atol=1e-3)
 
-    words = [f"model.path={folder}", "model.name=demo-medusa-2", f"output_dir={tmp_path}", "head=medusa"]
+    words = [f"model={folder}", "model.name=demo-medusa-2", f"output_dir={tmp_path}", "head=medusa"]
     config = compose("generate", GenerateConfig, words)
     engine = Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
     assert engine.proposer_name == "head"
@@ -411,9 +411,9 @@ def test_the_command_to_resume_can_be_pasted() -> None:
 def test_missing_weights_and_unknown_models_are_named(settings: list[str], tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ValueError, match=r"model.path=.*empty: the folder has no config.json"):
+    with pytest.raises(ValueError, match=r"model=.*empty: the folder has no config.json"):
         run(settings, f"model.path={empty}")
-    with pytest.raises(ValueError, match=r"model.path=no-such-folder: no such folder"):
+    with pytest.raises(ValueError, match=r"model=no-such-folder: no such folder"):
         run(settings, "model.path=no-such-folder")
 
 

@@ -26,6 +26,8 @@ from tests.unit.reference import (
 )
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LOCAL, LINEAR = {"rope_type": "default", "rope_theta": 500.0}, {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+GEMMA = {"head_dim": 32, "sliding_window": 24, "tie_word_embeddings": True, "sliding_window_pattern": 2}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
@@ -34,6 +36,18 @@ FAMILIES = {
     "qwen2 window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "qwen3 biased, yarn": ("Qwen3Config", {"head_dim": 32, "attention_bias": True, "rope_parameters": YARN}),
+    "gemma3": ("Gemma3TextConfig", {**GEMMA, "query_pre_attn_scalar": 24}),
+    "gemma3 of heads of 256, linear": (
+        "Gemma3TextConfig",
+        {
+            **GEMMA,
+            "head_dim": 256,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL},
+        },
+    ),
     "qwen3 moe": ("Qwen3MoeConfig", {"head_dim": 32, "norm_topk_prob": True, **EXPERTS}),
     "qwen3 moe, weights as they are": ("Qwen3MoeConfig", {"head_dim": 32, "norm_topk_prob": False, **EXPERTS}),
 }
@@ -167,6 +181,15 @@ def edit(folder, tmp_path, **changes):
         ("qwen3 moe", {"num_local_experts": None}, "num_experts is missing"),
         ("qwen3 moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
         ("qwen2", {"use_sliding_window": True, "layer_types": ["round_attention"] * 4}, "layer_types"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0: soft caps"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0: soft caps"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+        ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+        ("gemma3", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters="),
+        ("gemma3", {"layer_types": ["sliding_attention"]}, "layer_types="),
+        ("gemma3", {"sliding_window": None}, "sliding_window=None"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+        ("gemma3", {"architectures": ["Gemma3ForConditionalGeneration"]}, "text model alone"),
         ("qwen2", {"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported"),
     ],
 )
@@ -179,5 +202,5 @@ def test_every_architecture_is_tested():
     import transformers
 
     kinds = {getattr(transformers, kind).model_type for kind, _ in FAMILIES.values()}
-    assert {"llama", *kinds} == {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"}
-    assert len(ARCHITECTURES) == 5
+    assert {"llama", *kinds} == {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"}
+    assert len(ARCHITECTURES) == 6

@@ -127,6 +127,16 @@ def test_medusa_maps_to_absolute_ids(tiny_target, tmp_path):
     assert torch.equal(head.draft_to_target(torch.arange(DRAFT_VOCAB)), token_map)
 
 
+def test_an_embedding_that_is_the_targets_is_not_stored(tiny_target, tmp_path):
+    head = make_head(tiny_target, "eagle3, the target's embedding")
+    folder = write(head, tmp_path / "head", tiny_target)
+    assert "embed_tokens.weight" not in load_file(folder / "model.safetensors")
+    loaded = load_head(folder, target=tiny_target)
+    assert torch.equal(loaded.get_parameter("embed_tokens.weight"), tiny_target.embedding_weight)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is not there, the head shares its target's"):
+        load_head(folder)
+
+
 FLAGS = {
     "eagle": ("bias", "own_embedding"),
     "p-eagle": ("mask_token_id", "num_depths", "norm_before_residual", "embed_requires_grad"),
@@ -244,7 +254,7 @@ def test_sizes_of_its_own_cannot_start_from_the_target(tiny_target):
 
 
 def test_every_head_has_a_config_group():
-    assert set(SCHEMAS["head"]) == {*HEADS, "none"}
+    assert set(SCHEMAS["head"]) == {*HEADS, "none", "auto"}
     assert all(issubclass(SCHEMAS["head"][name], NewHeadConfig) for name in HEADS)
 
 

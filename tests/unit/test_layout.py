@@ -24,6 +24,7 @@ MAY_IMPORT = {
 ENTRY_POINTS = (
     "train/run.py",
     "infer/serve.py",
+    "infer/chat.py",
     "infer/generate.py",
     "infer/follower.py",
     "scripts/bench.py",

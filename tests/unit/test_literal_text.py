@@ -111,7 +111,8 @@ def test_the_command_generates_from_what_was_typed(
 ) -> None:
     from infer import generate
 
-    words = [f"model.path={tiny_target_folder}", "model.device=cpu", "head=none", "proposer=none", "max_tokens=2"]
+    words = [f"model={tiny_target_folder}", "model.device=cpu", "head=none", "proposer=none", "max_tokens=2"]
+    words.append("chat=false")
     monkeypatch.setattr(sys, "argv", ["infer/generate.py", *words, f"prompt={text}"])
     generate.main()
     assert capsys.readouterr().out.startswith(text)

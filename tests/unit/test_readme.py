@@ -22,6 +22,7 @@ README = TEXTS["README.md"]
 SCHEMAS = {
     "train/run.py": ("train", train_config.TrainConfig),
     "infer/serve.py": ("serve", infer_config.ServeConfig),
+    "infer/chat.py": ("chat", infer_config.ChatConfig),
     "infer/generate.py": ("generate", infer_config.GenerateConfig),
     "scripts/bench.py": ("bench", infer_config.BenchConfig),
     "scripts/served.py": ("served", infer_config.ServedConfig),

@@ -1,7 +1,7 @@
 """What all objectives share: which slot is compared with what at which depth, and the sums that a loss is made of.
 
-An objective says what a slot costs (`costs`), and, if need be, which slots a depth looks at (`columns`). Sums and not
-means: accumulated and distributed batches add up to the loss of one large batch.
+An objective says what a slot costs (`loss`, `share`, `state_costs`), and, if need be, which slots a depth looks at
+(`columns`). Sums and not means: accumulated and distributed batches add up to the loss of one large batch.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from kernels import vocabulary
+from kernels.cpu.library import KINDS
 from models.heads.base import Head
-from models.layers import GatedMLP
+from models.layers import GatedMLP, Linear
+from models.targets.llama import LlamaTarget
 from train import alignment
 from train.data import Batch
 from train.draft_states import draft_states
@@ -25,8 +28,11 @@ from train.features import Features
 from train.objective_config import ObjectiveConfig
 from train.objectives import teacher as teaching
 from train.objectives.fused import chunked_sums
-from train.objectives.losses import agreement, overlap
+from train.objectives.losses import agreement, overlap, slot_losses
+from train.objectives.narrow import NarrowWeights, is_plain
 from train.objectives.teacher import Teacher
+
+NATIVE_LOSSES = ("kl", "ce", "label")
 
 
 class StepSums(NamedTuple):
@@ -49,6 +55,7 @@ class Objective(nn.Module):
         steps = config.steps or head.config.max_depth
         assert steps is not None, "a head without a number of depths needs objective.steps"
         self.steps: int = steps
+        self._narrow = NarrowWeights()
         if config.checkpointing:
             for module in head.modules():
                 if isinstance(module, GatedMLP):  # attention keeps the keys of earlier steps, and must not run twice
@@ -70,9 +77,44 @@ class Objective(nn.Module):
             return self.config.fused
         return next(self.head.parameters()).device.type == "cuda"
 
-    def costs(self, logits: Tensor, states: Tensor, teacher: Teacher, depth: int) -> Tensor:
-        """`[N]`: what N slots cost at this depth; logits `[N, Vd]`, states `[N, S]`, as many rows of the teacher."""
-        raise NotImplementedError
+    @property
+    def native(self) -> bool:
+        """Whether LM head and loss are one kernel (kernels/vocabulary.py), for which the teacher's logits are kept."""
+        parameter = next(self.head.parameters())
+        return (
+            self.config.fused is None
+            and self.loss in NATIVE_LOSSES
+            and vocabulary.supported(parameter.device, parameter.dtype)
+            and all(is_plain(self.head.lm_head_at(depth)) for depth in range(self.steps))
+        )
+
+    def teach(self, target: LlamaTarget, hidden: Tensor, batch: Batch) -> Teacher:
+        """What this objective reads of the target, from its last hidden states `[B, T, H]`."""
+        if self.native and hidden.dtype in KINDS:
+            return teaching.teach_logits(target, hidden, batch, self.head.target_ids)
+        return teaching.teach(target, hidden, batch, self.head.target_ids, keep=not self.fused)
+
+    @property
+    def loss(self) -> str:
+        """Of the logits, as losses.slot_losses has it."""
+        return "kl"
+
+    def share(self, teacher: Teacher) -> Tensor:
+        """`[N]`: what a slot's loss of the logits counts, one by default."""
+        return torch.ones_like(teacher.mass)
+
+    def logit_costs(self, logits: Tensor, teacher: Teacher) -> Tensor:
+        """`[N]`: that loss, of logits `[N, Vd]`."""
+        return slot_losses(self.loss, logits, teacher)
+
+    def state_costs(self, states: Tensor, teacher: Teacher) -> Tensor | None:
+        """`[N]`: what the states `[N, S]` cost themselves; None if nothing."""
+        return None
+
+    def costs(self, logits: Tensor, states: Tensor, teacher: Teacher) -> Tensor:
+        """`[N]`: what N slots cost; logits `[N, Vd]`, states `[N, S]`, as many rows of the teacher."""
+        costs, others = self.share(teacher) * self.logit_costs(logits, teacher), self.state_costs(states, teacher)
+        return costs if others is None else costs + others
 
     def columns(self, first: int, length: int, generator: torch.Generator) -> Sequence[Tensor] | None:
         """The slots that each depth is trained on, nested; None for all of them."""
@@ -99,6 +141,7 @@ class Objective(nn.Module):
         without one, as in evaluation, nothing is. `progress`: the share of the run that is done, for objectives that
         train in stages; 0 asks for the head alone.
         """
+        self._narrow.renew()
         masks = alignment.step_masks(batch.assistant, self.steps)  # [K, B, T]
         weights, _ = slot_weights(masks, self.config.reduction, batch.starts)
         length = masks.shape[2]
@@ -137,6 +180,8 @@ class Objective(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Sums of weighted cost, cost, correct and overlap over the slots `states [N, S]`, taught by `rows [N]`."""
         size = max(1, teaching.CHUNK_ELEMENTS // self.head.config.draft_vocab_size)
+        if teacher.logits is not None and self.native:
+            return self._compare_native(states, weights, teacher.rows(rows), depth, metrics)
         if self.fused:
             compare = partial(self._compare_chunk, teacher=teacher, depth=depth, metrics=metrics)
             return chunked_sums(compare, states, weights, rows, size, self.head.parameters())
@@ -149,13 +194,33 @@ class Objective(nn.Module):
         ]
         return tuple(torch.stack(column).sum(0) for column in zip(*parts, strict=True))
 
+    def _compare_native(
+        self, states: Tensor, weights: Tensor, teacher: Teacher, depth: int, metrics: bool
+    ) -> tuple[Tensor, ...]:
+        assert teacher.logits is not None
+        x, weight = self.head.before_lm_head(states, depth), cast(Linear, self.head.lm_head_at(depth)).weight
+        label = {"kl": None, "ce": teacher.draft_choice, "label": teacher.label}[self.loss]
+        share = self.share(teacher)
+        costs = vocabulary.linear_loss(
+            x, weight, weights * share, *teacher.logits, label, narrow=self._narrow(weight), overlap=metrics
+        )
+        others = self.state_costs(states.float(), teacher)
+        loss, cost = costs.total, (share * costs.cost).sum()
+        if others is not None:
+            loss, cost = loss + (others * weights).sum(), cost + others.detach().sum()
+        if not metrics:
+            return loss, cost, cost.new_zeros(()), cost.new_zeros(())
+        assert costs.overlap is not None
+        correct = (costs.best == teacher.draft_choice) & teacher.in_vocab
+        return loss, cost, correct.sum().float(), costs.overlap.sum()
+
     def _compare_chunk(
         self, states: Tensor, weights: Tensor, rows: Tensor, teacher: Teacher, depth: int, metrics: bool
     ) -> tuple[Tensor, ...]:
         teacher = teacher.rows(rows).whole()
         logits = self.head.logits(states, depth).float()  # [N, Vd]
         with in_fp32(logits.device.type):
-            costs = self.costs(logits, states.float(), teacher, depth)
+            costs = self.costs(logits, states.float(), teacher)
             zero = costs.new_zeros(())
             if not metrics:
                 return (costs * weights).sum(), costs.sum(), zero, zero

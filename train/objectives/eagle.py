@@ -6,12 +6,12 @@ With more than one step the head also runs on its own predictions, under the att
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from train.objective_config import EagleObjectiveConfig
 from train.objectives.base import Objective
-from train.objectives.losses import slot_losses
 from train.objectives.teacher import Teacher
 
 
@@ -20,7 +20,9 @@ class FeatureRegression(Objective):
 
     config: EagleObjectiveConfig
 
-    def costs(self, logits: Tensor, states: Tensor, teacher: Teacher, depth: int) -> Tensor:
+    def share(self, teacher: Teacher) -> Tensor:  # KL: the cross-entropy less the target's own entropy
+        return torch.full_like(teacher.mass, self.config.distribution_weight)
+
+    def state_costs(self, states: Tensor, teacher: Teacher) -> Tensor:
         distance = F.smooth_l1_loss(states, teacher.hidden.float(), reduction="none").mean(-1)
-        soft = slot_losses("kl", logits, teacher)  # the cross-entropy less the target's own entropy
-        return self.config.regression_weight * distance + self.config.distribution_weight * soft
+        return self.config.regression_weight * distance

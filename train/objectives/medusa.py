@@ -24,17 +24,19 @@ from train.features import Features, target_features
 from train.objective_config import Medusa2ObjectiveConfig, MedusaObjectiveConfig
 from train.objectives import teacher as teaching
 from train.objectives.base import Objective, StepSums, slot_weights
-from train.objectives.losses import SoftCrossEntropy, slot_losses
+from train.objectives.losses import SoftCrossEntropy
 from train.objectives.teacher import Teacher
 
 
 class MedusaHeads(Objective):
     config: MedusaObjectiveConfig
 
-    def costs(self, logits: Tensor, states: Tensor, teacher: Teacher, depth: int) -> Tensor:
-        if self.config.labels == "hard":
-            return slot_losses("label", logits, teacher)
-        return slot_losses("kl", logits, teacher) * teacher.in_vocab
+    @property
+    def loss(self) -> str:
+        return "label" if self.config.labels == "hard" else "kl"
+
+    def share(self, teacher: Teacher) -> Tensor:
+        return super().share(teacher) if self.config.labels == "hard" else teacher.in_vocab.float()
 
 
 class MedusaTogether(MedusaHeads):

@@ -14,16 +14,18 @@ from torch import Tensor
 from train import alignment
 from train.objective_config import PEagleObjectiveConfig
 from train.objectives.base import Objective
-from train.objectives.losses import slot_losses
 from train.objectives.teacher import Teacher
 
 
 class ParallelDrafting(Objective):
     config: PEagleObjectiveConfig
 
-    def costs(self, logits: Tensor, states: Tensor, teacher: Teacher, depth: int) -> Tensor:
-        costs = slot_losses(self.config.loss, logits, teacher)
-        return costs * teacher.in_vocab if self.config.drop_out_of_vocab else costs
+    @property
+    def loss(self) -> str:
+        return self.config.loss
+
+    def share(self, teacher: Teacher) -> Tensor:
+        return teacher.in_vocab.float() if self.config.drop_out_of_vocab else super().share(teacher)
 
     def columns(self, first: int, length: int, generator: torch.Generator) -> Sequence[Tensor]:
         sizes = alignment.sample_sizes(length - first, self.steps, self.config.ratio, self.config.min_ratio)

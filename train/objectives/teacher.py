@@ -9,12 +9,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels import vocabulary
+from kernels.vocabulary import TeacherLogits
 from models.targets.llama import LlamaTarget
 from train import alignment
 from train.data import Batch
 from train.features import TopTokens
 
 CHUNK_ELEMENTS = 2**26  # logits held at once: 256 MB in fp32
+
+
+class SharedLogits(NamedTuple):
+    """Logits that are picked by row when they are read, and never copied."""
+
+    logits: TeacherLogits  # of all rows
+    rows: Tensor  # int64 [R], those meant here
 
 
 class Teacher(NamedTuple):
@@ -29,11 +38,13 @@ class Teacher(NamedTuple):
     label: Tensor  # [R], the draft id of the token that the sequence holds there, -1 where it has none
     hidden: Tensor  # [R, H], the target's hidden state after the final norm; [R, 2k] of `recall`
     make_probs: Callable[[Tensor], Tensor] | None = None  # from `hidden`, where they are not kept
+    logits: SharedLogits | None = None  # kept in place of probs by `teach_logits`
 
     def rows(self, index: Tensor) -> Teacher:
         if len(index) == len(self.mass):  # depth 0: every row in its order, no copy needed
             return self
-        return Teacher._make([*(column[index] for column in self[:-1]), self.make_probs])
+        logits = self.logits and self.logits._replace(rows=self.logits.rows[index])
+        return Teacher._make([*(column[index] for column in self[:-2]), self.make_probs, logits])
 
     def whole(self) -> Teacher:
         """With its probabilities."""
@@ -54,11 +65,8 @@ def teach(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor, *, kee
     Logits exist for the rows that teach and a chunk at a time. With `keep` false their probabilities are dropped too,
     to be made again for the rows that are looked at (`Teacher.whole`).
     """
-    where = alignment.teacher_rows(batch.assistant)
-    rows = hidden[where]  # [R, H]
+    rows, label, whole = rows_and_labels(target, hidden, batch, ids)
     vocab_size = target.config.vocab_size
-    whole = ids.numel() == vocab_size
-    label = draft_ids_of(ids, vocab_size)[alignment.shift_left(batch.ids, 1)[where]]
     size = max(1, CHUNK_ELEMENTS // vocab_size)
     parts = []
     for chunk, labels in zip(rows.split(size), label.split(size), strict=True):
@@ -73,7 +81,37 @@ def teach(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor, *, kee
         kept = probs if keep else probs[:, :0].clone()
         parts.append((kept, negentropy, mass, choice, draft_choice, ids[draft_choice] == choice, labels, chunk))
     again = None if keep else partial(draft_probs, target, None if whole else ids)
-    return Teacher._make([*(torch.cat(column) for column in zip(*parts, strict=True)), again])
+    return Teacher._make([*(torch.cat(column) for column in zip(*parts, strict=True)), again, None])
+
+
+def rows_and_labels(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """`hidden` `[R, H]` and draft ids `[R]` of the rows that teach, and whether `ids` are the whole vocabulary."""
+    where, vocab_size = alignment.teacher_rows(batch.assistant), target.config.vocab_size
+    label = draft_ids_of(ids, vocab_size)[alignment.shift_left(batch.ids, 1)[where]]
+    return hidden[where], label, ids.numel() == vocab_size
+
+
+@torch.no_grad()
+def teach_logits(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor) -> Teacher:
+    """As `teach`, keeping the target's logits over the draft vocabulary, in its dtype, in place of probabilities."""
+    rows, label, whole = rows_and_labels(target, hidden, batch, ids)
+    kept, parts = rows.new_empty(len(rows), ids.numel()), []
+    for block in vocabulary.spans(len(rows), vocabulary.BLOCK_ELEMENTS // target.config.vocab_size):
+        logits, choices = vocabulary.teacher_logits(target.logits(rows[block]), None if whole else ids)
+        kept[block] = logits.logits
+        parts.append((*logits[1:], *choices))
+    log_z, negentropy, mass, choice, draft_choice = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Teacher(
+        probs=negentropy.new_empty(len(rows), 0),
+        negentropy=negentropy,
+        mass=mass,
+        choice=choice,
+        draft_choice=draft_choice,
+        in_vocab=ids[draft_choice] == choice,
+        label=label,
+        hidden=rows,
+        logits=SharedLogits(TeacherLogits(kept, log_z, negentropy, mass), torch.arange(len(rows))),
+    )
 
 
 @torch.no_grad()

@@ -17,7 +17,13 @@ from train.objectives.teacher import Teacher
 class TrainingTimeTest(Objective):
     config: TttConfig
 
-    def costs(self, logits: Tensor, states: Tensor, teacher: Teacher, depth: int) -> Tensor:
+    @property
+    def loss(self) -> str:
+        return self.config.loss
+
+    def share(self, teacher: Teacher) -> Tensor:
+        return teacher.in_vocab.float() if self.config.drop_out_of_vocab else super().share(teacher)
+
+    def logit_costs(self, logits: Tensor, teacher: Teacher) -> Tensor:
         own = self.config
-        costs = slot_losses(own.loss, logits, teacher, kl_scale=own.kl_scale, kl_decay=own.kl_decay)
-        return costs * teacher.in_vocab if own.drop_out_of_vocab else costs
+        return slot_losses(own.loss, logits, teacher, kl_scale=own.kl_scale, kl_decay=own.kl_decay)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
+PURE = ("answer", "statistics", "conversation", "markdown")  # run without a browser, so that tests can run them alone
+SCRIPTS = (*PURE, "client", "view", "chat", "completion", "compare", "page")
 
 
 class Page(NamedTuple):
@@ -19,7 +22,8 @@ class Page(NamedTuple):
 @cache
 def page() -> Page:
     """The policy names the page's own style and script by their hashes: nothing else runs, whatever a model writes."""
-    style, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style = (FOLDER / "page.css").read_text(encoding="utf-8")
+    script = source(SCRIPTS)
     html = (FOLDER / "page.html").read_text(encoding="utf-8")
     html = html.replace("/* page.css */", style).replace("/* page.js */", script)
     policy = [
@@ -39,6 +43,12 @@ def page() -> Page:
         "cache-control": "no-cache",
     }
     return Page(html, headers)
+
+
+def source(scripts: Sequence[str]) -> str:
+    """One script of several files."""
+    parts = [(FOLDER / "script" / f"{name}.js").read_text(encoding="utf-8") for name in scripts]
+    return '"use strict";\n' + "\n".join(parts)
 
 
 def digest(text: str) -> str:

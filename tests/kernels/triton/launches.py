@@ -55,14 +55,13 @@ def residuals(rows):
     residual.residual_silu(empty(5, rows, 4096), empty(5, 4096, 4096), empty(5, 4096))
 
 
-def rotate(norm, cache_dtype=BF16):
-    weight = empty(128)
-    angles = empty(4, 1, 128)
-    cache = empty(2, 8, SLOTS, 128, dtype=cache_dtype)
+def rotate(norm, cache_dtype=BF16, *, dim=128, centred=False):
+    weight = empty(dim)
+    angles = empty(4, 1, dim)
+    cache = empty(2, 8, SLOTS, dim, dtype=cache_dtype)
     slots = empty(4, dtype=torch.int64)
-    rotate_and_write(
-        empty(4, 48, 128), angles, angles, QKNorm(weight, weight, 1e-5) if norm else None, slots, cache, 32
-    )
+    own = QKNorm(weight, weight, 1e-5, centred) if norm else None
+    rotate_and_write(empty(4, 48, dim), angles, angles, own, slots, cache, 32)
 
 
 def pick(rows, size, count, *, sampled=True, restricted=False, drafting=False):
@@ -158,6 +157,9 @@ CASES = {
     "linear, 512 rows, int4": partial(multiply_int4, 512),
     "linear, 16 rows, int4, small groups": partial(multiply_int4, 16, group=32),
     "add and norm": lambda: elementwise.add_rms_norm(empty(4, 4096), empty(4, 4096), empty(4096), 1e-5),
+    "add and centred norm": lambda: elementwise.add_rms_norm(
+        empty(4, 1152), empty(4, 1152), empty(1152), 1e-6, centred=True
+    ),
     "norms beside each other": lambda: elementwise.norm_beside(
         empty(4, 4096), empty(4, 4096), empty(4096), empty(4096), 1e-5
     ),
@@ -167,9 +169,11 @@ CASES = {
     "gather": lambda: gather.gather_rows([empty(64, 4096)] * 3, empty(4, dtype=torch.int64)),
     "residual blocks, 1 row": partial(residuals, 1),
     "residual blocks, 64 rows": partial(residuals, 64),
-    "silu": lambda: elementwise.silu_mul(empty(4, 28672)),
+    "silu": lambda: elementwise.gate_mul(empty(4, 28672), gelu=False),
+    "gelu": lambda: elementwise.gate_mul(empty(4, 13824), gelu=True),
     "rotary": partial(rotate, False),
     "rotary and QK norm": partial(rotate, True),
+    "rotary and centred QK norm": partial(rotate, True, centred=True, dim=256),
     "rotary, fp8 cache": partial(rotate, True, torch.float8_e4m3fn),
     "training-time test, head size 64": partial(unrolled, 64, dtype=torch.float16),
     "training-time test, head size 128": partial(unrolled, 128),

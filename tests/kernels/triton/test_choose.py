@@ -8,6 +8,7 @@ import torch
 from kernels.choose import ChoiceParameters, choice_keys, choose, choose_best, logprobs, restrict
 from kernels.noise import exact_log, gumbel_noise, gumbel_of, noise_words, row_keys
 from kernels.triton import choose as gpu
+from tests.kernels.gemma_rows import SIZE, float64_keys, gemma_rows, ranked
 
 V, BLOCK = 150, 64
 POSITIONS = torch.arange(6) + 1000
@@ -117,3 +118,18 @@ def test_the_logarithm_is_one():
     ends = torch.tensor([0, 1, 2**31, 2**32 - 2, 2**32 - 1])
     u = ((ends.double() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     torch.testing.assert_close(gumbel_of(ends).double(), -torch.log(-torch.log1p(-u)), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("in_triton")
+def test_a_vocabulary_of_gemmas_size():
+    logits, asked, positions, ids = gemma_rows(torch.bfloat16)
+    keys = float64_keys(logits, asked, positions, ids)
+    one = asked.rows(torch.tensor([2]))
+    one.restricts = False
+    columns, log_p = choose_best(logits[2:3], one, positions[2:3], ids, 4)
+    assert torch.equal(columns, ranked(keys[2:3])[:, :4])
+    torch.testing.assert_close(log_p.double(), keys[2:3].log_softmax(-1).gather(1, columns), atol=1e-4, rtol=0)
+    restricted = asked.rows(torch.tensor([3, 4]))
+    thresholds = gpu.find_thresholds(logits[3:], restricted, SIZE // 8)  # larger blocks: an interpreter takes its time
+    scaled = logits[3:].float() / restricted.temperature[:, None]
+    assert torch.equal(scaled >= thresholds[:, None], keys[3:] > -torch.inf)

@@ -18,7 +18,7 @@ def test_nothing_spills_and_shared_memory_suffices(compiled):
     kernels = [(case, kernel) for case, own in compiled.items() for kernel in own]
     assert {kernel["kernel"] for _, kernel in kernels} == {
         *("attend", "branch", "combine", "linear_kernel", "rotate_and_write_kernel", "move_kernel"),
-        *("rms_norm_kernel", "norm_beside_kernel", "embed_norm_gelu_kernel", "silu_mul_kernel"),
+        *("rms_norm_kernel", "norm_beside_kernel", "embed_norm_gelu_kernel", "gate_mul_kernel"),
         *("best_of_block", "best_of_row", "count_digits", "read_threshold", "count_above", "last_accepted"),
         *("shape_kernel", "gather_kernel", "residual_silu_kernel"),
         *("verify_block", "entropy_of_row"),

@@ -49,6 +49,15 @@ def test_rms_norm_with_and_without_a_sum(dtype, shape):
 
 
 @torch.no_grad()
+def test_centred_norms(dtype):
+    x, delta, weight = (random(3, 100, dtype=dtype), random(3, 100, dtype=dtype, seed=1), random(100, dtype=dtype))
+    expected = F.rms_norm(x.double(), (100,), 1 + weight.double(), 1e-6)
+    assert close(elementwise.rms_norm(x, weight, 1e-6, centred=True), expected, dtype)
+    normed, total = elementwise.add_rms_norm(x, delta, weight, 1e-6, centred=True)
+    assert torch.equal(elementwise.rms_norm(total, weight, 1e-6, centred=True), normed)
+
+
+@torch.no_grad()
 def test_norms_beside_each_other(dtype):
     x, y = random(3, 100, dtype=dtype), random(3, 200, dtype=dtype, seed=1)[:, 100:]
     weights = random(100, dtype=dtype, seed=2), random(100, dtype=dtype, seed=3)
@@ -104,15 +113,27 @@ def test_silu_mul(dtype, spread):
     assert close(actual, F.silu(gate) * up, dtype)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (7, 1, 80), (3, 3, 16)])
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("spread", [1.0, 200.0])
+@torch.no_grad()
+def test_gelu_mul(dtype, spread):
+    x = random(3, 2200, dtype=dtype)
+    x[:, :1100] *= spread
+    gate, up = x.double().chunk(2, -1)
+    actual = elementwise.gelu_mul(x)
+    assert actual.isfinite().all()
+    assert close(actual, F.gelu(gate, approximate="tanh") * up, dtype)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (7, 1, 80), (3, 3, 16), (2, 1, 256)])
+@pytest.mark.parametrize("normed", ["not", "normed", "centred"])
 @torch.no_grad()
 def test_rotate_and_write_is_what_its_parts_are(monkeypatch, dtype, heads, kv_heads, dim, normed):
     """Against the same function in torch; rows lie in wider ones, and slots that are not theirs stay."""
     qkv = random(3, 2 * (heads + 2 * kv_heads), dim, dtype=dtype)[:, : heads + 2 * kv_heads]
     angles = random(3, 1, dim, dtype=torch.float32, seed=1)
     rotary = angles.cos().to(dtype), angles.sin().to(dtype)
-    norm = QKNorm(random(dim, dtype=dtype, seed=2), random(dim, dtype=dtype, seed=3), 1e-6) if normed else None
+    weights = random(dim, dtype=dtype, seed=2), random(dim, dtype=dtype, seed=3)
+    norm = None if normed == "not" else QKNorm(*weights, 1e-6, normed == "centred")
     cache = random(2, kv_heads, 8, dim, dtype=dtype, seed=4)
     slots = torch.tensor([6, 1, 2], device=DEVICE)
     written, expected = cache.clone(), cache.clone()

@@ -1,0 +1,51 @@
+"""A conversation in the terminal with a target and its head: python infer/chat.py"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
+import secrets
+
+from infer.cli import entry_point
+from infer.config import ChatConfig
+from infer.exported_heads import with_head
+from infer.launched import launched_rank
+from infer.process_end import run_process
+
+
+def run(config: ChatConfig) -> None:
+    if launched_rank(config.engine):
+        from infer.launch import follow_launched
+
+        return follow_launched(config.model, config.engine)
+    config = with_head(config)
+    # Only now what takes seconds to import: a mistake above is answered at once.
+    from infer.chat_session import ChatSession
+    from infer.engine import Engine
+    from infer.request import SamplingParams
+
+    params = SamplingParams(
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        seed=secrets.randbelow(2**53) if config.seed is None else config.seed,
+        max_tokens=config.max_tokens,
+    )
+    print(f"loading {config.model.name} ...", file=sys.stderr, flush=True)
+    # Nobody waits for a profile: it is made while the first message is typed.
+    engine = Engine.load(
+        config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir, profile=False
+    )
+    try:
+        ChatSession(config, engine, params).run()
+    finally:
+        engine.close()
+
+
+main = entry_point("chat", ChatConfig)(run)
+
+if __name__ == "__main__":
+    run_process(main)

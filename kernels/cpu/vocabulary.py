@@ -1,0 +1,124 @@
+"""Losses over a vocabulary in C (vocabulary.c): rows in cache, no probabilities in memory."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.library import KINDS, LANES, library, openmp
+
+
+class LossArguments(ctypes.Structure):
+    """vocabulary_loss_args of vocabulary.c, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "taught", "teacher", "label", "factor", "log_z", "mass")),
+        *((name, ctypes.c_void_p) for name in ("most", "sum", "dot", "overlap", "best", "scratch")),
+        *((name, ctypes.c_int64) for name in ("rows", "size", "kind", "taught_kind", "threads")),
+        ("parallel", ctypes.c_void_p),
+        ("self", ctypes.c_void_p),
+    )
+
+
+class TeachArguments(ctypes.Structure):
+    """vocabulary_teach_args of vocabulary.c, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "ids", "drafted", "most", "sum", "dot", "best")),
+        *((name, ctypes.c_int64) for name in ("rows", "size", "drafts", "kind", "threads")),
+        ("parallel", ctypes.c_void_p),
+        ("self", ctypes.c_void_p),
+    )
+
+
+class Statistics(NamedTuple):
+    """Of rows of logits z, `[R]` each."""
+
+    most: Tensor  # the largest
+    sum: Tensor  # Σ exp(z - most)
+    dot: Tensor  # Σ exp(z - most) (z - most)
+    best: Tensor  # int64, the first column of the largest
+
+
+def _team(rows: int) -> dict[str, int | None]:
+    """Threads of torch's OpenMP runtime for so many rows."""
+    runtime = openmp()
+    threads = min(rows, torch.get_num_threads()) if runtime else 1
+    return {"threads": max(1, threads), "parallel": runtime and runtime[0], "self": runtime and runtime[1]}
+
+
+def loss_rows(
+    logits: Tensor,
+    taught: Tensor | None,
+    teacher: Tensor | None,
+    log_z: Tensor | None,
+    mass: Tensor | None,
+    label: Tensor | None,
+    factor: Tensor | None,
+    *,
+    overlap: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """As vocabulary_loss: largest, sum, dot, overlap and best of logits `[N, V]`; with `factor` `[N]` they become their
+    gradient. All tensors are contiguous.
+    """
+    native, (rows, size) = library(), logits.shape
+    assert native is not None
+    assert logits.is_contiguous()
+    assert taught is None or (taught.is_contiguous() and taught.shape[1] == size)
+    team = _team(rows)
+    threads = team["threads"]
+    assert threads is not None
+    scratch = torch.empty(threads, 2, -(-size // LANES) * LANES)
+    most, total, dot = torch.empty(3, rows)
+    both = torch.empty(rows) if overlap else None
+    best = torch.empty(rows, dtype=torch.int64)
+    tensors = {
+        "logits": logits, "taught": taught, "teacher": teacher, "label": label, "factor": factor, "log_z": log_z,
+        "mass": mass, "most": most, "sum": total, "dot": dot, "overlap": both, "best": best, "scratch": scratch,
+    }  # fmt: skip
+    native.vocabulary_loss(
+        ctypes.byref(
+            LossArguments(
+                **{name: None if value is None else value.data_ptr() for name, value in tensors.items()},
+                rows=rows,
+                size=size,
+                kind=KINDS[logits.dtype],
+                taught_kind=KINDS[logits.dtype if taught is None else taught.dtype],
+                **team,
+            )
+        )
+    )
+    return most, total, dot, both, best
+
+
+def teach_rows(logits: Tensor, ids: Tensor | None) -> tuple[Statistics, Statistics, Tensor]:
+    """Of logits `[R, V]` and of their columns `ids` `[Vd]`, and these columns `[R, Vd]`; None for all."""
+    native, (rows, size) = library(), logits.shape
+    assert native is not None
+    logits = logits.contiguous()
+    drafts = size if ids is None else len(ids)
+    drafted = logits if ids is None else logits.new_empty(rows, drafts)
+    ids = None if ids is None else ids.contiguous()
+    values, best = torch.empty(3, 2, rows), torch.empty(2, rows, dtype=torch.int64)
+    native.vocabulary_teach(
+        ctypes.byref(
+            TeachArguments(
+                logits=logits.data_ptr(),
+                ids=None if ids is None else ids.data_ptr(),
+                drafted=drafted.data_ptr(),
+                **{name: value.data_ptr() for name, value in zip(("most", "sum", "dot"), values, strict=True)},
+                best=best.data_ptr(),
+                rows=rows,
+                size=size,
+                drafts=drafts,
+                kind=KINDS[logits.dtype],
+                **_team(rows),
+            )
+        )
+    )
+    most, total, dot = values
+    whole, part = (Statistics(most[index], total[index], dot[index], best[index]) for index in (0, 1))
+    return whole, whole if ids is None else part, drafted

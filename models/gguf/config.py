@@ -1,0 +1,203 @@
+"""What a GGUF file says of its architecture, under the names of Hugging Face's config.json.
+
+The families' own `read_config` makes a TargetConfig of it (models/targets/), so that a file and a folder are checked
+alike. A key of the architecture that is not known here is an error: it may change the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from models.config import RopeConfig
+from models.gguf.file import GgufFile
+from models.layers import rope_frequencies
+
+ARCHITECTURE = "general.architecture"
+CLASSES = {  # and Hugging Face's model_type
+    "llama": ("LlamaForCausalLM", "llama"),  # Mistral and SmolLM too
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+}
+SIZES = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings",
+}
+FORWARD = {"feed_forward_length": "intermediate_size"}
+EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+READ = (
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
+    "rope.freq_base", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "vocab_size",
+)  # fmt: skip
+GEMMA = ("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa")
+TEXTS = ("rope.scaling.type",)
+FRACTIONS = ("epsilon", "freq_base", "freq_base_swa", "scaling.factor")
+IGNORED = ("rope.scaling.finetuned",)  # says how the scaling came about
+# Keys of other architectures or options, with the values that stand for leaving them out.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "attention.causal": (True,),
+    "attention.scale": (0.0,),
+    "attn_logit_softcapping": (0.0,),
+    "final_logit_softcapping": (0.0,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "expert_weights_norm": (True,),  # what qwen3moe does
+    "expert_weights_scale": (0.0, 1.0),
+}
+ROPE_FREQS = "rope_freqs.weight"
+# What Llama 3.1 and later publish: high and low frequency factor, original context. The file keeps the result alone.
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
+WINDOW_PATTERN, LOCAL_BASE = 6, 10000.0  # of Gemma 3, whose files do not state them
+
+
+def config_json(file: GgufFile) -> dict[str, Any]:
+    """Raises ValueError that names the file and the key for what is missing or not supported."""
+    architecture = file.need(ARCHITECTURE)
+    if architecture not in CLASSES:
+        raise ValueError(f"{file.path}: {ARCHITECTURE}={architecture!r}: is not supported; one of {', '.join(CLASSES)}")
+    prefix = f"{architecture}."
+    values = {key.removeprefix(prefix): value for key, value in file.keys.items() if key.startswith(prefix)}
+    taken = {**SIZES, **FORWARD, **(EXPERTS if architecture == "qwen3moe" else {})}
+    known = {*taken, *READ, *IGNORED, *(GEMMA if architecture == "gemma3" else ())}
+    for key, value in values.items():
+        if key not in known and value not in NEUTRAL.get(key, ()):
+            raise ValueError(
+                f"{file.path}: {architecture}.{key}={shown(value)}: is not supported, and may change the logits"
+            )
+        if key in known:
+            check_type(file, f"{architecture}.{key}", value)
+    name, kind = CLASSES[architecture]
+    config: dict[str, Any] = {"architectures": [name], "model_type": kind}
+    for key, name in taken.items():
+        if key in FORWARD and architecture == "qwen3moe" and key not in values:
+            continue
+        config[name] = file.need(f"{architecture}.{key}")
+    heads = config["num_attention_heads"]
+    config["num_key_value_heads"] = pairs = values.get("attention.head_count_kv", heads)
+    if heads % pairs:
+        raise ValueError(f"{file.path}: {prefix}attention.head_count={heads}: is no multiple of head_count_kv={pairs}")
+    config["head_dim"] = head_size(file, architecture, values, config)
+    config["vocab_size"] = vocabulary(file, values.get("vocab_size"))
+    config["tie_word_embeddings"] = "output.weight" not in file.tensors
+    config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
+    config["rope_theta"] = values.get("rope.freq_base", 10000.0)
+    config["rope_scaling"] = scaling(file, architecture, values, config)
+    if architecture == "qwen3moe":
+        config["norm_topk_prob"] = True
+        config.setdefault("intermediate_size", config["moe_intermediate_size"])
+    if architecture == "gemma3":
+        config |= gemma(file, values, config)
+    ends = ("bos_token_id", "eos_token_id")
+    config |= {key: file.keys[f"tokenizer.ggml.{key}"] for key in ends if f"tokenizer.ggml.{key}" in file.keys}
+    return config
+
+
+def check_type(file: GgufFile, key: str, value: object) -> None:
+    """Raises ValueError for what is no number, or no size, where one belongs."""
+    if key.endswith(TEXTS):
+        if not isinstance(value, str):
+            raise ValueError(f"{file.path}: {key}={shown(value)}: must be a text")
+    elif isinstance(value, list):
+        raise ValueError(f"{file.path}: {key}={shown(value)}: layers that differ in it are not supported")
+    elif key.endswith(FRACTIONS):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise ValueError(f"{file.path}: {key}={shown(value)}: must be a positive number")
+    elif not key.endswith(IGNORED) and (type(value) is not int or value < 1):
+        raise ValueError(f"{file.path}: {key}={shown(value)}: must be a whole number above 0")
+
+
+def head_size(file: GgufFile, architecture: str, values: dict[str, Any], config: dict[str, Any]) -> int:
+    default = config["hidden_size"] // config["num_attention_heads"]
+    size = values.get("attention.key_length", values.get("rope.dimension_count", default))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if values.get(key, size) != size:
+            raise ValueError(
+                f"{file.path}: {architecture}.{key}={values[key]}: must be the size of a head, {size}; "
+                "a rotary embedding over part of it and values of another size are not supported"
+            )
+    return size
+
+
+def vocabulary(file: GgufFile, stated: int | None) -> int:
+    name = "token_embd.weight"
+    if name not in file.tensors:
+        raise ValueError(f"{file.path}: the tensor {name} is missing")
+    rows = file.tensors[name].shape[0]
+    if stated is not None and stated != rows:
+        raise ValueError(f"{file.path}: vocab_size={stated}, but {name} has {rows} rows")
+    return rows
+
+
+def scaling(file: GgufFile, architecture: str, values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any] | None:
+    """`rope_scaling`. Raises ValueError for a type, or for factors, that are not supported."""
+    factor = values.get("rope.scaling.factor") or None
+    kind = values.get("rope.scaling.type", "none" if factor is None else "linear")  # llama.cpp's default
+    if ROPE_FREQS in file.tensors:
+        if kind != "none":
+            raise ValueError(
+                f"{file.path}: {ROPE_FREQS} beside {architecture}.rope.scaling.type={kind!r}: not supported"
+            )
+        return llama3_scaling(file, config)
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return None
+    if kind not in ("linear", "yarn"):
+        raise ValueError(
+            f"{file.path}: {architecture}.rope.scaling.type={kind!r}: is not supported; one of none, linear, yarn"
+        )
+    if factor is None:
+        raise ValueError(
+            f"{file.path}: {architecture}.rope.scaling.factor: is missing, rope.scaling.type={kind} needs it"
+        )
+    section = {"rope_type": kind, "factor": factor}
+    original = values.get("rope.scaling.original_context_length")
+    if kind == "yarn" and original is not None:
+        section["original_max_position_embeddings"] = original
+    return section
+
+
+def llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Of Llama 3.1 and later, whose files hold what each frequency is divided by `[head_dim / 2]`: the section of
+    config.json that this is made from. Raises ValueError where it is made from another one.
+    """
+    factors = file.read(ROPE_FREQS, torch.float32)
+    section = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3}
+    theta, size = config["rope_theta"], config["head_dim"]
+    scaled, _ = rope_frequencies(RopeConfig.from_json({"rope_theta": theta, "rope_scaling": section}), size, 0)
+    plain, _ = rope_frequencies(RopeConfig(theta), size, 0)
+    if factors.shape != plain.shape or not torch.allclose(plain / factors, scaled, rtol=1e-4):
+        raise ValueError(f"{file.path}: {ROPE_FREQS}: is no scaling of Llama 3's kind, and not supported")
+    return section
+
+
+def gemma(file: GgufFile, values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """What Gemma 3 has besides. The attention's scale is that of every size but 27B, which has 62 layers."""
+    pattern = values.get("attention.sliding_window_pattern", WINDOW_PATTERN)
+    kinds = ["sliding_attention", "full_attention"]
+    layers = range(config["num_hidden_layers"])
+    heads = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": file.need("gemma3.attention.sliding_window"),
+        "layer_types": [kinds[(layer + 1) % pattern == 0] for layer in layers],
+        "rope_local_base_freq": values.get("rope.freq_base_swa", LOCAL_BASE),
+        "query_pre_attn_scalar": heads if config["num_hidden_layers"] == 62 else config["head_dim"],
+        "rope_theta": values.get("rope.freq_base", 1_000_000.0),
+    }
+
+
+def shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,239 @@
+"""A GGUF file: its keys, and where its tensors lie. Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3.
+
+The header is parsed here, because the package `gguf` takes seconds for a vocabulary of 262,144: it makes an array of
+every string. Tensor types, their block sizes and what a block dequantises to are the package's.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+from torch import Tensor
+
+SUFFIX = ".gguf"
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+DEFAULT_ALIGNMENT = 32
+STRING, ARRAY, BOOL = 8, 9, 7
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # by value type
+MOST_ITEMS, MOST_DIMENSIONS = 2**31, 4
+AT_ONCE = 2**17  # weights that are dequantised in fp32 at a time: they stay in cache, and no tensor is held twice
+PLAIN = {
+    GGMLQuantizationType.F32: np.float32,
+    GGMLQuantizationType.F16: np.float16,
+    GGMLQuantizationType.F64: np.float64,
+}
+
+
+def is_gguf(path: str | Path) -> bool:
+    """By the name alone: whether a checkpoint is one file of this format, and not a folder."""
+    return str(path).lower().endswith(SUFFIX)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    shape: tuple[int, ...]  # as torch has it: rows first
+    kind: GGMLQuantizationType
+    offset: int  # of its first byte in the file
+    size: int  # bytes
+
+
+class GgufFile:
+    """Memory-mapped: opening reads the header, `read` one tensor and no other. See `open_gguf`."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises ValueError naming the file for one that is missing, damaged, split, or of another format."""
+        self.path = Path(path)
+        try:
+            with self.path.open("rb") as stream:
+                self._bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:  # an empty file cannot be mapped
+            raise ValueError(f"{path}: cannot be read ({error})") from error
+        try:
+            header = Header(self._bytes)
+            self.keys, self.tensors = header.keys, header.tensors
+        except (struct.error, UnicodeDecodeError, OverflowError) as error:
+            raise ValueError(f"{path}: damaged or cut off ({error}); copy or download it again") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        self.data_start = header.data_start
+        if self.keys.get("split.count", 1) not in (0, 1):
+            raise ValueError(
+                f"{path}: split.count={self.keys['split.count']}: join the parts first (llama-gguf-split --merge)"
+            )
+        kinds = {info.kind: name for name, info in self.tensors.items()}
+        for kind, name in kinds.items():
+            if not dequantises(kind):
+                raise ValueError(f"{path}: {name}: the package gguf cannot dequantise tensors of type {kind.name}")
+        for name, info in self.tensors.items():
+            if info.offset + info.size > len(self._bytes):
+                raise ValueError(
+                    f"{path}: cut off: {name} ends at byte {info.offset + info.size:,} and the file has "
+                    f"{len(self._bytes):,}; copy or download it again"
+                )
+
+    def need(self, key: str) -> Any:
+        """Raises ValueError naming the key that is missing."""
+        if key not in self.keys:
+            raise ValueError(f"{self.path}: the key {key} is missing")
+        return self.keys[key]
+
+    def read(self, name: str, dtype: torch.dtype, *, index: int | None = None) -> Tensor:
+        """The tensor's values in `dtype`; of a stack of matrices (experts) those of the one at `index` alone.
+
+        Needs little more memory than what is returned.
+        """
+        info = self.tensors[name]
+        shape, offset, size = info.shape, info.offset, info.size
+        if index is not None:
+            size //= shape[0]
+            shape, offset = shape[1:], offset + index * size
+        block, block_bytes = GGML_QUANT_SIZES[info.kind]
+        step = AT_ONCE // block
+        values = torch.empty(math.prod(shape), dtype=dtype)
+        for first in range(0, size // block_bytes, step):
+            count = min(step, size // block_bytes - first)
+            raw = np.frombuffer(self._bytes, np.uint8, count * block_bytes, offset + first * block_bytes)
+            values[first * block : (first + count) * block] = torch.from_numpy(widen(raw, info.kind))
+        return values.view(shape)
+
+    def samples(self, size: int) -> Iterator[bytes]:
+        """The header, then up to `size` bytes from the beginning, the middle and the end of the tensors' data."""
+        end = len(self._bytes)
+        yield self._bytes[: self.data_start]
+        for offset in (self.data_start, (self.data_start + end) // 2, max(self.data_start, end - size)):
+            yield self._bytes[offset : offset + size]
+
+    def __len__(self) -> int:
+        """Bytes of the file."""
+        return len(self._bytes)
+
+
+def open_gguf(path: str | Path) -> GgufFile:
+    """GgufFile, whose header is parsed once as long as the file does not change. Raises ValueError as GgufFile does."""
+    try:
+        state = Path(path).stat()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error
+    return _open(Path(path), state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=2)  # a target and a draft model
+def _open(path: Path, modified: int, size: int) -> GgufFile:
+    return GgufFile(path)
+
+
+def dequantises(kind: GGMLQuantizationType) -> bool:
+    """Whether there is a way from a tensor type to floating point numbers: some are for activations or indices."""
+    try:
+        widen(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def widen(raw: NDArray[np.uint8], kind: GGMLQuantizationType) -> NDArray[Any]:
+    """The numbers `[count]` that the bytes of whole blocks stand for, in memory of their own."""
+    if kind in PLAIN:
+        return raw.view(PLAIN[kind]).copy()  # files are mapped read-only
+    return dequantize(raw.reshape(1, -1), kind).reshape(-1)
+
+
+class Header:
+    """What stands before the tensors' data. Raises struct.error where the bytes end, ValueError for what is none."""
+
+    def __init__(self, data: mmap.mmap | bytes) -> None:
+        self._data, self._at = data, 0
+        if data[:4] != MAGIC:
+            raise ValueError("not a GGUF file: it does not begin with GGUF")
+        self._at = 4
+        version = self._number("I")
+        if version not in VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+            why = "written for big-endian machines" if swapped else f"GGUF version {version}"
+            raise ValueError(f"{why}: only little-endian files of versions 2 and 3 are read")
+        tensors, keys = self._number("Q"), self._number("Q")
+        self.keys: dict[str, Any] = {}
+        for _ in range(self._counted(keys)):
+            name = self._string()
+            if name in self.keys:
+                raise ValueError(f"the key {name} is doubled")
+            self.keys[name] = self._value(self._number("I"))
+        infos = [self._info() for _ in range(self._counted(tensors))]
+        alignment = self.keys.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"general.alignment={alignment}: must be a power of two")
+        self.data_start = -(-self._at // alignment) * alignment
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, shape, kind, offset in infos:
+            if name in self.tensors:
+                raise ValueError(f"the tensor {name} is doubled")
+            block, block_bytes = GGML_QUANT_SIZES[kind]
+            if shape[-1] % block:
+                raise ValueError(f"{name}: rows of {shape[-1]} are no whole blocks of {block} ({kind.name})")
+            size = math.prod(shape) // block * block_bytes
+            self.tensors[name] = TensorInfo(shape, kind, self.data_start + offset, size)
+
+    def _info(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
+        name, dimensions = self._string(), self._number("I")
+        if not 1 <= dimensions <= MOST_DIMENSIONS:
+            raise ValueError(f"{name}: {dimensions} dimensions")
+        shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
+        if 0 in shape:
+            raise ValueError(f"{name} {list(shape)}: is empty")
+        kind = self._number("I")
+        if kind not in tuple(GGMLQuantizationType):
+            raise ValueError(
+                f"{name}: tensor type {kind} is not known; a newer version of the package gguf may know it"
+            )
+        return name, shape, GGMLQuantizationType(kind), self._number("Q")
+
+    def _value(self, kind: int) -> Any:
+        if kind == STRING:
+            return self._string()
+        if kind == BOOL:
+            return bool(self._number("B"))
+        if kind == ARRAY:
+            item, count = self._number("I"), self._counted(self._number("Q"))
+            if item == ARRAY:
+                raise ValueError("damaged: an array of arrays")
+            if item not in NUMBERS:
+                return [self._value(item) for _ in range(count)]
+            layout = struct.Struct(f"<{count}{NUMBERS[item]}")
+            values = layout.unpack_from(self._data, self._at)
+            self._at += layout.size
+            return list(values)
+        if kind not in NUMBERS:
+            raise ValueError(f"damaged: {kind} is no type of a key's value")
+        return self._number(NUMBERS[kind])
+
+    def _number(self, letter: str) -> Any:
+        layout = struct.Struct(f"<{letter}")
+        (value,) = layout.unpack_from(self._data, self._at)
+        self._at += layout.size
+        return value
+
+    def _string(self) -> str:
+        size = self._counted(self._number("Q"))
+        raw = self._data[self._at : self._at + size]
+        if len(raw) < size:
+            raise struct.error("a string ends beyond the file")
+        self._at += size
+        return raw.decode("utf-8")
+
+    def _counted(self, count: int) -> int:
+        """Of a damaged file a count may be anything: no more than the bytes that are left."""
+        if count > min(MOST_ITEMS, len(self._data) - self._at):
+            raise struct.error(f"{count} items in {len(self._data) - self._at} bytes")
+        return count

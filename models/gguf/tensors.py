@@ -1,0 +1,141 @@
+"""The tensors of a GGUF file under the names and in the layout of Hugging Face's checkpoints, each read on demand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from models.gguf.config import ARCHITECTURE, ROPE_FREQS
+from models.gguf.file import GgufFile
+from models.weights import Rows
+
+GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+GEMMA_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+STACKED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+
+
+class Source(NamedTuple):
+    tensor: str
+    expert: int | None = None
+    change: Callable[[Tensor], Tensor] | None = None
+
+
+class GgufTensors(Mapping[str, Tensor]):
+    """By Hugging Face's name; dequantised to `dtype`, one at a time. Raises ValueError naming an unknown tensor."""
+
+    def __init__(
+        self,
+        file: GgufFile,
+        config: Mapping[str, object],
+        dtype: torch.dtype,
+        rows: Rows | None = None,
+        *,
+        progress: bool = False,
+    ) -> None:
+        """`config` as `config_json` returns it. `rows`: those of a tensor to return; `progress`: under a bar."""
+        self._file, self._dtype, self._rows = file, dtype, rows
+        self._progress = progress
+        self._bar: tqdm[NoReturn] | None = None
+        self._sources: dict[str, Source] = {}
+        architecture = str(file.need(ARCHITECTURE))
+        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+        for name, info in file.tensors.items():
+            if name == ROPE_FREQS:  # part of the configuration
+                continue
+            layer, kind, part = split_name(file, name)
+            if kind in STACKED and layer is not None and architecture == "qwen3moe":
+                for expert in range(info.shape[0]):
+                    place = f"model.layers.{layer}.mlp.experts.{expert}.{STACKED[kind]}.{part}"
+                    self._sources[place] = Source(name, expert)
+                continue
+            names = GLOBAL if layer is None else {**LAYER, **(GEMMA_NORMS if architecture == "gemma3" else {})}
+            if kind not in names:
+                raise ValueError(f"{file.path}: the tensor {name} is no part of the architecture {architecture}")
+            change = None
+            if architecture == "llama" and kind in heads:
+                count = int(str(heads[kind]))
+                if info.shape[0] % (2 * count):
+                    raise ValueError(f"{file.path}: {name} {list(info.shape)}: is no pairs of rows for {count} heads")
+                change = rotary_halves(count)
+            elif architecture == "gemma3" and kind.endswith("_norm"):
+                change = without_one
+            prefix = "" if layer is None else f"model.layers.{layer}."
+            self._sources[f"{prefix}{names[kind]}.{part}"] = Source(name, change=change)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor, expert, change = self._sources[name]
+        if change is None:
+            value = self._file.read(tensor, self._dtype, index=expert)
+        else:  # rounded once, when changed
+            value = change(self._file.read(tensor, torch.float32, index=expert)).to(self._dtype)
+        self._count_one()
+        held = None if self._rows is None else self._rows(name, len(value))
+        return value if held is None else value[held[0] : held[1]].clone()
+
+    def _count_one(self) -> None:
+        if not self._progress:
+            return
+        if self._bar is None:
+            name = f"reading {self._file.path.name}"
+            self._bar = tqdm(total=len(self), desc=name, unit="tensor", disable=None, dynamic_ncols=True, leave=False)
+        self._bar.update()
+        if self._bar.n >= len(self):
+            self._bar.close()
+            self._progress = False
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+
+def split_name(file: GgufFile, name: str) -> tuple[int | None, str, str]:
+    """`blk.3.attn_q.weight` -> 3, "attn_q", "weight". Raises ValueError for a name of another form."""
+    found = NAME.fullmatch(name)
+    if found is None:
+        raise ValueError(f"{file.path}: the tensor {name} is not known")
+    return None if found[1] is None else int(found[1]), found[2], found[3]
+
+
+def rotary_halves(heads: int) -> Callable[[Tensor], Tensor]:
+    """Rows of a query or key projection, head by head, from pairs that lie beside each other (ggml's rotary embedding)
+    to pairs half a head apart (Hugging Face's).
+    """
+
+    def change(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+    return change
+
+
+def without_one(weight: Tensor) -> Tensor:
+    """Gemma's norms scale by 1 + weight; files of this format store the sum."""
+    return weight - 1

@@ -1,0 +1,184 @@
+"""The tokenizer of a GGUF file, as `tokenizers` runs it: byte-level BPE ("gpt2") and SentencePiece's BPE ("llama").
+
+A file holds vocabulary, merges or scores, and the kinds of its tokens. How a text is split before merging it holds by
+name alone (`tokenizer.ggml.pre`); the patterns here are those of the published tokenizer.json files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from models.chat import DEFAULT
+from models.gguf.file import GgufFile
+
+PREFIX = "tokenizer.ggml."
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # kinds of tokens; 6 is a byte
+OF_TEXT = (NORMAL, USER_DEFINED, UNUSED)  # what a text may be merged into
+SPACE = "▁"
+SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+    "sep_token": "seperator_token_id",  # spelt so in the format
+    "mask_token": "mask_token_id",
+}
+TEMPLATE = "tokenizer.chat_template"
+LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# By name, the pattern that cuts a text into words; None: GPT-2's own, which ByteLevel has.
+SPLITS: dict[str, str | None] = {
+    "gpt-2": None,
+    "smollm": None,
+    "llama-bpe": LETTERS + r"\p{N}{1,3}" + REST,
+    "llama3": LETTERS + r"\p{N}{1,3}" + REST,
+    "llama-v3": LETTERS + r"\p{N}{1,3}" + REST,
+    "qwen2": LETTERS + r"\p{N}" + REST,
+    "tekken": TEKKEN,
+}
+SINGLE_DIGITS = ("smollm",)
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word that is a token is not merged from its parts
+BEGIN = WHOLE_WORDS  # a begin token where `add_bos_token` is absent, which their older files lack
+COMPOSED = ("qwen2",)  # Unicode's NFC first
+
+
+def build_tokenizer(file: GgufFile) -> Tokenizer:
+    """Raises ValueError naming the key that is missing, or whose value is not supported."""
+    kinds: dict[str, Callable[[GgufFile], Tokenizer]] = {"gpt2": byte_level, "llama": sentence_piece}
+    kind = file.need(f"{PREFIX}model")
+    if kind not in kinds:
+        raise ValueError(f"{file.path}: {PREFIX}model={kind!r}: is not supported; one of {', '.join(kinds)}")
+    tokens: list[str] = file.need(f"{PREFIX}tokens")
+    if len(set(tokens)) < len(tokens):
+        raise ValueError(f"{file.path}: {PREFIX}tokens: some are there twice")
+    types = token_types(file)
+    named = special_tokens(file)
+    backend = kinds[kind](file)
+    special = {token for token, own in zip(tokens, types, strict=True) if own in (UNKNOWN, CONTROL)}
+    special |= {named[name] for name in ("bos_token", "eos_token") if name in named}  # some files call them normal
+    ordered = [token for token in tokens if token in special]  # by id
+    backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in ordered])
+    defined = [token for token, own in zip(tokens, types, strict=True) if own == USER_DEFINED and token not in special]
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in defined])
+    begins = kind == "llama" or file.keys.get(f"{PREFIX}pre") in BEGIN
+    around = ["$A"]
+    if file.keys.get(f"{PREFIX}add_bos_token", begins):
+        around.insert(0, needed(file, named, "bos_token"))
+    if file.keys.get(f"{PREFIX}add_eos_token", False):
+        around.append(needed(file, named, "eos_token"))
+    if len(around) > 1:
+        ids = [(token, tokens.index(token)) for token in dict.fromkeys(around) if token != "$A"]
+        backend.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)
+    return backend
+
+
+def needed(file: GgufFile, named: dict[str, str], name: str) -> str:
+    """The text of a special token that is put around every text. Raises ValueError where the file has none."""
+    file.need(PREFIX + SPECIAL[name])
+    return named[name]
+
+
+def token_types(file: GgufFile) -> list[int]:
+    """Of every token. Raises ValueError for a list that is not as long as the vocabulary."""
+    tokens: list[str] = file.need(f"{PREFIX}tokens")
+    types: list[int] = file.keys.get(f"{PREFIX}token_type", [NORMAL] * len(tokens))
+    if len(types) != len(tokens):
+        raise ValueError(f"{file.path}: {PREFIX}token_type: has {len(types)} items for {len(tokens)} tokens")
+    return types
+
+
+def byte_level(file: GgufFile) -> Tokenizer:
+    name = file.need(f"{PREFIX}pre")
+    if name not in SPLITS:
+        raise ValueError(f"{file.path}: {PREFIX}pre={name!r}: is not supported; one of {', '.join(SPLITS)}")
+    vocabulary = {token: place for place, token in enumerate(file.need(f"{PREFIX}tokens"))}
+    merges = [merge_pair(file, merge) for merge in file.need(f"{PREFIX}merges")]
+    for pair in merges:
+        if not {*pair, "".join(pair)} <= vocabulary.keys():
+            raise ValueError(f"{file.path}: {PREFIX}merges: {' '.join(pair)!r} is of tokens that {PREFIX}tokens lacks")
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name in WHOLE_WORDS))
+    pattern = SPLITS[name]
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if name in SINGLE_DIGITS else []
+    if pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    if name in COMPOSED:
+        backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def merge_pair(file: GgufFile, merge: str) -> tuple[str, str]:
+    left, separator, right = merge.partition(" ")
+    if not (left and separator and right):
+        raise ValueError(f"{file.path}: {PREFIX}merges: {merge!r} is no pair of tokens")
+    return left, right
+
+
+def sentence_piece(file: GgufFile) -> Tokenizer:
+    """Merges are not stored: of two neighbours those are merged first whose union has the highest score."""
+    tokens: list[str] = file.need(f"{PREFIX}tokens")
+    scores: list[float] = file.need(f"{PREFIX}scores")
+    if len(scores) != len(tokens):
+        raise ValueError(f"{file.path}: {PREFIX}scores: has {len(scores)} items for {len(tokens)} tokens")
+    file.need(f"{PREFIX}token_type")
+    types = token_types(file)
+    vocabulary = {token: place for place, token in enumerate(tokens)}
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
+    pieces = {token for token, kind in zip(tokens, types, strict=True) if kind in OF_TEXT}
+    merges = merges_of(pieces, vocabulary, scores)
+    backend = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    prefix = file.keys.get(f"{PREFIX}add_space_prefix", True)
+    steps: list[Any] = [normalizers.Replace(" ", SPACE)]
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *steps] if prefix else steps)
+    backs: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*backs, decoders.Strip(" ", 1, 0)] if prefix else backs)
+    return backend
+
+
+def merges_of(pieces: set[str], vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Every way to make one of `pieces` of two others, the highest score first; of one those of the lowest ids first.
+
+    Control tokens and bytes are not among the pieces: no text is merged into one.
+    """
+    ranked: list[tuple[float, int, int, int]] = []
+    tokens = list(vocabulary)
+    for token in pieces:
+        place = vocabulary[token]
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in pieces and right in pieces:
+                ranked.append((-scores[place], place, vocabulary[left], vocabulary[right]))
+    ranked.sort()
+    return [(tokens[left], tokens[right]) for _, _, left, right in ranked]
+
+
+def special_tokens(file: GgufFile) -> dict[str, str]:
+    """Name -> text, by transformers' names, of those that the file has."""
+    tokens: list[str] = file.need(f"{PREFIX}tokens")
+    named = {name: file.keys.get(PREFIX + key) for name, key in SPECIAL.items()}
+    for name, place in named.items():
+        if place is not None and not 0 <= place < len(tokens):
+            raise ValueError(
+                f"{file.path}: {PREFIX}{SPECIAL[name]}={place}: is outside the vocabulary of {len(tokens)}"
+            )
+    return {name: tokens[place] for name, place in named.items() if place is not None}
+
+
+def chat_templates(file: GgufFile) -> dict[str, str]:
+    """By name; that of a conversation without tools is called DEFAULT."""
+    templates = {
+        key.removeprefix(f"{TEMPLATE}."): text for key, text in file.keys.items() if key.startswith(f"{TEMPLATE}.")
+    }
+    return ({DEFAULT: file.keys[TEMPLATE]} if TEMPLATE in file.keys else {}) | templates

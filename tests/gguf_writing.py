@@ -1,0 +1,148 @@
+"""GGUF files of tiny checkpoint folders, written with the package's writer and its table of names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import quants
+from safetensors.torch import load_file
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
+    "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
+    "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
+    "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+}
+MIXED = (Kind.Q8_0, Kind.Q4_0, Kind.F16, Kind.Q4_1, Kind.BF16, Kind.Q5_0, Kind.F32, Kind.Q5_1)
+Change = Callable[[gguf.GGUFWriter], None]
+
+
+def write_gguf(
+    folder: Path, file: Path, kinds: Sequence[Kind] = MIXED, *, change: Change | None = None, tokenizer: bool = False
+) -> dict[str, torch.Tensor]:
+    """Matrices in `kinds` by turns, all else in fp32; `change` may add keys. Returns what the tensors of the file stand
+    for, under the names and in the order of the folder.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    architecture = ARCHITECTURES[config["architectures"][0]]
+    writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[architecture])
+    _write_sizes(writer, config)
+    if tokenizer:
+        _write_tokenizer(writer, folder)
+    if change is not None:
+        change(writer)
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    tensors = load_file(folder / "model.safetensors")
+    if config.get("tie_word_embeddings"):
+        tensors.pop("lm_head.weight", None)
+    held: dict[str, torch.Tensor] = {}
+    stacks: dict[str, list[np.ndarray]] = {}
+    for turn, (name, tensor) in enumerate(sorted(tensors.items())):
+        value = tensor.float().numpy()
+        heads = _permuted_heads(architecture, name, config)
+        if heads:
+            value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+        if architecture is gguf.MODEL_ARCH.GEMMA3 and name.endswith("norm.weight"):
+            value = value + 1
+        kind = Kind.F32 if ".experts." in name or value.ndim < 2 else kinds[turn % len(kinds)]
+        raw = quants.quantize(value, kind)
+        back = torch.from_numpy(np.array(quants.dequantize(raw, kind))).view(tensor.shape)
+        if heads:
+            back = back.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
+        held[name] = back
+        if ".experts." in name:
+            layer, _, rest = name.partition(".experts.")
+            stacks.setdefault(f"{layer}.experts.{rest.split('.', 1)[1]}", []).append(value)
+        else:
+            writer.add_tensor(_name(names, name), raw, raw_dtype=kind)
+    for name, values in stacks.items():  # sorted by name is by number: fewer than ten experts
+        writer.add_tensor(_name(names, name), np.stack(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return held
+
+
+def _name(names: gguf.TensorNameMap, name: str) -> str:
+    theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert theirs is not None, name
+    return theirs
+
+
+def _permuted_heads(architecture: gguf.MODEL_ARCH, name: str, config: dict[str, Any]) -> int:
+    """How many heads the rows are of that converters order for ggml's rotary embedding; 0 for all other tensors."""
+    if architecture is not gguf.MODEL_ARCH.LLAMA:
+        return 0
+    if ".q_proj." in name:
+        return int(config["num_attention_heads"])
+    return int(config["num_key_value_heads"]) if ".k_proj." in name else 0
+
+
+def _write_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_name("tiny")
+    writer.add_quantization_version(2)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    rope = config.get("rope_parameters") or {}
+    if "full_attention" in rope:  # of Gemma 3, whose files hold the base of full attention alone
+        rope = rope["full_attention"]
+        writer.add_sliding_window(config["sliding_window"])
+    writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
+    if rope.get("rope_type") in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, head_dim))
+    if config.get("num_experts") or config.get("num_local_experts"):
+        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
+    """What each frequency is divided by."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, rope_parameters=rope)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, device="cpu")
+    plain = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    return (plain / scaled).numpy()
+
+
+def _write_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
+    """Byte-level BPE, split as GPT-2 splits."""
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary: dict[str, int] = content["model"]["vocab"]
+    special = {token["content"] for token in content["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(sorted(vocabulary, key=vocabulary.__getitem__))
+    writer.add_token_types([3 if token in special else 1 for token in sorted(vocabulary, key=vocabulary.__getitem__)])
+    writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
+    writer.add_eos_token_id(0)
+    writer.add_bos_token_id(0)
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        writer.add_chat_template(template.read_text(encoding="utf-8"))

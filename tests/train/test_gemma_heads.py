@@ -1,0 +1,60 @@
+"""Heads on a Gemma target, whose embedding is scaled for its own layers alone: trained as they are served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from infer.config import EngineConfig, ProposerConfig
+from infer.engine import Engine
+from infer.request import SamplingParams, SpeculationStats
+from models.targets import load_target
+from tests.heads import make_head, memorise
+from tests.train.conftest import STEPS
+from tests.unit.reference import randomise_biases_and_norms
+from train.acceptance import simulate
+from train.data import Sequences
+from train.features import compute_features
+
+
+@pytest.fixture(scope="module")
+def gemma_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import transformers
+
+    torch.manual_seed(5)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=384, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, sliding_window=16, sliding_window_pattern=2, query_pre_attn_scalar=24,
+        max_position_embeddings=512, initializer_range=0.2,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("gemma")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    randomise_biases_and_norms(folder)
+    return folder
+
+
+@pytest.mark.parametrize("variant", ["eagle, the target's embedding", "eagle3"])
+def test_a_head_drafts_as_it_was_trained(variant: str, gemma_folder: Path) -> None:
+    head = make_head(load_target(str(gemma_folder)), variant)
+    limits = EngineConfig(max_tokens_in_cache=2048, max_batch=8)
+    drafts = ProposerConfig(name="head", max_draft_tokens=STEPS)
+    engine = Engine(load_target(str(gemma_folder)), proposer="none", config=limits, proposer_config=drafts)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(1, 384, (6 + 4 * index,), generator=generator).tolist() for index in range(4)]
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    answers = engine.generate(prompts, params)
+    rows = [(a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * len(a.token_ids)) for a in answers]
+    responses = Sequences.of(rows)
+    memorise(head, engine.target, responses, STEPS, rounds=50)
+    batch = responses.batch(range(len(rows)))
+    simulated = simulate(head, batch, compute_features(engine.target, batch, head.config.aux_layers), STEPS)
+    engine.set_proposer("head", head)
+    completions = engine.generate(prompts, params)
+    assert [c.token_ids for c in completions] == [a.token_ids for a in answers]
+    served = SpeculationStats()
+    for completion in completions:
+        served.merge(completion.stats)
+    assert simulated.acceptance_length > 1.5
+    assert simulated.acceptance_length == pytest.approx(served.acceptance_length, rel=1e-6)

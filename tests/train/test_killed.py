@@ -1,0 +1,90 @@
+"""kill -9 while answers are written or features computed: what was complete is not made twice."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.engine import Engine
+from tests.train.launching import ROOT
+from tests.train.running import run
+from train.feature_store import FeatureStore
+
+CHILD = """
+import importlib, os, signal, sys
+
+module, owner, name, calls, *settings = sys.argv[1:]
+sys.path.insert(0, os.getcwd())
+from infer.cli import compose
+from train import regenerate
+from train.config import TrainConfig
+from train.loop import train
+
+regenerate.PART = 8
+holder = importlib.import_module(module)
+holder = getattr(holder, owner) if owner else holder
+real, left = getattr(holder, name), int(calls)
+
+def counted(*args, **options):
+    global left
+    result = real(*args, **options)
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+
+setattr(holder, name, counted)
+train(compose("train", TrainConfig, settings))
+"""
+
+
+def killed_after(calls: int, function: str, settings: list[str]) -> None:
+    """In a process of its own, which kills itself when `function` (module:owner.name) has returned so many times."""
+    module, _, path = function.partition(":")
+    owner, _, name = path.rpartition(".")
+    command = [sys.executable, "-c", CHILD, module, owner, name, str(calls), *settings]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def counting(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    calls: list[Any] = []
+    real: Callable[..., Any] = getattr(owner, name)
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        calls.append(args)
+        return real(self, *args, **options)
+
+    patch.setattr(owner, name, counted)
+    return calls
+
+
+def test_answers(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [*settings, "run=one", "stage=regenerate"]
+    killed_after(2, "train.regenerate:write_part", own)  # the four held-out ones, and eight of twenty-four
+    asked = counting(monkeypatch, Engine, "add")
+    run(own)
+    assert len(asked) == 24 - 8
+    whole = run([*settings, "run=two", "stage=regenerate", f"output_dir={tmp_path / 'elsewhere'}"])
+    one, two = tmp_path / "one" / "data", Path(whole["data"])
+    assert (one / "train.safetensors").read_bytes() == (two / "train.safetensors").read_bytes()
+
+
+def test_features(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [*settings, "run=one", "features=offline", "steps=1"]
+    run([*settings, "run=answers", "stage=regenerate"])
+    killed_after(3, "train.feature_store:FeatureStore._compute", own)  # two are written, the third is lost
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "features").rglob("shard-*.safetensors")}
+    assert len(written) == 2
+    computed = counting(monkeypatch, FeatureStore, "_compute")
+    run(own)
+    shards = len(list((tmp_path / "features").rglob("shard-*.safetensors")))
+    assert shards > 10
+    assert len(computed) == shards - 2
+    assert {path: path.stat().st_mtime_ns for path in written} == written

@@ -1,0 +1,103 @@
+"""LM head and loss as one kernel in training: the dense form's sums and gradients, and when it is not used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infer.engine import Engine
+from kernels import vocabulary
+from models.targets.llama import LlamaTarget
+from tests.heads import make_head, make_objective
+from train.data import Batch, Sequences
+from train.features import compute_features
+from train.objectives import Objective
+from train.objectives.narrow import NarrowWeights
+
+needs_compiler = pytest.mark.skipif(
+    not vocabulary.supported(torch.device("cpu"), torch.float32), reason="needs a C compiler"
+)
+CASES = [
+    ("eagle3", "ttt", {}),
+    ("eagle3", "ttt", {"loss": "ce", "drop_out_of_vocab": False}),
+    ("eagle3.1", "ttt", {"loss": "label", "reduction": "sequence"}),
+    ("eagle", "eagle", {"steps": 2, "feature_noise": 0.0}),
+    ("medusa, shared and truncated", "medusa", {"steps": 5}),
+    ("medusa, truncated", "medusa", {"steps": 5, "labels": "hard"}),
+    ("mlp, tied", "mlp", {"steps": 5}),
+    ("p-eagle, one layer", "p-eagle", {}),
+]
+
+
+@pytest.fixture(scope="module")
+def batch(responses: Sequences) -> Batch:
+    return responses.batch(range(4))
+
+
+def learn(made: Objective, engine: Engine, batch: Batch, precision: torch.dtype | None = None) -> tuple:
+    features = compute_features(engine.target, batch, made.head.config.aux_layers)
+    teacher = made.teach(engine.target, features.hidden, batch)
+    assert (teacher.logits is not None) == made.native
+    with torch.autocast("cpu", precision or torch.bfloat16, enabled=precision is not None):
+        loss, sums = made(batch, features, teacher, made.denominators(batch))
+    (3 * loss).backward()  # a factor, as accumulation over processes has one
+    gradients = {key: p.grad for key, p in made.head.named_parameters() if p.grad is not None}
+    made.head.zero_grad()
+    return loss.detach(), torch.stack(list(sums)), gradients
+
+
+@needs_compiler
+@pytest.mark.parametrize(("variant", "name", "settings"), CASES)
+def test_equals_the_dense_form(
+    engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant: str, name: str, settings: dict
+) -> None:
+    head = make_head(tiny_target, variant)
+    native, dense = (make_objective(head, name, fused=fused, **settings) for fused in (None, False))
+    assert (native.native, dense.native) == (True, False)
+    (loss, sums, found), (expected, dense_sums, gradients) = (learn(o, engine, batch) for o in (native, dense))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(sums, dense_sums, rtol=1e-4, atol=1e-4)
+    assert found.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(
+            found[key], gradient, rtol=1e-3, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+        )
+
+
+@needs_compiler
+def test_under_autocast_weights_are_narrowed_once_a_forward(
+    engine: Engine, tiny_target: LlamaTarget, batch: Batch
+) -> None:
+    head = make_head(tiny_target, "eagle3")
+    native, dense = (make_objective(head, "ttt", fused=fused) for fused in (None, False))
+    (_, _, found), (_, _, gradients) = (learn(o, engine, batch, torch.bfloat16) for o in (native, dense))
+    for key, gradient in gradients.items():
+        assert (found[key] - gradient).norm() <= 0.02 * gradient.norm(), key
+    weight, narrow = head.get_parameter("lm_head.weight"), NarrowWeights()
+    with torch.autocast("cpu", torch.bfloat16):
+        first = narrow(weight)
+        assert narrow(weight) is first
+        weight.grad = torch.ones_like(weight)
+        torch.optim.AdamW([weight], lr=0.1, fused=True).step()
+        narrow.renew()
+        assert torch.equal(narrow(weight), weight.detach().bfloat16())
+        assert not torch.equal(narrow(weight), first)
+        frozen = weight.detach()
+        kept = narrow(frozen)
+        narrow.renew()
+        assert narrow(frozen) is kept
+
+
+@needs_compiler
+@pytest.mark.parametrize("loss", ["tv", "lk", "lk_hybrid"])
+def test_other_losses_keep_the_dense_form(tiny_target: LlamaTarget, loss: str) -> None:
+    assert not make_objective(make_head(tiny_target, "eagle3"), "ttt", loss=loss).native
+
+
+def test_without_a_compiler(engine: Engine, tiny_target: LlamaTarget, batch: Batch, monkeypatch) -> None:
+    head = make_head(tiny_target, "eagle3")
+    expected = learn(make_objective(head, "ttt", fused=False), engine, batch)
+    monkeypatch.setattr(vocabulary, "library", lambda: None)
+    made = make_objective(head, "ttt")
+    assert not made.native
+    assert torch.equal(learn(made, engine, batch)[0], expected[0])

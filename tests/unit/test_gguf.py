@@ -1,0 +1,311 @@
+"""Targets from GGUF files: the same weights, configuration and logits as their folders; what does not fit is named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import quants
+from safetensors.torch import load_file, save_file
+
+from models.attention import CausalAttention
+from models.checkpoint import fingerprint, open_tensors, read_config
+from models.fetching import place_of
+from models.gguf.file import AT_ONCE, GgufFile, dequantises
+from models.targets import empty_target, load_target, read_target_config
+from models.targets.writing import save_target
+from tests.gguf_writing import write_gguf
+from tests.unit.reference import TOLERANCE, randomise_biases_and_norms, relative_error
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+FAMILIES = {
+    "llama": ("LlamaConfig", {}),
+    "llama tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama head size": ("LlamaConfig", {"head_dim": 32}),
+    "llama 3": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "llama linear": ("LlamaConfig", {"rope_parameters": LINEAR}),
+    "llama yarn": ("LlamaConfig", {"rope_parameters": YARN}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 128}),
+    "qwen3moe": ("Qwen3MoeConfig", {"head_dim": 32, **EXPERTS}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "tie_word_embeddings": True, "sliding_window": 16},
+    ),
+}
+FAMILY_OF_FILE = {"MistralForCausalLM": "LlamaForCausalLM"}  # one architecture in this format
+READ_BY_TRANSFORMERS = ("llama", "llama tied", "mistral", "qwen2", "qwen3")  # of the others it leaves out something
+IDS = torch.randint(0, 384, (2, 90), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """`written(family)`: the GGUF file, and a folder of what its tensors stand for."""
+    made = {}
+
+    def make(name):
+        if name in made:
+            return made[name]
+        import transformers
+
+        kind, options = FAMILIES[name]
+        sizes = {
+            "vocab_size": 384,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 6 if name == "gemma3" else 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": False,
+            "initializer_range": 0.2,
+        }
+        torch.manual_seed(5)
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes | options))
+        folder, file = tmp_path_factory.mktemp("folder"), tmp_path_factory.mktemp("file") / "tiny.gguf"
+        model.save_pretrained(folder)
+        randomise_biases_and_norms(folder)
+        save_file(write_gguf(folder, file), folder / "model.safetensors", metadata={"format": "pt"})
+        made[name] = file, folder
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_file_holds_what_its_folder_holds(written, name):
+    file, folder = written(name)
+    tensors, wanted = open_tensors(file), load_file(folder / "model.safetensors")
+    assert set(tensors) == set(wanted)
+    for key, value in wanted.items():
+        if name == "gemma3" and key.endswith("norm.weight"):  # the file holds the sum with 1
+            value = value - 1
+        assert torch.equal(tensors[key], value), key
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gemma3"])
+def test_logits_equal_those_of_its_folder_in_transformers(written, name):
+    import transformers
+
+    file, folder = written(name)
+    target, config = load_target(str(file)), read_target_config(folder)
+    family = FAMILY_OF_FILE.get(config.architecture, config.architecture)
+    assert target.config.architecture == family
+    for key in ("head_dim", "num_kv_heads", "vocab_size", "tie_word_embeddings", "max_position_embeddings", "experts"):
+        assert getattr(target.config, key) == getattr(config, key), key
+    more = {"gguf_file": file.name} if name in READ_BY_TRANSFORMERS else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent if more else folder, dtype=torch.float32, **more
+    ).eval()
+    with torch.no_grad():
+        out = target(IDS, torch.arange(IDS.shape[1]).expand_as(IDS), CausalAttention())
+        assert relative_error(target.logits(out.hidden), model(IDS).logits) < TOLERANCE
+
+
+def test_gemma_is_read_as_its_folder_states(written):
+    file, folder = written("gemma3")
+    ours, theirs = read_config(file), json.loads((folder / "config.json").read_text())
+    assert ours["architectures"] == theirs["architectures"]
+    assert ours["layer_types"] == theirs["layer_types"]
+    assert ours["sliding_window"] == theirs["sliding_window"]
+    assert ours["rope_theta"] == theirs["rope_parameters"]["full_attention"]["rope_theta"]
+    assert ours["rope_local_base_freq"] == theirs["rope_parameters"]["sliding_attention"]["rope_theta"]
+    assert ours["query_pre_attn_scalar"] == 32
+    assert ours["head_dim"] == 32
+    assert ours["tie_word_embeddings"]
+
+
+def test_gemma_gives_the_logits_of_transformers(written, tmp_path):
+    import transformers
+
+    file, folder = written("gemma3")
+    shutil.copy(folder / "config.json", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    norms = {name: value - 1 for name, value in tensors.items() if name.endswith("norm.weight")}
+    save_file(tensors | norms, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    target = load_target(str(file))
+    with torch.no_grad():
+        out = target(IDS, torch.arange(IDS.shape[1]).expand_as(IDS), CausalAttention())
+        assert relative_error(target.logits(out.hidden), model(IDS).logits) < TOLERANCE
+
+
+@pytest.mark.skipif(not place_of("smollm2-135m").is_file(), reason="scripts/fetch_model.py smollm2-135m brings it")
+def test_smollm2_gives_the_logits_of_transformers():
+    import transformers
+
+    file = place_of("smollm2-135m")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    ).eval()
+    ids = torch.arange(128)[None] * 331 % model.config.vocab_size
+    with torch.no_grad():
+        target = load_target(str(file))
+        out = target(ids, torch.arange(128)[None], CausalAttention())
+        logits, wanted = target.logits(out.hidden), model(ids).logits
+    assert relative_error(logits, wanted) < TOLERANCE
+    assert torch.equal(logits.argmax(-1), wanted.argmax(-1))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # random bytes: some scales are infinite
+@pytest.mark.parametrize("kind", [kind for kind in Kind if dequantises(kind)], ids=lambda kind: kind.name)
+def test_every_type_is_widened_as_the_package_widens_it(tmp_path, kind):
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rows, columns = AT_ONCE // 256 + 7, 256  # more than is widened at a time
+    raw = np.random.default_rng(2).integers(0, 256, (rows, columns // block * block_bytes), dtype=np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "blocks.gguf", "llama")
+    writer.add_tensor("blocks", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours = GgufFile(tmp_path / "blocks.gguf").read("blocks", torch.float64 if kind is Kind.F64 else torch.float32)
+    wanted = raw.view(np.float64) if kind is Kind.F64 else quants.dequantize(raw, kind)
+    assert ours.shape == (rows, columns)
+    assert np.array_equal(ours.numpy(), wanted.reshape(rows, columns), equal_nan=True)
+
+
+def test_each_tensor_is_read_once(written, monkeypatch):
+    file, _ = written("llama")
+    read, names = GgufFile.read, []
+
+    def counted(self, name, *more, **by):
+        names.append(name)
+        return read(self, name, *more, **by)
+
+    monkeypatch.setattr(GgufFile, "read", counted)
+    load_target(str(file), dtype=torch.bfloat16)
+    assert sorted(names) == sorted(GgufFile(file).tensors)
+
+
+def test_part_of_the_layers_and_a_target_without_weights(written):
+    file, _ = written("llama tied")
+    whole, part = load_target(str(file)), load_target(str(file), layers=[-1])
+    parameters = dict(part.named_parameters())
+    for name, parameter in whole.named_parameters():
+        assert (
+            parameters[name].is_meta
+            if name.startswith("layers.") and ".3." not in name
+            else (torch.equal(parameters[name], parameter))
+        )
+    assert empty_target(file).config == whole.config
+    assert part.fingerprint == whole.fingerprint
+
+
+def test_fingerprints_tell_files_apart(written, tmp_path):
+    file, _ = written("llama")
+    copied = shutil.copy(file, tmp_path / "other.gguf")
+    assert fingerprint(copied) == fingerprint(file) != fingerprint(written("qwen2")[0])
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    copied.write_bytes(content)
+    assert fingerprint(copied) != fingerprint(file)
+
+
+def test_a_target_of_a_file_is_written_as_a_folder(make_target_folder, tmp_path):
+    folder, out = make_target_folder(num_hidden_layers=2), tmp_path / "out"
+    write_gguf(folder, tmp_path / "tiny.gguf", tokenizer=True)
+    target = load_target(str(tmp_path / "tiny.gguf"))
+    out.mkdir()
+    save_target(target, out)
+    again = load_target(str(out))
+    assert again.config == target.config
+    assert again.end_tokens == target.end_tokens
+    for name, parameter in target.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+
+
+CHANGES = {
+    "soft-cap": (lambda w: w.add_attn_logit_softcapping(50.0), "llama.attn_logit_softcapping=50.0"),
+    "scale": (lambda w: w.add_float32("llama.attention.scale", 0.1), "llama.attention.scale=0.1"),
+    "experts": (lambda w: w.add_expert_weights_scale(2.5), "llama.expert_weights_scale=2.5"),
+    "clamp": (lambda w: w.add_clamp_kqv(8.0), "llama.attention.clamp_kqv=8.0"),
+    "layer norm": (lambda w: w.add_layer_norm_eps(1e-5), "llama.attention.layer_norm_epsilon"),
+    "part of the head": (lambda w: w.add_rope_dimension_count(8), "llama.rope.dimension_count=8"),
+    "scaling": (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "rope.scaling.type='longrope'"),
+    "no factor": (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), "llama.rope.scaling.factor"),
+    "unknown tensor": (lambda w: w.add_tensor("blk.0.attn_sinks.weight", np.ones(4, np.float32)), "attn_sinks"),
+    "unknown form": (lambda w: w.add_tensor("extra", np.ones(4, np.float32)), "the tensor extra"),
+    "no such layer": (lambda w: w.add_tensor("blk.9.attn_norm.weight", np.ones(64, np.float32)), r"layers\.9\."),
+    "frequencies": (lambda w: w.add_tensor("rope_freqs.weight", np.full(8, 3, np.float32)), "rope_freqs.weight"),
+    "integers": (lambda w: w.add_tensor("blk.0.extra.weight", np.ones(4, np.int32)), "type I32"),
+    "part": (lambda w: w.add_uint16("split.count", 2), "split.count=2"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_would_change_the_logits_is_an_error_that_names_it(make_target_folder, tmp_path, change):
+    folder, file = make_target_folder(num_hidden_layers=2), tmp_path / "tiny.gguf"
+    add, message = CHANGES[change]
+    write_gguf(folder, file, change=add)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_target(str(file))
+    assert str(file) in str(caught.value)
+
+
+def test_keys_that_change_nothing_are_left_out(make_target_folder, tmp_path):
+    folder, file = make_target_folder(num_hidden_layers=2), tmp_path / "tiny.gguf"
+
+    def add(writer):
+        writer.add_expert_count(0)
+        writer.add_final_logit_softcapping(0.0)
+        writer.add_author("someone")
+        writer.add_string("quantize.imatrix.file", "imatrix.dat")
+
+    write_gguf(folder, file, change=add)
+    assert load_target(str(file)).config.vocab_size == 384
+
+
+def test_sizes_are_held_against_the_tensors(make_target_folder, tmp_path):
+    folder, file = make_target_folder(num_hidden_layers=2), tmp_path / "tiny.gguf"
+    config = json.loads((folder / "config.json").read_text())
+    write_gguf(folder, file)
+    good = file.read_bytes()
+    for key, value, message in (
+        ("llama.feed_forward_length", 96, r"(?s)down_proj.weight \[64, 128\]: expected \[64, 96\]"),
+        ("llama.block_count", 3, r"layers\.2\..*missing"),
+        ("llama.vocab_size", 400, "vocab_size=400, but token_embd.weight has 384 rows"),
+        ("llama.attention.head_count", 3, r"tiny\.gguf: llama.attention.head_count=3: is no multiple"),
+        ("llama.attention.head_count_kv", 0, "head_count_kv=0"),
+    ):
+        place = good.index(key.encode()) + len(key) + 4  # behind it the type of the value
+        file.write_bytes(good[:place] + value.to_bytes(4, "little") + good[place + 4 :])
+        with pytest.raises(ValueError, match=message):
+            load_target(str(file))
+    assert config["num_key_value_heads"] == 2
+
+
+def test_damaged_files_are_errors_that_name_them(written, tmp_path):
+    good, file = written("llama")[0].read_bytes(), tmp_path / "damaged.gguf"
+    header = GgufFile(written("llama")[0]).data_start
+    contents = [b"", b"GGU", b"PK\x03\x04" + good, good[:4] + (3).to_bytes(4, "big") + good[8:], good[:-1]]
+    contents += [good[:end] for end in range(5, header, 61)]
+    for content in contents:
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"damaged\.gguf"):
+            load_target(str(file))
+    generator = np.random.default_rng(4)
+    for place in generator.integers(4, header, 150):  # a changed byte is an error, or changes nothing that is checked
+        file.write_bytes(good[:place] + bytes([good[place] ^ (1 << int(generator.integers(8)))]) + good[place + 1 :])
+        with contextlib.suppress(ValueError):
+            empty_target(file)
+    with pytest.raises(ValueError, match=r"nowhere\.gguf: no such file"):
+        load_target(str(tmp_path / "nowhere.gguf"))
