@@ -32,7 +32,7 @@ def test_two_replicas_behind_one_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HEADWAY_API_KEY", KEY)
-    with start(*command(tiny_target_folder, "server.replicas=2")) as process:
+    with start(*command(tiny_target_folder, "server.replicas=2", "server.drain_s=3600")) as process:
         url = process.wait_for(r"(http://127\.0\.0\.1:\d+): loading tiny, 2 times")[1]
         process.wait_for("try: curl", 600)
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
