@@ -237,13 +237,14 @@ def on_a_terminal(arguments: list[str], **extra: str) -> str:
 
 
 def test_a_terminal_gets_colour_unless_it_asks_for_none(overrides: list[str]) -> None:
-    arguments = command(*overrides, "prompt='x = 1; x = 1; x = 1; x = 1; x = 1;'", "proposer=ngram", "max_tokens=60")
+    repeated = ["prompt='x = 1; x = 1; x = 1; x = 1; x = 1;'", "max_tokens=60"]
+    arguments = command(*overrides, *repeated, "proposer=ngram", "proposer.adaptive=false")
     assert GREEN in on_a_terminal(arguments)
     assert GREEN not in on_a_terminal(arguments, NO_COLOR="1")
 
 
 def test_ctrl_c_ends_with_a_clean_terminal(overrides: list[str]) -> None:
-    arguments = command(*overrides, "color=always", "num_prompts=500", "max_tokens=400")
+    arguments = command(*overrides, "color=always", "num_prompts=500", "max_tokens=400", "proposer.adaptive=false")
     with subprocess.Popen(
         arguments,
         cwd=ROOT,
