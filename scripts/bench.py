@@ -20,7 +20,9 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-os.environ.setdefault("USE_HUB_KERNELS", "NO")
+import infer.environment  # noqa: F401
+
+# isort: split
 
 import datetime
 import itertools
@@ -106,13 +108,14 @@ def run_rounds(config: BenchConfig, found: Results, once: Callable[[], None], ba
     """All rounds of the one concurrency and temperature of `found`; once more while it seems slower than plain
     decoding, which a few rounds say of anything on a machine whose speed changes by itself.
     """
-    for attempt in range(1 + AGAIN):
-        if attempt:
-            bar.total += config.rounds * len(config.systems)
+    for left in reversed(range(1 + AGAIN)):
         for _ in range(config.rounds):
             once()
-        if config.never_slower is None or not slower_than_plain(found, config.never_slower):
+        slower = [] if config.never_slower is None else slower_than_plain(found, config.never_slower)
+        if not slower or not left:
             return
+        bar.write(f"seems slower than plain decoding, {config.rounds} more rounds: {'; '.join(slower)}", sys.stderr)
+        bar.total += config.rounds * len(config.systems)
 
 
 def run_round(

@@ -14,7 +14,9 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [os.path.dirname(HERE)] + [p for p in sys.path if os.path.abspath(p or ".") != HERE]
-os.environ.setdefault("USE_HUB_KERNELS", "NO")
+import infer.environment  # noqa: F401
+
+# isort: split
 
 import json
 import subprocess

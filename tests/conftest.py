@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 
+import infer.environment  # noqa: F401
+
+# isort: split
+
 # before anything imports a hub client or a tokenizer
-os.environ.setdefault("USE_HUB_KERNELS", "NO")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
-# Threads that wait for each other give their core away: other workers of the suite need it. Read as torch is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import contextlib
 import textwrap

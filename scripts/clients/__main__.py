@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
-os.environ.setdefault("USE_HUB_KERNELS", "NO")
+import infer.environment  # noqa: F401
+
+# isort: split
 
 from scripts.clients.programs import PROGRAMS, run_program, table
 from scripts.clients.setting import install, serving

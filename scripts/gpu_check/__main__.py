@@ -7,7 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("USE_HUB_KERNELS", "NO")
+import infer.environment  # noqa: F401
+
+# isort: split
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -67,7 +67,7 @@ class Timed:
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [((1.0,), 3), ((2.0,), 9), ((2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0), 6)])
-def test_what_seems_slower_than_plain_is_measured_again(monkeypatch, seconds, rounds) -> None:
+def test_what_seems_slower_than_plain_is_measured_again(monkeypatch, capsys, seconds, rounds) -> None:
     monkeypatch.setattr("scripts.bench.time.perf_counter", lambda: Timed.now)
     systems = {"off": Timed(1.0), "off:again": Timed(1.0), "head:auto5": Timed(*seconds)}
     parts = {"head": HeadConfig(name="none"), "proposer": ProposerConfig(name="none")}
@@ -75,6 +75,8 @@ def test_what_seems_slower_than_plain_is_measured_again(monkeypatch, seconds, ro
     found = measure(config, systems, [object()], ())
     assert len(found[0.0][1]["head:auto5"].ratios) == rounds
     assert bool(slower_than_plain(found, 0.02)) == (seconds == (2.0,))
+    said = "seems slower than plain decoding, 3 more rounds: head:auto5 at temperature 0, 1 at once: 0.5"
+    assert capsys.readouterr().err.count(said) == rounds // 3 - 1
     config.never_slower = None
     assert len(measure(config, systems, [object()], ())[0.0][1]["off"].ratios) == 3
 

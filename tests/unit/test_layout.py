@@ -121,7 +121,7 @@ def test_entry_points_begin_with_the_bootstrap(file: str) -> None:
     if isinstance(body[0], ast.ImportFrom) and body[0].module == "__future__":
         body = body[1:]
     assert "\n".join(ast.unparse(node) for node in body[:4]) == BOOTSTRAP
-    assert ast.unparse(body[4]) == "os.environ.setdefault('USE_HUB_KERNELS', 'NO')"
+    assert ast.unparse(body[4]) == "import infer.environment"
 
 
 def test_bootstrap_replaces_the_own_folder(tmp_path: Path) -> None:
