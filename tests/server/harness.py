@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -68,14 +69,15 @@ def wait_until(condition: Callable[[], bool], seconds: float = 300) -> None:
         time.sleep(0.01)
 
 
-def slow_down(server: Server, seconds: float = 0.01) -> None:
-    """Every step of its engine takes at least as long from now on, so that what is to be seen while a request runs is
-    seen, however fast this machine computes and however late a test looks.
+def slow_down(server: Server, seconds: float = 0.5) -> Callable[[], None]:
+    """Every step of its engine takes at least as long until what is returned is called: what is to be seen while a
+    request runs is seen, however fast this machine computes and however late a test looks.
     """
-    step = server.engine.step
+    step, fast = server.engine.step, threading.Event()
 
     def slow() -> Any:
-        time.sleep(seconds)
+        fast.wait(seconds)
         return step()
 
     server.engine.step = slow
+    return fast.set

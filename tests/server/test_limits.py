@@ -26,7 +26,7 @@ LONG: dict[str, Any] = {"max_tokens": 480, "ignore_eos": True, "temperature": 0}
 
 def test_a_full_queue_is_a_429(make_server: MakeServer) -> None:
     with make_server(engine=EngineConfig(max_batch=1), max_waiting=2) as server, ThreadPoolExecutor(3) as pool:
-        slow_down(server)
+        speed_up = slow_down(server)
         running = pool.submit(server.complete, **LONG | {"max_tokens": 120})
         wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1)
         waiting = [pool.submit(server.complete, max_tokens=1) for _ in range(2)]
@@ -36,6 +36,7 @@ def test_a_full_queue_is_a_429(make_server: MakeServer) -> None:
         assert int(refused.headers["retry-after"]) >= 1
         with pytest.raises(openai.RateLimitError):
             server.openai.completions.create(model=MODEL, prompt="x")
+        speed_up()
         patient = server.openai.with_options(max_retries=300)  # it waits as long as Retry-After says
         assert patient.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
         assert [task.result().status_code for task in (running, *waiting)] == [200, 200, 200]
@@ -122,7 +123,7 @@ def test_a_large_body_is_refused_before_it_is_read(make_server: MakeServer) -> N
 
 def test_a_drain_finishes_what_runs_and_refuses_what_comes(make_server: MakeServer) -> None:
     with make_server() as server, ThreadPoolExecutor(2) as pool:
-        slow_down(server)
+        speed_up = slow_down(server)
         running = pool.submit(server.complete, **LONG | {"max_tokens": 100})
         wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1)
         ending = pool.submit(server.finish)
@@ -132,6 +133,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes(make_server: MakeServ
         refused = server.complete()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert "retry-after" in refused.headers
+        speed_up()
         assert running.result().json()["usage"]["completion_tokens"] == 100
         assert ending.result() == 0
 

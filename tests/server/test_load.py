@@ -50,7 +50,7 @@ def test_three_times_as_many_as_fit(make_server: MakeServer) -> None:
         load(server, 8, 3)  # everything has been touched once
         before = resident_mb()
         assert set(load(server, 8, 8)) == {200}
-        slow_down(server)  # or on a slow machine clients may come one by one
+        slow_down(server, 0.01)  # or on a slow machine clients may come one by one
         assert set(load(server, 24, 4)) == {200, 429}
         wait_until(lambda: server.metrics()["headway_kv_cache_usage_perc"] == 0)
         assert resident_mb() - before < 60

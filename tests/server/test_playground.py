@@ -223,7 +223,6 @@ def test_an_answer_can_be_stopped_and_scrolling_is_left_to_the_user(
     make_server: MakeServer, tiny_target_folder: Path, browser: Browser
 ) -> None:
     with make_server(target=tiny_target_folder, proposer="none") as server:
-        slow_down(server, 0.02)
         page = open_chat(server, browser, (390, 500))
         page.locator("#settings").evaluate("settings => { settings.open = false; }")
         fill = "node => node.scrollHeight - node.clientHeight"
@@ -232,6 +231,7 @@ def test_an_answer_can_be_stopped_and_scrolling_is_left_to_the_user(
         turns = page.locator("#turns")
         assert turns.evaluate(f"node => ({fill})(node) - node.scrollTop") < 2
         page.locator("#max_tokens").evaluate("field => { field.value = 200; }")
+        slow_down(server, 0.2)
         send(page, "go on")
         expect(page.locator(".live .figures")).to_contain_text("tokens/s")
         turns.evaluate("node => { node.scrollTop = 40; }")

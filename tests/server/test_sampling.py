@@ -244,12 +244,13 @@ def test_priority_is_served_first(make_server: MakeServer) -> None:
             server.complete(max_tokens=4, ignore_eos=True, priority=priority)
             ended.append(priority)
 
-        slow_down(server, 0.05)
+        speed_up = slow_down(server)
         pool.submit(server.complete, max_tokens=250, ignore_eos=True)
         wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 1)
         for waiting, priority in enumerate((5, 0, -5)):
             pool.submit(run, priority)
             wait_until(lambda: server.metrics()["vllm:num_requests_waiting"] == waiting + 1)  # noqa: B023
+        speed_up()
         wait_until(lambda: len(ended) == 3)
     assert ended == [-5, 0, 5]
 
