@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -42,8 +43,11 @@ def install(environment: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in PINS["node"]:
             shutil.copy(HERE / name, folder)
-        command = [str(NODE / "npm"), "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
-        subprocess.run(command, cwd=folder, check=True, env={"PATH": f"{NODE}:/usr/bin:/bin", "HOME": str(Path.home())})
+        # Not `ci`: it refuses a lock file without optional packages of other platforms, which not every index has.
+        command = [str(NODE / "npm"), "install", "--no-audit", "--no-fund", "--ignore-scripts"]
+        # All of the user's own: where npm's packages come from may be set there.
+        path = f"{NODE}{os.pathsep}{os.environ['PATH']}"
+        subprocess.run(command, cwd=folder, check=True, env={**os.environ, "PATH": path})
     else:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         for name in PINS[environment]:

@@ -17,6 +17,7 @@ from infer.server.playground import page as the_page
 from tests.server.harness import MakeServer, Server, slow_down
 
 SIZES = pytest.mark.parametrize("size", [(1280, 900), (390, 844)], ids=["desktop", "phone"])
+PATIENCE_MS = 240_000  # for what a person sees and does; Playwright's own are 5 and 30 seconds
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
@@ -38,13 +39,15 @@ def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("no Chromium: apt-get install chromium")
     with sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        expect.set_options(timeout=PATIENCE_MS)
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=PATIENCE_MS)
         yield running
         running.close()
 
 
 def open_page(server: Server, browser: Browser, size: tuple[int, int], problems: list[str]) -> Page:
     page = browser.new_page(viewport={"width": size[0], "height": size[1]})
+    page.set_default_timeout(PATIENCE_MS)
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.goto(server.url)
@@ -70,7 +73,7 @@ def send(page: Page, text: str) -> None:
 
 
 def expect_done(page: Page) -> None:
-    expect(page.locator("#status")).to_have_text("Done", timeout=120_000)
+    expect(page.locator("#status")).to_have_text("Done")
     expect(page.locator("#composer .start")).to_be_visible()
 
 
@@ -281,7 +284,7 @@ def test_speculation_on_and_off_side_by_side(server: Server, browser: Browser, s
     page.keyboard.type("x = 1 " * 8)
     bodies = bodies_of(page)
     page.keyboard.press("Control+Enter")
-    expect(page.locator("#status")).to_have_text("Done, 3 pairs", timeout=120_000)
+    expect(page.locator("#status")).to_have_text("Done, 3 pairs")
     expect(page.locator("#verdict")).to_have_text(VERDICT)
     expect(page.locator("#evidence")).to_have_text(EVIDENCE)
     enabled = [body["speculative"].get("enabled", True) for body in bodies]

@@ -13,7 +13,7 @@ from tests.lossless.conftest import make_small_engine  # noqa: F401
 from tests.lossless.plain import GREEDY, SAMPLED, ids
 
 PROMPTS = [[7, 8, 9], list(range(20, 38))]
-PARAMS = [replace(GREEDY, max_tokens=6), replace(SAMPLED, max_tokens=6)]
+PARAMS = [replace(GREEDY, max_tokens=4), replace(SAMPLED, max_tokens=4)]
 
 
 @pytest.fixture
