@@ -62,7 +62,8 @@ def test_commands_compose(command: str) -> None:
 def test_options_compose_under_their_own_name_and_read_back_equal(
     command: str, group: str, option: str, tmp_path: Path
 ) -> None:
-    overrides = [f"{group}={option}", *GIVEN.get(f"{group}/{option}", []), "engine.threads=1"]
+    path = [] if (group, option) == ("head", "none") else ["head.path=x"]
+    overrides = [f"{group}={option}", *GIVEN.get(f"{group}/{option}", []), *path, "engine.threads=1"]
     if (command, group, option) in REFUSED:
         with pytest.raises(ValueError, match=rf"head={option}: (training|an evaluation) needs a head"):
             compose(command, COMMANDS[command], overrides)
