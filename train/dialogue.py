@@ -158,7 +158,7 @@ class Dialogue:
         return bool(self._left[0].get("tool_calls")) or following == "tool"
 
     def _end_early(self, reason: ValueError) -> None:
-        self.cut = f"cut before message {len(self._history) + 1} of {len(self.example.messages)}: {reason}"
+        self.cut = f"cut after message {len(self._history)} of {len(self.example.messages)}: {reason}"
         self._left.clear()
 
 

@@ -228,5 +228,6 @@ def name_of(data: RowSource) -> str:
         return f"{data.path}{f' ({data.subset})' if data.subset else ''}, {data.split}"
     if isinstance(data, ChatDataConfig):
         return f"built-in prompts, {corpus_hash()}"
-    paths = [entry if isinstance(entry, str) else entry["path"] for entry in as_list(data.path)]
-    return ", ".join(Path(path).name for path in paths)
+    paths = [Path(entry if isinstance(entry, str) else entry["path"]) for entry in as_list(data.path)]
+    times = Counter(path.name for path in paths)
+    return ", ".join(path.name if times[path.name] == 1 else f"{path.parent.name}/{path.name}" for path in paths)

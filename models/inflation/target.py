@@ -13,6 +13,7 @@ from torch import Tensor
 
 from models.chat import TEMPLATE_FOLDER
 from models.config import TargetConfig, read_json
+from models.gguf.file import is_gguf
 from models.inflation.layers import (
     LIFT,
     LayerAxes,
@@ -60,8 +61,8 @@ def inflate_target(
 def write_target(source: str | Path, shape: Shape, out: Path, *, dtype: torch.dtype, seed: int = 0) -> None:
     """The same as a folder: config, weights in shards, tokenizer. `out` must exist and be empty. Raises as above."""
     folder = resolve_checkpoint(str(source))
-    written = read_json(folder / "config.json")
     old = _read_config(folder)
+    written = read_json(folder / "config.json")
     new = enlarged(old, shape)
     sizes = {
         "vocab_size": new.vocab_size,
@@ -86,6 +87,8 @@ def write_target(source: str | Path, shape: Shape, out: Path, *, dtype: torch.dt
 
 
 def _read_config(folder: Path) -> TargetConfig:
+    if is_gguf(folder):
+        raise ValueError(f"{folder}: a GGUF file can be served and trained for, not enlarged; give a checkpoint folder")
     if is_quantised(folder):
         raise ValueError(
             f"{folder}: quantization_config: a quantised target can be served and trained for, not enlarged"

@@ -20,6 +20,7 @@ from models.targets.llama import LlamaTarget
 from models.vocab import build_draft_vocab
 from tests.heads import memorise
 from tests.train.running import SETTINGS
+from tests.unit.reference import randomise_biases_and_norms
 from train.data import Sequences
 
 STEPS = 4
@@ -42,6 +43,23 @@ def responses(engine: Engine) -> Sequences:
     completions = engine.generate(prompts, SamplingParams(max_tokens=40, ignore_eos=False))
     rows = [(c.prompt_ids + c.token_ids, [False] * len(c.prompt_ids) + [True] * len(c.token_ids)) for c in completions]
     return Sequences.of(rows)
+
+
+@pytest.fixture(scope="session")
+def gemma_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four full layers and four that see a window of 16 tokens, in turn."""
+    import transformers
+
+    torch.manual_seed(5)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=384, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, sliding_window=16, sliding_window_pattern=2, query_pre_attn_scalar=24,
+        max_position_embeddings=512, initializer_range=0.2,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("gemma")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    randomise_biases_and_norms(folder)
+    return folder
 
 
 @pytest.fixture

@@ -13,26 +13,9 @@ from infer.request import SamplingParams, SpeculationStats
 from models.targets import load_target
 from tests.heads import make_head, memorise
 from tests.train.conftest import STEPS
-from tests.unit.reference import randomise_biases_and_norms
 from train.acceptance import simulate
 from train.data import Sequences
 from train.features import compute_features
-
-
-@pytest.fixture(scope="module")
-def gemma_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import transformers
-
-    torch.manual_seed(5)
-    config = transformers.Gemma3TextConfig(
-        vocab_size=384, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, sliding_window=16, sliding_window_pattern=2, query_pre_attn_scalar=24,
-        max_position_embeddings=512, initializer_range=0.2,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("gemma")
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    randomise_biases_and_norms(folder)
-    return folder
 
 
 @pytest.mark.parametrize("variant", ["eagle, the target's embedding", "eagle3"])

@@ -12,7 +12,7 @@ import pytest
 from infer.cli import compose
 from models.tokenizer import Tokenizer
 from train.config import FilesDataConfig, TrainConfig
-from train.prompts import Prompts, Reader, read_prompts
+from train.prompts import Prompts, Reader, name_of, read_prompts
 
 
 def prompts_of(count: int, first: int = 0) -> list[str]:
@@ -31,6 +31,12 @@ def read(
     (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
     data = FilesDataConfig(name="files", path=str(tmp_path / "data.jsonl"), **settings)
     return Reader(data, tokenizer, longest, eval_prompts).read()
+
+
+def test_files_of_one_name_are_told_apart() -> None:
+    paths = ["/sets/gsm8k/train.jsonl.xz", "/sets/mbpp/tasks.jsonl", "/sets/sgd/train.jsonl.xz"]
+    named = name_of(FilesDataConfig(name="files", path=paths))
+    assert named == "gsm8k/train.jsonl.xz, tasks.jsonl, sgd/train.jsonl.xz"
 
 
 def test_bad_rows_are_left_out_counted_and_shown(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:

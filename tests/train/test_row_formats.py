@@ -175,7 +175,7 @@ def test_what_is_cut_or_refused_is_named(
     settings += ["data.max_new_tokens=6"] if responses == "regenerate" else []
     result = train(compose("train", TrainConfig, settings), settings)
     assert result is not None
-    where = f"{path}, line 9: cut before message 4 of 4: the prompt has"
+    where = f"{path}, line 9: cut after message 3 of 4: the prompt has"
     bad = f"{path}, line 10: tool_calls is a text and no JSON (message 2)"
     log, report = capsys.readouterr().err, (tmp_path / "one" / "report.md").read_text()
     assert f"shortened: {where}" in log

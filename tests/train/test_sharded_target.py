@@ -18,6 +18,7 @@ from models.targets import load_target
 from models.targets.llama import LAST, LlamaTarget
 from models.targets.sharded import shared_elements
 from tests.conftest import MakeTarget
+from tests.gguf_writing import write_gguf
 from tests.train.launching import on_two_processes
 from train.checkpoint import latest_checkpoint
 from train.config import TrainConfig
@@ -122,7 +123,7 @@ def test_an_unknown_way_to_hold_the_target_is_refused() -> None:
 
 
 class Alone:
-    """One process that holds everything, for what is wrong with a checkpoint."""
+    """One process that holds everything."""
 
     rank, ranks = 0, 1
 
@@ -132,6 +133,16 @@ class Alone:
 
     def any(self, flag: bool) -> bool:
         return flag
+
+
+@pytest.mark.parametrize("form", ["folder", "GGUF file"])
+def test_layers_of_two_kinds_give_the_bits_of_a_whole_target(form: str, gemma_folder: Path, tmp_path: Path) -> None:
+    path = gemma_folder
+    if form == "GGUF file":
+        path = tmp_path / "gemma.gguf"
+        write_gguf(gemma_folder, path)
+    whole, gathered = load_target(str(path)), load_target(str(path), exchange=Alone())
+    assert torch.equal(found_in(gathered, batches_of(0), (2, 5)), found_in(whole, batches_of(0), (2, 5)))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from models.inflation import SHAPES, Shape, inflate_head, inflate_target, shape_
 from models.inflation.shapes import enlarged
 from models.targets import load_target
 from scripts import inflate_demo
+from tests.gguf_writing import write_gguf
 from tests.heads import make_head, memorise
 from train.data import Sequences
 
@@ -186,6 +187,9 @@ def test_a_shape_that_cannot_be_says_so(tiny_target_folder, change, message):
 def test_what_cannot_be_enlarged_says_so(tiny_target, tiny_target_folder, tmp_path):
     with pytest.raises(ValueError, match="dtype=torch.float16"):
         write_target(tiny_target_folder, TINY, tmp_path, dtype=torch.float16)
+    write_gguf(tiny_target_folder, tmp_path / "target.gguf")
+    with pytest.raises(ValueError, match=r"target\.gguf: .* not enlarged"):
+        write_target(tmp_path / "target.gguf", TINY, tmp_path, dtype=torch.float32)
     head = make_head(tiny_target, "eagle3.1")
     with pytest.raises(ValueError, match="head.norm_output=true"):
         inflate_head(head, TINY, target_layers=8, dtype=torch.float32, device="cpu")
