@@ -13,19 +13,19 @@ import secrets
 
 from infer.cli import entry_point
 from infer.config import ChatConfig
-from infer.exported_heads import with_head
-from infer.launched import launched_rank
-from infer.process_end import run_process
+from infer.options.exported_heads import with_head
+from infer.parallel.launched import launched_rank
+from infer.parallel.process_end import run_process
 
 
 def run(config: ChatConfig) -> None:
     if launched_rank(config.engine):
-        from infer.launch import follow_launched
+        from infer.parallel.launch import follow_launched
 
         return follow_launched(config.model, config.engine)
     config = with_head(config)
     # Only now what takes seconds to import: a mistake above is answered at once.
-    from infer.chat_session import ChatSession
+    from infer.console.chat_session import ChatSession
     from infer.engine import Engine
     from infer.request import SamplingParams
 

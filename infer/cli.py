@@ -26,9 +26,9 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 
 from infer.config import COMMANDS
 from infer.config_checks import REPO_ROOT, resolve_path
-from infer.head_config import HeadConfig
-from infer.literal_text import encode_all, literal_words, restore_missing
-from infer.model_names import OPTION, model_choices
+from infer.options.head_config import HeadConfig
+from infer.options.literal_text import encode_all, literal_words, restore_missing
+from infer.options.model_names import OPTION, model_choices
 
 CONF = str(REPO_ROOT / "conf")
 USER_ERROR = 2

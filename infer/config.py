@@ -15,8 +15,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from infer.config_checks import FREE_TEXT, at_least, check_origins, one_of, resolve_path
-from infer.head_config import HEAD_NAMES, HEADS, HeadConfig
-from infer.tracker_config import TRACKERS, TrackerConfig
+from infer.options.head_config import HEAD_NAMES, HEADS, HeadConfig
+from infer.options.tracker_config import TRACKERS, TrackerConfig
 
 if TYPE_CHECKING:
     from kernels.quantise import WeightFormat
@@ -36,7 +36,7 @@ TOOL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
 
 @dataclass
 class ModelConfig:
-    """The target. Its sizes come from the checkpoint. `infer/model_names.py` says what else `model=` takes."""
+    """The target. Its sizes come from the checkpoint. `infer/options/model_names.py` says what else `model=` takes."""
 
     name: str = MISSING  # what exported heads and the server's clients call it
     path: str = MISSING  # a folder or .gguf file (relative to the repository), a hub id, or package:<name> (fetched)

@@ -1,4 +1,7 @@
-"""One rank of a divided target, started by rank 0 (infer/launch.py). Not for people: it waits for orders on a pipe."""
+"""One rank of a divided target, started by rank 0 (infer/parallel/launch.py). Not for people.
+
+It waits for orders on a pipe.
+"""
 
 import os
 import sys
@@ -10,10 +13,10 @@ import infer.environment  # noqa: E402, F401
 # isort: split
 
 if __name__ == "__main__":
-    from infer.children import read_settings
+    from infer.parallel.children import read_settings
 
     settings = read_settings()
     # Only now what takes seconds to import: rank 0 may have ended before that.
-    from infer.launch import follow_parent
+    from infer.parallel.launch import follow_parent
 
     follow_parent(settings)

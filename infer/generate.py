@@ -14,25 +14,25 @@ import secrets
 from infer.cli import entry_point
 from infer.config import GenerateConfig
 from infer.config_checks import resolve_path
-from infer.exported_heads import with_head
-from infer.launched import launched_rank
-from infer.process_end import run_process
+from infer.options.exported_heads import with_head
+from infer.parallel.launched import launched_rank
+from infer.parallel.process_end import run_process
 
 CORPUS_MODEL = "demo"  # the one target whose training data is here, so that prompts can be cut from what it never saw
 
 
 def run(config: GenerateConfig) -> None:
     if launched_rank(config.engine):
-        from infer.launch import follow_launched
+        from infer.parallel.launch import follow_launched
 
         return follow_launched(config.model, config.engine)
     config = with_head(config)
     texts = given_prompts(config)
     # Only now what takes seconds to import: a mistake above is answered at once.
+    from infer.console.prompts import prompt_ids
+    from infer.console.show import show_comparison, show_texts
     from infer.engine import Engine
-    from infer.prompts import prompt_ids
     from infer.request import SamplingParams
-    from infer.show import show_comparison, show_texts
 
     engine = Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
     assert engine.tokenizer is not None

@@ -7,13 +7,13 @@ from enum import Enum
 
 from torch import Tensor
 
-from infer.constraint import Constraint
-from infer.logits import TokenCounts
-from infer.logprobs import TokenLogprob
-from infer.pages import BlockKeys
-from infer.params import MAX_SEED, SamplingParams
-from infer.stopping import FinishReason, StopText
-from infer.survival import Kind
+from infer.kvcache.blocks import BlockKeys
+from infer.sampling.constraint import Constraint
+from infer.sampling.logits_processors import TokenCounts
+from infer.sampling.logprobs import TokenLogprob
+from infer.sampling.params import MAX_SEED, SamplingParams
+from infer.sampling.stopping import FinishReason, StopText
+from infer.speculation.control.acceptance_model import Kind
 
 __all__ = [
     "MAX_SEED",
@@ -132,11 +132,11 @@ class Request:
     deadline: float | None = None  # on the engine's clock
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     drafting_failed: bool = False
-    rule: str = "exact"  # by which drafts are accepted (infer/verification.py)
+    rule: str = "exact"  # by which drafts are accepted (infer/speculation/verify.py)
     counts: TokenCounts | None = None  # for penalties
     stop_text: StopText | None = None  # for stop strings
     constraint: Constraint | None = None  # for a grammar
-    failed: bool = False  # work for it alone has raised (infer/isolation.py); it ends in this step
+    failed: bool = False  # work for it alone has raised (infer/engine/isolation.py); it ends in this step
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output, if asked for
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt from its second token on
     finish_reason: FinishReason | None = None

@@ -16,14 +16,14 @@ from socket import socket
 
 from infer.cli import entry_point
 from infer.config import ServeConfig
-from infer.exported_heads import with_head
-from infer.launched import launched_rank
-from infer.process_end import run_process
+from infer.options.exported_heads import with_head
+from infer.parallel.launched import launched_rank
+from infer.parallel.process_end import run_process
 
 
 def run(config: ServeConfig) -> None:
     if launched_rank(config.engine):
-        from infer.launch import follow_launched
+        from infer.parallel.launch import follow_launched
 
         return follow_launched(config.model, config.engine)
     config = with_head(config)
@@ -41,7 +41,7 @@ def run(config: ServeConfig) -> None:
         return run_replicas(config, listener, address, api_keys)
 
     # Only now what takes seconds to import: a mistake above is answered at once.
-    from infer.card import describe_costs, describe_engine, print_card
+    from infer.console.card import describe_costs, describe_engine, print_card
     from infer.engine import Engine
     from infer.server.lifecycle import log_to_console, serve
     from infer.server.service import Service
@@ -69,8 +69,8 @@ def run(config: ServeConfig) -> None:
 
 
 def run_replicas(config: ServeConfig, listener: socket, address: str, api_keys: Sequence[str]) -> None:
-    from infer.card import describe_end_tokens, print_card
-    from infer.loading import dtype_name
+    from infer.console.card import describe_end_tokens, print_card
+    from infer.engine.loading import dtype_name
     from infer.server.ray_app import serve_replicas
     from models.targets import resolve_checkpoint
     from models.tokenizer import Tokenizer

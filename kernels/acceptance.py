@@ -1,4 +1,6 @@
-"""Rules of acceptance that give something up: block verification and typical acceptance (infer/lossy.py says what).
+"""Rules of acceptance that give something up: block verification and typical acceptance.
+
+What they give up: infer/speculation/lossy.py.
 
 Laws are probabilities in fp32 and stay where they are; what is decided for a request is a few numbers. Coins and the
 noise of a draw have the same bits everywhere, as the choice rule's have (kernels/noise.py), sums over a vocabulary are

@@ -2,7 +2,7 @@
 
 `attention(layer, q, k, v)` receives rotated queries and keys of the current tokens and answers `[..., heads * D]`.
 Where older keys come from (nowhere, earlier training-time-test steps, a paged pool) is the implementation's business;
-the paged one lives with the engine (infer/kv_cache.py, kernels/attention.py).
+the paged one lives with the engine (infer/kvcache/pool.py, kernels/attention.py).
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ from typing import Any
 
 from infer.cli import entry_point
 from infer.config import BenchConfig
-from infer.exported_heads import with_head
-from infer.head_config import HEAD_NAMES
-from infer.launched import launched_rank
-from infer.step_times import StepTimes
+from infer.options.exported_heads import with_head
+from infer.options.head_config import HEAD_NAMES
+from infer.parallel.launched import launched_rank
+from infer.speculation.control.step_times import StepTimes
 from scripts.bench_prompts import Task, read_tasks
 from scripts.bench_systems import System, folder_of, is_adaptive, is_ours, make_systems
 
@@ -159,7 +159,7 @@ def slower_than_plain(results: Results, slack: float) -> list[str]:
     """Where drafting as far as pays is slower than plain decoding by more than `slack` and what plain decoding itself
     varies, which `off:again` measured.
     """
-    from infer.compare import Spread
+    from infer.console.compare import Spread
 
     complaints = []
     for temperature, by_concurrency in results.items():
@@ -179,7 +179,7 @@ def print_table(results: Results) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from infer.compare import Spread
+    from infer.console.compare import Spread
 
     table = Table(title="tokens/s; ratio to off of the same round, median (quartiles)")
     for column in ("temperature", "concurrency", "system", "tokens/s", "ratio", "τ", "same ids as off"):
@@ -248,7 +248,7 @@ def _lines(path: str) -> list[str]:
 
 
 def document(config: BenchConfig, results: Results, target: Any) -> dict:
-    from infer.compare import Spread
+    from infer.console.compare import Spread
 
     def cell(c: Cell) -> dict[str, Any]:
         return {
@@ -302,7 +302,7 @@ def main(config: BenchConfig) -> None:
             "use model=demo, or give files=[...]"
         )
     if launched_rank(config.engine):
-        from infer.launch import follow_launched
+        from infer.parallel.launch import follow_launched
 
         return follow_launched(config.model, config.engine)
     from infer.engine import Engine

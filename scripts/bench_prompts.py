@@ -30,7 +30,7 @@ def read_prompts(config: BenchConfig | ServedConfig, tokenizer: Any) -> list[lis
     """
     from models.demo.corpus import held_out_prompts
     from train.config import FilesDataConfig
-    from train.prompts import Reader
+    from train.data.prompts import Reader
 
     if not config.files:
         return held_out_prompts(tokenizer, config.num_prompts, config.prompt_tokens)

@@ -4,7 +4,7 @@
     head  ngram  suffix  combined  ...     our engine with that proposer, drafting as `proposer.*` says
     eagle3  medusa  ...                    our engine with the exported head of that name
     head:chain5  medusa:tree16  ...        the same with a draft shape of its own
-    head:auto5  ngram:auto3  ...           chains of up to that many tokens, as far as pays (infer/controller.py)
+    head:auto5  ngram:auto3  ...           chains of up to that many tokens, as far as pays
     head:auto-tree16  ...                  of a beam's 16 best nodes as many as pay
     hf  hf_lookup  hf_assisted             transformers' generate: plain (a group of prompts after another), with
                                            prompt lookup and with proposer.draft_model (one prompt at a time)
@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 from infer.config import MEASURED_TREE, OWN_SYSTEMS, SERVERS, TRANSFORMERS, BenchConfig, ProposerConfig
 from infer.config_checks import resolve_path
-from infer.exported_heads import head_folder
-from infer.head_config import HEAD_NAMES, HeadConfig
-from infer.step_times import StepTimes
+from infer.options.exported_heads import head_folder
+from infer.options.head_config import HEAD_NAMES, HeadConfig
+from infer.speculation.control.step_times import StepTimes
 from scripts.bench_prompts import Task
 
 
@@ -74,8 +74,8 @@ def is_adaptive(name: str) -> bool:
 
 
 def engine_system(name: str, config: BenchConfig, engine: Any, heads: Mapping[str, Any]) -> System:
-    from infer.proposers.measured_tree import resolve_tree
     from infer.request import SamplingParams, SpeculationStats
+    from infer.speculation.measured_tree import resolve_tree
 
     proposer, _, shape = name.partition(":")
     own = shaped(config.proposer, shape) if shape and proposer != "off" else config.proposer
@@ -125,7 +125,7 @@ def transformers_systems(config: BenchConfig, checkpoint: Path, ends: tuple[int,
     import torch
     from transformers import AutoModelForCausalLM
 
-    from infer.loading import dtype_name
+    from infer.engine.loading import dtype_name
     from scripts.gguf_files import folder_of_target
 
     wanted = [name for name in TRANSFORMERS if name in config.systems]

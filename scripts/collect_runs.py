@@ -27,8 +27,8 @@ from infer import config as infer_config
 from infer.cli import load_config, take_words
 from train import config as train_config
 from train.config import TrainConfig
-from train.run_folder import CONFIG, flatten
-from train.trackers import read_metrics
+from train.publishing.trackers import read_metrics
+from train.storage.run_folder import CONFIG, flatten
 
 USER_ERROR = 2
 NAMES = (

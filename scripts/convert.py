@@ -27,8 +27,8 @@ from typing import Any
 from models.checkpoint import fingerprint
 from models.formats import FORMATS, Checkpoint, Given, Written, detect, read_checkpoint, render, save
 from models.formats.verifier import find_verifier, weights_of
-from train import atomic
-from train.provenance import portable, provenance
+from train.publishing.provenance import portable, provenance
+from train.storage import atomic
 
 USER_ERROR = 2
 

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from infer.cli import entry_point
-from infer.compare import Comparison, Pair
 from infer.config import EvalConfig, ProposerConfig
 from infer.config_checks import resolve_path
-from infer.exported_heads import head_folder, with_head
+from infer.console.compare import Comparison, Pair
+from infer.options.exported_heads import head_folder, with_head
 from infer.request import SpeculationStats
 
 DEMO = "demo corpus"
@@ -72,7 +72,7 @@ def prompt_sets(config: EvalConfig, engine: Any) -> Iterator[tuple[str, bool, li
     """Name, whether the chat template was used, prompts. Raises ValueError for data that cannot be read."""
     from models.demo.corpus import held_out_prompts
     from train.config import FilesDataConfig
-    from train.prompts import Reader
+    from train.data.prompts import Reader
 
     if not config.files:
         yield DEMO, False, held_out_prompts(engine.tokenizer, config.num_prompts, config.prompt_tokens)
@@ -105,7 +105,7 @@ def names_of(files: Sequence[str]) -> list[str]:
 def measure(config: EvalConfig, engine: Any, sets: Sequence[tuple[str, bool, list[list[int]]]]) -> list[Cell]:
     from tqdm import tqdm
 
-    from infer.compare import compare
+    from infer.console.compare import compare
     from infer.request import SamplingParams
 
     cells = []
@@ -229,7 +229,7 @@ def draw(cells: Sequence[Cell], folder: Path) -> list[Path]:
     """Acceptance by position, one curve per data set and temperature, for every shape; speed over concurrency, if there
     are several, one curve per shape too. None without matplotlib.
     """
-    from train.plots import PLAIN_SPEED, draw_curves
+    from train.publishing.plots import PLAIN_SPEED, draw_curves
 
     written = []
     for shape in dict.fromkeys(own.shape for own in cells):
@@ -268,9 +268,9 @@ def metrics(cells: Sequence[Cell]) -> dict[str, float]:
 
 def show(config: EvalConfig, cells: Sequence[Cell], samples: Sequence[Any], folder: Path) -> Path:
     """The report, and what a tracker takes of it. Raises ValueError where the disk is full."""
-    from train import atomic
-    from train.report import REPORT, texts
-    from train.trackers import Results, make_trackers
+    from train.publishing.report import REPORT, texts
+    from train.publishing.trackers import Results, make_trackers
+    from train.storage import atomic
 
     plots = draw(cells, folder)
     by_length = "By the length of the prompt, in tokens: τ, coverage, verifies that the draft vocabulary cut short."
@@ -289,8 +289,8 @@ def show(config: EvalConfig, cells: Sequence[Cell], samples: Sequence[Any], fold
 def main(config: EvalConfig) -> None:
     from infer.engine import Engine
     from scripts.bench import describe_machine, head_summaries, result_file, without_folders
-    from train.samples import how_many, marked_answers
-    from train.trackers import check_tracker
+    from train.publishing.samples import how_many, marked_answers
+    from train.publishing.trackers import check_tracker
 
     config = with_head(config)
     check_tracker(config.tracker)

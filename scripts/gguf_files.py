@@ -14,7 +14,7 @@ import torch
 
 from models.checkpoint import fingerprint
 from models.gguf.file import is_gguf
-from train import atomic
+from train.storage import atomic
 
 OUT_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 # The converter knows pre-tokenizers by a list of published models; who asks by token ids needs none, so one is named.

@@ -26,10 +26,10 @@ import torch
 from infer.config_checks import REPO_ROOT
 from models.heads import load_head
 from models.heads.eagle3 import Eagle3Head
-from models.inflation import SHAPES, inflate_head, shape_of, write_head, write_target
 from models.targets import load_target
-from train import atomic
-from train.provenance import provenance
+from scripts.inflation import SHAPES, inflate_head, shape_of, write_head, write_target
+from train.publishing.provenance import provenance
+from train.storage import atomic
 
 USER_ERROR = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -26,12 +26,12 @@ from typing import Any
 
 import httpx
 
-from infer.command_words import model_words
 from infer.config import BenchConfig, EngineConfig, ProposerConfig, ServedConfig
 from infer.config_checks import REPO_ROOT, resolve_path
-from infer.exported_heads import head_folder
-from infer.head_config import HeadConfig
-from infer.loading import dtype_name
+from infer.engine.loading import dtype_name
+from infer.options.command_words import model_words
+from infer.options.exported_heads import head_folder
+from infer.options.head_config import HeadConfig
 from models.targets import resolve_checkpoint
 from scripts.bench_prompts import Task
 from scripts.bench_systems import shaped

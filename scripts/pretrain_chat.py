@@ -38,13 +38,14 @@ from models.targets.llama import LlamaTarget
 from models.targets.writing import save_target
 from models.tokenizer import Tokenizer
 from scripts.pretraining import LoopConfig, read_config, run_steps
-from train import alignment, atomic
 from train.config import FilesDataConfig
-from train.data import Batch, Sequences, best_fit, rows_at
-from train.dialogue import given_rows
-from train.examples import Example
-from train.features import target_features
-from train.prompts import Prompts, Reader
+from train.data.dialogue import given_rows
+from train.data.examples import Example
+from train.data.prompts import Prompts, Reader
+from train.data.sequences import Batch, Sequences, best_fit, rows_at
+from train.features.online import target_features
+from train.objectives import alignment
+from train.storage import atomic
 
 # Like the demo target's. The end of an answer is a token; texts are trimmed, so that what was generated reads as what
 # was given.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from infer.config_checks import resolve_path
-from infer.literal_text import literal_words
+from infer.options.literal_text import literal_words
 from models.targets.llama import LlamaTarget
 
 Optimizers = Sequence[torch.optim.Optimizer]

@@ -31,7 +31,7 @@ import httpx
 
 from infer.cli import entry_point
 from infer.config import ServedConfig
-from infer.exported_heads import with_head
+from infer.options.exported_heads import with_head
 from scripts.bench import describe_machine, result_file, without_folders
 from scripts.bench_prompts import read_prompts
 from scripts.peer_servers import Server, context_of, end_as_interrupted, make_server
@@ -222,7 +222,7 @@ def main(config: ServedConfig) -> None:
     if config.model.name != "demo" and not config.files:
         raise ValueError(f"model={config.model.name}: prompts are cut from the demo target's corpus; give files=[...]")
     config = with_head(config)
-    from infer.loading import dtype_name
+    from infer.engine.loading import dtype_name
     from models.checkpoint import fingerprint
     from models.targets import resolve_checkpoint
     from models.tokenizer import Tokenizer

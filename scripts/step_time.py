@@ -26,7 +26,7 @@ from typing import Any
 
 from infer.cli import entry_point
 from infer.config import StepTimeConfig
-from infer.costs import CostTable
+from infer.speculation.control.cost_model import CostTable
 
 
 class Stopwatch:

@@ -28,7 +28,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
-from infer.literal_text import SWEEP
+from infer.options.literal_text import SWEEP
 
 Suggest = Callable[[Any], Any]  # of an optuna.Trial
 

@@ -61,7 +61,7 @@ def run_head(head: str, words: list[str], name: str, exported: str) -> list[dict
     from infer.cli import compose
     from infer.config_checks import resolve_path
     from train.config import TrainConfig
-    from train.trackers import read_metrics
+    from train.publishing.trackers import read_metrics
 
     own = run_words(head, words, name, exported)
     config = compose("train", TrainConfig, own)
@@ -98,8 +98,8 @@ def peak_flops(words: list[str]) -> float:
 
     from infer.cli import compose
     from train.config import TrainConfig
-    from train.plan import measure
-    from train.shapes import device_of
+    from train.planning.plan import measure
+    from train.planning.shapes import device_of
 
     config = compose("train", TrainConfig, words)
     return measure(device_of(config), torch.bfloat16 if config.precision == "bf16" else torch.float32).flops

@@ -53,7 +53,7 @@ def probe_nothing() -> Iterator[None]:
     """In Triton's interpreter an engine starts without trying out what exactness rests on, which takes it minutes."""
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
-            patch.setattr("infer.engine.probe_exactness", lambda *parts: None)
+            patch.setattr("infer.engine.engine.probe_exactness", lambda *parts: None)
         yield
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infer.budget import Budget, Verified
+from infer.speculation.budget import Budget, Verified
 
 
 def chain(depth: int, accepted: int) -> Verified:

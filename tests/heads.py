@@ -11,9 +11,11 @@ from models.heads.base import Head
 from models.targets.llama import LlamaTarget
 from models.vocab import build_draft_vocab
 from train.config import SCHEMAS
-from train.data import Sequences
-from train.features import compute_features
-from train.objectives import OBJECTIVES, Objective, teach
+from train.data.sequences import Sequences
+from train.features.online import compute_features
+from train.objectives.base import Objective
+from train.objectives.registry import OBJECTIVES
+from train.objectives.teacher import teach
 
 DRAFT_VOCAB = 200
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -17,10 +17,10 @@ from infer.request import SpeculationStats
 from kernels.choose import ChoiceParameters, choose
 from kernels.noise import MASK32
 from models.heads.base import Head
-from train import alignment
-from train.data import Batch
-from train.draft_states import draft_states
-from train.features import Features
+from train.data.sequences import Batch
+from train.features.online import Features
+from train.objectives import alignment
+from train.objectives.draft_states import draft_states
 
 
 class Sampling(NamedTuple):

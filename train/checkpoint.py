@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from train import atomic
+from train.storage import atomic
 
 LATEST, BEST, STABLE = "latest", "best", "stable"
 ASIDE = "aside-"  # of the name of a checkpoint whose step comes again

@@ -15,8 +15,8 @@ from omegaconf import MISSING, OmegaConf
 
 from infer.config import EngineConfig, ModelConfig, register
 from infer.config_checks import at_least, one_of
-from infer.head_config import HeadConfig
-from infer.tracker_config import TrackerConfig
+from infer.options.head_config import HeadConfig
+from infer.options.tracker_config import TrackerConfig
 from train.objective_config import (
     EagleObjectiveConfig,
     Medusa2ObjectiveConfig,
@@ -27,7 +27,7 @@ from train.objective_config import (
     TttConfig,
 )
 
-COLUMNS = (  # what a row may hold, train/examples.py
+COLUMNS = (  # what a row may hold, train/data/examples.py
     "input_ids", "loss_mask", "messages", "tools", "conversations", "system", "turns", "prompt", "response", "text",
 )  # fmt: skip
 ENTRY_KEYS = ("path", "lines", "chunk", "rows", "columns", "template")  # of data.path, where an entry is an object
@@ -84,7 +84,7 @@ class DemoDataConfig(DataConfig):
 
 @dataclass
 class RowsDataConfig(DataConfig):
-    """Conversations, prompts or texts of one's own: train/examples.py lists the forms of a row."""
+    """Conversations, prompts or texts of one's own: train/data/examples.py lists the forms of a row."""
 
     responses: str = "regenerate"  # regenerate: the target writes them | given: the data's own are learnt
     held_out_share: float = 0.05  # of the conversations, chosen by their hash, where no held-out side is given
@@ -110,7 +110,7 @@ class RowsDataConfig(DataConfig):
 @dataclass
 class FilesDataConfig(RowsDataConfig):
     # a file, folder or pattern, or a list of them; relative to `root`. In place of a path an object
-    # {path, lines, chunk, rows, columns, template} says more: train/entries.py
+    # {path, lines, chunk, rows, columns, template} says more: train/data/entries.py
     path: Any = MISSING
     held_out_path: Any = None  # likewise; null: a share of `path`
     root: str | None = None  # the folder that relative paths count from; null: the repository
@@ -164,7 +164,7 @@ def check_columns(key: str, columns: object) -> None:
 
 @dataclass
 class ChatDataConfig(RowsDataConfig):
-    """Prompts that every clone has: train/builtin_prompts.py."""
+    """Prompts that every clone has: train/data/builtin_prompts.py."""
 
 
 @dataclass
@@ -253,7 +253,7 @@ class OptimConfig:
 
 @dataclass
 class ParallelConfig:
-    name: str = MISSING  # single | ddp | fsdp | zero2 | zero3; train/sharding.py says what each divides
+    name: str = MISSING  # single | ddp | fsdp | zero2 | zero3; train/distributed/strategies.py says what each divides
     # for a process that does not answer. They wait for each other while answers are generated and while one evaluates
     patience_minutes: float = 360.0
 

@@ -12,19 +12,19 @@ from dataclasses import replace
 
 import torch
 
-from infer.compare import Comparison, compare
+from infer.console.compare import Comparison, compare
 from infer.engine import Engine
 from infer.request import Completion, SamplingParams, SpeculationStats, StepOutput
 from models.heads.base import Head
 from models.vocab import coverage
 from train.acceptance import Sampling, count_ranks, simulate
 from train.config import TrainConfig
-from train.data import Batch, Sequences
-from train.export import Acceptance, Measured
-from train.features import Features, FeatureSource
-from train.objectives import Objective, StepSums
-from train.samples import marked_answers
-from train.trackers import Sample, warn
+from train.data.sequences import Batch, Sequences
+from train.features.online import Features, FeatureSource
+from train.objectives.base import Objective, StepSums
+from train.publishing.export import Acceptance, Measured
+from train.publishing.samples import marked_answers
+from train.publishing.trackers import Sample, warn
 
 SAMPLED = 1.0  # the temperature of the card's second figure
 RANKS = 10

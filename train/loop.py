@@ -18,17 +18,13 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from infer.command_words import head_words, model_words, python_command
 from infer.config_checks import resolve_path
 from infer.engine import Engine
-from train import checkpoint, run_folder, schedule
+from infer.options.command_words import head_words, model_words, python_command
+from train import checkpoint, schedule
 from train.config import TrainConfig
-from train.data import Batch, rows_at, seed_of
-from train.evaluation import acceptance_metrics, step_metrics
-from train.export import Measured, export_head
-from train.flops import head_flops
-from train.objectives import StepSums, recall
-from train.parallel import (
+from train.data.sequences import Batch, rows_at, seed_of
+from train.distributed.parallel import (
     any_process,
     broadcast_text,
     lost_process,
@@ -38,18 +34,24 @@ from train.parallel import (
     stopping_together,
     total,
 )
-from train.plan import check_plan, measure, outlook
-from train.plots import draw_plots
+from train.distributed.strategies import State, Whole, agree, load_module
+from train.evaluation import acceptance_metrics, step_metrics
+from train.objectives.base import StepSums
+from train.objectives.teacher import recall
+from train.planning.flops import head_flops
+from train.planning.plan import check_plan, measure, outlook
+from train.planning.refusals import refuse
 from train.preparation import prepare, prepare_data
-from train.provenance import provenance
-from train.refusals import refuse
-from train.report import write_report
-from train.samples import how_many
-from train.served import Publication
-from train.sharding import State, Whole, agree, load_module
+from train.publishing.export import Measured, export_head
+from train.publishing.plots import draw_plots
+from train.publishing.provenance import provenance
+from train.publishing.report import write_report
+from train.publishing.samples import how_many
+from train.publishing.target_view import Publication
+from train.publishing.trackers import Results, Trackers, make_trackers
+from train.signals import Interrupted, StopRequest
 from train.step_clock import StepClock, memory_bytes
-from train.stopping import Interrupted, StopRequest
-from train.trackers import Results, Trackers, make_trackers
+from train.storage import run_folder
 
 TRIAL_STEPS = 3  # timed to turn minutes into steps
 # of a checkpoint

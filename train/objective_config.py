@@ -8,7 +8,7 @@ from omegaconf import MISSING
 
 from infer.config_checks import at_least, one_of
 
-LOSSES = ("kl", "ce", "label", "tv", "lk", "lk_hybrid")  # train/objectives/losses.py
+LOSSES = ("kl", "ce", "label", "tv", "lk", "lk_hybrid")  # train/objectives/losses/functions.py
 
 
 @dataclass

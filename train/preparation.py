@@ -18,15 +18,15 @@ from accelerate import Accelerator
 from infer.config import EngineConfig, ProposerConfig
 from infer.config_checks import resolve_path
 from infer.engine import Engine
-from infer.head_config import HeadConfig, NewHeadConfig
-from infer.launch import ranks_of
-from infer.loading import resolve_dtype
+from infer.engine.loading import resolve_dtype
+from infer.options.head_config import HeadConfig, NewHeadConfig
+from infer.parallel.launch import ranks_of
 from models.config import TargetConfig
 from models.heads import HEADS, load_head
 from models.heads.base import Head, HeadShape
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
-from models.targets.sharded import Exchange
+from models.targets.zero3 import Exchange
 from models.tokenizer import Tokenizer
 from models.vocab import build_draft_vocab, coverage
 from train.config import (
@@ -36,12 +36,15 @@ from train.config import (
     RowsDataConfig,
     TrainConfig,
 )
-from train.data import Sequences, best_fit
-from train.data_folder import Data, open_data
+from train.data.folder import Data, open_data
+from train.data.sequences import Sequences, best_fit
+from train.distributed.exchange import ProcessExchange
+from train.distributed.parallel import say, stopping_together
+from train.distributed.strategies import PLACEMENTS, Whole
 from train.evaluation import Evaluator
-from train.exchange import ProcessExchange
-from train.feature_layout import Layout
-from train.feature_store import (
+from train.features.layout import Layout
+from train.features.online import FeatureSource, OnlineFeatures, make_features
+from train.features.store import (
     FeatureStore,
     manifest,
     open_store,
@@ -50,16 +53,14 @@ from train.feature_store import (
     store_name,
     wider_layout,
 )
-from train.features import FeatureSource, OnlineFeatures, make_features
 from train.objective_config import Medusa2ObjectiveConfig
-from train.objectives import OBJECTIVES, Objective
+from train.objectives.base import Objective
 from train.objectives.medusa import MedusaTogether
-from train.parallel import say, stopping_together
+from train.objectives.registry import OBJECTIVES
+from train.publishing.target_view import AdaptedTarget, FrozenTarget, ServedTarget
+from train.publishing.trackers import warn
 from train.schedule import peak_rate
-from train.served import AdaptedTarget, FrozenTarget, ServedTarget
-from train.sharding import PLACEMENTS, Whole
-from train.stopping import Interrupted, StopRequest
-from train.trackers import warn
+from train.signals import Interrupted, StopRequest
 
 
 @dataclass

@@ -15,7 +15,7 @@ import infer.environment  # noqa: F401
 import json
 
 from infer.cli import entry_point
-from infer.process_end import run_process
+from infer.parallel.process_end import run_process
 from train.config import TrainConfig
 
 

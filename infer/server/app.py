@@ -10,11 +10,12 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
-from infer.server import chat, completions, errors, messages, responses, tokens
-from infer.server.errors import ApiError
+from infer.server.api import chat, completions, messages, responses, tokens
 from infer.server.metrics import CONTENT_TYPE
 from infer.server.middleware import Gate
 from infer.server.playground import page
+from infer.server.protocol import errors
+from infer.server.protocol.errors import ApiError
 from infer.server.service import Service
 
 

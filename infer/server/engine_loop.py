@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infer.constraint import Constraint
-from infer.controller import Forecast
 from infer.engine import Engine
-from infer.isolation import panics_as_errors
+from infer.engine.isolation import panics_as_errors
 from infer.request import SamplingParams, StepOutput
-from infer.server.errors import ApiError, internal_error
+from infer.sampling.constraint import Constraint
+from infer.server.protocol.errors import ApiError, internal_error
+from infer.speculation.control.planner import Forecast
 
 log = logging.getLogger("headway.server")
 

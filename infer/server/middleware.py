@@ -18,8 +18,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infer.isolation import panics_as_errors
-from infer.server.errors import REQUEST_ID, ApiError, internal_error, is_anthropic
+from infer.engine.isolation import panics_as_errors
+from infer.server.protocol.errors import REQUEST_ID, ApiError, internal_error, is_anthropic
 
 OPEN_PATHS = {"/health"}  # everything else needs a key, known endpoint or not
 PAGE_PATH = "/"  # a browser asks its user for a password there, and sends it along from then on

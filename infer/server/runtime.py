@@ -15,12 +15,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from infer.constraint import Constraint
 from infer.engine import Engine
-from infer.offline import answers
+from infer.engine.offline import answers
 from infer.request import SamplingParams, StepOutput
+from infer.sampling.constraint import Constraint
 from infer.server.engine_loop import Abort, Add, Command, EngineLoop, Event, Failure, Snapshot, Stop, is_last
-from infer.server.errors import ApiError
+from infer.server.protocol.errors import ApiError
 from infer.server.watchdog import Watchdog
 
 log = logging.getLogger("headway.server")

@@ -11,24 +11,24 @@ from typing import Any
 from fastapi import Request
 
 from infer.config import ServerConfig
-from infer.constraint import Constraint
 from infer.engine import Engine
-from infer.grammar import Grammar
 from infer.request import SamplingParams
-from infer.server.chat_protocol import Message
-from infer.server.errors import ApiError
-from infer.server.fields import UnknownFields
-from infer.server.grammar_check import GrammarCheck
-from infer.server.logprobs import TokenNames
+from infer.sampling.constraint import Constraint
+from infer.sampling.grammar import Grammar
+from infer.sampling.stopping import StopText
 from infer.server.metrics import Metrics
 from infer.server.middleware import tenant_of
-from infer.server.parsing import THINK
-from infer.server.protocol import GenerationRequest
+from infer.server.parsing.grammar_check import GrammarCheck
+from infer.server.parsing.stream import THINK
+from infer.server.parsing.tool_styles import STYLES, ToolStyle, style_of
+from infer.server.protocol.chat import Message
+from infer.server.protocol.completions import GenerationRequest
+from infer.server.protocol.errors import ApiError
+from infer.server.protocol.fields import UnknownFields
+from infer.server.protocol.logprobs import TokenNames
+from infer.server.protocol.structure import check_size
 from infer.server.runtime import Runtime
 from infer.server.session import Choice, Prompt, Session
-from infer.server.structure import check_size
-from infer.server.tool_styles import STYLES, ToolStyle, style_of
-from infer.stopping import StopText
 from models.tokenizer import DetokenizeStream, Tokenizer
 
 ENCODE_LIMIT_S = 30.0  # for templates that loop; they run in Jinja's sandbox, which bounds memory and not time

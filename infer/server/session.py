@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from infer.isolation import panics_as_errors
-from infer.logprobs import TokenLogprob
+from infer.engine.isolation import panics_as_errors
 from infer.request import FinishReason, SpeculationStats, StepOutput
-from infer.server.errors import ApiError, internal_error
-from infer.server.logprobs import ScoredToken
+from infer.sampling.logprobs import TokenLogprob
+from infer.sampling.stopping import StopText
 from infer.server.metrics import Metrics
+from infer.server.protocol.errors import ApiError, internal_error
+from infer.server.protocol.logprobs import ScoredToken
 from infer.server.runtime import Generation
-from infer.stopping import StopText
 
 
 @dataclass(frozen=True)

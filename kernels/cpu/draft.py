@@ -217,8 +217,8 @@ class NativeChains(Begun):
 
 
 class NativeTrees(Begun):
-    """One draft of C trees, as infer/proposers/shapes.py grows them: no more than `width` nodes of a level are run,
-    `places` in all.
+    """One draft of C trees, as infer/speculation/tree_shapes.py grows them: no more than `width` nodes of a level are
+    run, `places` in all.
     """
 
     def children(self, level: int, fan_out: int) -> tuple[Tensor, Tensor]:

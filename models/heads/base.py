@@ -33,8 +33,8 @@ class AttentionShape(NamedTuple):
 
 class HeadShape(Protocol):
     """What a head is, as its config.json says it. One frozen dataclass per head, which besides has the class method
-    `for_target(target, **options)`: a new head by the keys of its group in infer/head_config.py. Raises ValueError
-    naming the key that does not fit. How a config.json is read is the matter of models/formats.
+    `for_target(target, **options)`: a new head by the keys of its group in infer/options/head_config.py. Raises
+    ValueError naming the key that does not fit. How a config.json is read is the matter of models/formats.
     """
 
     @property

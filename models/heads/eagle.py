@@ -17,9 +17,9 @@ from kernels.decoder import LayerParts
 from kernels.draft import DraftParts
 from kernels.quantise import WeightFormat
 from models.attention import Attention
+from models.fused_decoder import Joined, parts_of
 from models.heads.base import AttentionShape, Borrowed, Head
 from models.heads.eagle_config import EagleConfig
-from models.joined import Joined, parts_of
 from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding
 from models.targets.llama import LlamaTarget, SelfAttention
 

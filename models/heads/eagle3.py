@@ -17,9 +17,9 @@ from kernels.decoder import LayerParts
 from kernels.draft import DraftParts
 from kernels.elementwise import norm_beside
 from models.attention import Attention
+from models.fused_decoder import Joined, parts_of
 from models.heads.base import AttentionShape, Head
 from models.heads.eagle3_config import Eagle3Config
-from models.joined import Joined, parts_of
 from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding
 from models.targets.llama import DecoderLayer, LlamaTarget, SelfAttention
 from models.vocab import target_ids

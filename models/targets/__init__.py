@@ -17,15 +17,15 @@ from models.end_tokens import read_end_tokens
 from models.gguf.file import is_gguf
 from models.parallel import Part
 from models.quantised import SECTION, read_scheme, widen_layers
-from models.targets.divided import divide
 from models.targets.gemma3 import Gemma3Target
 from models.targets.llama import LlamaTarget, TargetOutput
 from models.targets.mistral import MistralTarget
 from models.targets.qwen2 import Qwen2Target
 from models.targets.qwen3 import Qwen3Target
 from models.targets.qwen3_moe import Qwen3MoeTarget
-from models.targets.sharded import Exchange, LayerShares
+from models.targets.tensor_parallel import divide
 from models.targets.tying import LM_HEAD, keeps_two, shared_weight
+from models.targets.zero3 import Exchange, LayerShares
 from models.weights import Selected, load_into, read_tensors
 
 __all__ = [

@@ -19,9 +19,9 @@ from kernels.decoder import LayerParts
 from kernels.rotary import QKNorm
 from models.attention import Attention, project_of
 from models.config import TargetConfig
-from models.joined import Joined, parts_of
+from models.fused_decoder import Joined, parts_of
 from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding, rotate
-from models.targets.sharded import LayerShares
+from models.targets.zero3 import LayerShares
 
 
 class TargetOutput(NamedTuple):

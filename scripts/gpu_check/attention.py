@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.tree import DraftTree
+from infer.speculation.tree import DraftTree
 from kernels.attention import PagedAttention, plan_attention
 from kernels.reference import attention as oracle
 from kernels.rows import AttentionRows

@@ -18,7 +18,7 @@ import torch
 
 from kernels.triton import in_use
 from scripts.gpu_check.measure import copy_bandwidth, rated
-from train.provenance import git_state, versions
+from train.publishing.provenance import git_state, versions
 
 OPERATIONS = ("attention", "linear", "elementwise", "choose", "verify", "acceptance", "training")
 SECONDS = {"kernels": 130, "exact": 130, "bench": 250}  # of a part, on a GPU; what is left out then says so

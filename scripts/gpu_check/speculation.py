@@ -22,11 +22,11 @@ from infer.engine import Engine
 from infer.request import SamplingParams
 from models.heads import load_head
 from models.heads.eagle3 import Eagle3Head
-from models.inflation import SHAPES, inflate_head, inflate_target
 from models.targets import load_target
 from models.tokenizer import Tokenizer
 from scripts.gpu_check import targets
 from scripts.gpu_check.exactness import TEXTS, use_graphs
+from scripts.inflation import SHAPES, inflate_head, inflate_target
 
 CHAIN = ProposerConfig(name="auto", max_draft_tokens=5)
 SYSTEMS = {

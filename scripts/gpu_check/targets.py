@@ -14,9 +14,9 @@ from infer.config_checks import REPO_ROOT
 from models.config import TargetConfig, read_json
 from models.heads.eagle3 import Eagle3Head
 from models.heads.eagle3_config import Eagle3Config
-from models.inflation import SHAPES, Shape
-from models.inflation.shapes import enlarged
 from models.targets.llama import LlamaTarget
+from scripts.inflation import SHAPES, Shape
+from scripts.inflation.shapes import enlarged
 
 Module = TypeVar("Module", bound=nn.Module)
 DEMO = REPO_ROOT / "models" / "demo"

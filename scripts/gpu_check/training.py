@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from kernels.ttt_attention import dense, ttt_attention
 from scripts.gpu_check.measure import close, timed
-from train.objectives.fused import chunked_sums
-from train.objectives.losses import SoftCrossEntropy
+from train.objectives.losses.functions import SoftCrossEntropy
+from train.objectives.losses.fused import chunked_sums
 
 
 def make(device: torch.device, slots: int, width: int, drafts: int) -> tuple[Tensor, nn.Parameter, Tensor, Tensor]:

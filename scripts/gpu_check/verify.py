@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.tree import DraftTree
+from infer.speculation.tree import DraftTree
 from kernels.verify import accept
 from scripts.gpu_check.measure import same, timed
 

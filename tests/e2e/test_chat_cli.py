@@ -20,9 +20,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from infer.chat import run
-from infer.chat_session import describe_drafts
 from infer.cli import compose
 from infer.config import ChatConfig, ModelConfig, ProposerConfig
+from infer.console.chat_session import describe_drafts
 
 ROOT = Path(__file__).resolve().parents[2]
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -142,7 +142,7 @@ def test_commands_change_the_conversation_and_unknown_ones_are_not_sent(chat, an
 
 def with_system_later(answers: Callable[..., list[str]]) -> list[str]:
     """The second answer, where the system message came before it and the first was given without."""
-    from infer.dialogue import Dialogue, Turn
+    from infer.console.chat_history import Dialogue, Turn
 
     dialogue = Dialogue("Talk.", [Turn("one", answers(["one"])[0], [], [])])
     system, user, assistant, last = dialogue.messages("two")
@@ -306,7 +306,7 @@ def test_ctrl_c_just_behind_an_answer_does_not_end_the_program(chat, answers, mo
         signal.raise_signal(signal.SIGINT)
         return describe_drafts(*arguments)
 
-    monkeypatch.setattr("infer.chat_session.describe_drafts", interrupted)
+    monkeypatch.setattr("infer.console.chat_session.describe_drafts", interrupted)
     out, err = chat("one", "two")
     assert out == shown(answers(["one", "two"]))
     assert err.count(MORE) == 2

@@ -12,7 +12,7 @@ import pytest
 
 from scripts import make_tables
 from scripts.evaluate import names_of
-from train.trackers import read_metrics
+from train.publishing.trackers import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -189,7 +189,7 @@ def test_a_difference_is_reported_and_fails(
 
 
 def test_spread_is_median_and_quartiles() -> None:
-    from infer.compare import Spread
+    from infer.console.compare import Spread
 
     assert Spread.of([2.0]) == Spread(2.0, 2.0, 2.0)
     assert Spread.of([1.0, 2.0, 3.0, 4.0, 10.0]) == Spread(3.0, 2.0, 4.0)

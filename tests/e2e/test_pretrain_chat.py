@@ -13,9 +13,9 @@ from infer.config import ModelConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
 from scripts import inflate_demo, pretrain_chat
-from train.data import Sequences
-from train.dialogue import given_rows
-from train.examples import Example
+from train.data.dialogue import given_rows
+from train.data.examples import Example
+from train.data.sequences import Sequences
 
 WORDS = ["batch_tokens=256", "sequence_length=64", "warmup=1", "cooldown=0", "eval_every=4", "held_out_conversations=4"]
 

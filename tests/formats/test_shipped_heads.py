@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infer.engine import Engine
-from infer.exported_heads import SHIPPED
+from infer.options.exported_heads import SHIPPED
 from infer.request import SamplingParams
 from models.fetching import MODELS, place_of
 from models.heads import read_head

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.tree import DraftTree
+from infer.speculation.tree import DraftTree
 from kernels.attention import assert_rows_independent, plan_attention
 from kernels.cpu.attention import NativeAttention, supported
 from kernels.cpu.library import library

@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from infer.kv_layers import KVLayers, LayerShape, PooledAttention
-from infer.shard import Shard
-from infer.tree import DraftTree
+from infer.kvcache.tensors import KVLayers, LayerShape, PooledAttention
+from infer.parallel.target_worker import Shard
+from infer.speculation.tree import DraftTree
 from kernels.cpu.library import library
 from kernels.rows import AttentionRows
 from models.attention import CausalAttention
 from models.config import ExpertsConfig, RopeConfig, TargetConfig
+from models.fused_decoder import Joined
 from models.heads.eagle import EagleHead
 from models.heads.eagle3 import Eagle3Head
 from models.heads.eagle3_config import Eagle3Config
 from models.heads.eagle_config import EagleConfig
-from models.joined import Joined
 from models.layers import pack
 from models.targets.gemma3 import Gemma3Target
 from models.targets.llama import LAST, LlamaTarget
@@ -137,7 +137,7 @@ def test_it_gives_the_bits_of_the_operations_that_it_joins(name, dtype, weights,
     answers = []
     for at_once in (True, False):
         if not at_once:
-            monkeypatch.setattr("infer.kv_layers.seam_over", lambda plan: PooledAttention)
+            monkeypatch.setattr("infer.kvcache.tensors.seam_over", lambda plan: PooledAttention)
         whole = forward(shard, 0, LENGTH - 1, tokens[:-1]) + forward(shard, LENGTH - 1, 1, tokens[-1:])
         caches = [cache.clone() for cache in shard.kv.caches]
         answers.append([*whole, *caches])
@@ -228,7 +228,7 @@ def test_a_heads_layers_give_the_bits_of_the_operations_too(name, options, dtype
     calls = 0
     for at_once in (True, False):
         if not at_once:
-            monkeypatch.setattr("infer.kv_layers.seam_over", lambda plan: PooledAttention)
+            monkeypatch.setattr("infer.kvcache.tensors.seam_over", lambda plan: PooledAttention)
         states = []
         for start, end in ((0, 37), (37, 38), (38, 40)):
             rows = AttentionRows.blocks(table, [start], [end - start], page_size=PAGE)

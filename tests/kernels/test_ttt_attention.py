@@ -14,9 +14,9 @@ from kernels.triton import SWITCH
 from kernels.triton.ttt_attention import TttAttention
 from kernels.ttt_attention import ttt_attention
 from tests.heads import OBJECTIVE_OF, make_head, make_objective
-from train.data import Sequences
-from train.features import compute_features
-from train.objectives import teach
+from train.data.sequences import Sequences
+from train.features.online import compute_features
+from train.objectives.teacher import teach
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

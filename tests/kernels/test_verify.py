@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.tree import MAX_NODES, DraftTree
+from infer.speculation.tree import MAX_NODES, DraftTree
 from kernels.rows import AttentionRows
 from kernels.verify import accept
 

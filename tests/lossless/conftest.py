@@ -13,7 +13,7 @@ from tests.heads import make_head, memorise
 from tests.interpreted import scaled
 from tests.lossless.plain import GREEDY, SAMPLED, MakePlain, Plain, ids
 from tests.lossless.random_requests import VOCAB_SIZE
-from train.data import Sequences
+from train.data.sequences import Sequences
 
 
 @pytest.fixture(scope="session")

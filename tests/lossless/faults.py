@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from infer.engine import Engine
-from infer.proposers.combined import CombinedProposer
 from infer.request import Request
+from infer.speculation.proposers.combined import CombinedProposer
 
 MOMENTS = ("before propose", "after propose", "before commit", "after commit")
 
@@ -52,7 +52,7 @@ def said() -> Iterator[list[str]]:
     A record would keep the exception, and that the frames it passed through with all their tensors.
     """
     told: list[str] = []
-    log = logging.getLogger("infer.drafting")
+    log = logging.getLogger("infer.speculation.speculator")
 
     def note(record: logging.LogRecord) -> bool:
         assert isinstance(record.args, tuple)
@@ -73,15 +73,21 @@ class PanicException(BaseException):
 # Of functions that work for one request, or for several: whether these arguments are of the request.
 Concerns = Callable[[Request, tuple[Any, ...]], bool]
 FUNCTIONS: dict[str, tuple[str, Concerns]] = {
-    "penalty counts": ("infer.choosing.count_tokens", lambda own, args: args[0] is own),
-    "shaping": ("infer.choosing.shape_logits", lambda own, args: args[1] is own.params),
-    "log-probabilities": ("infer.choosing.token_logprobs", lambda own, args: args[2] == own.params.logprobs),
+    "penalty counts": ("infer.sampling.choose.count_tokens", lambda own, args: args[0] is own),
+    "shaping": ("infer.sampling.choose.shape_logits", lambda own, args: args[1] is own.params),
+    "log-probabilities": ("infer.sampling.choose.token_logprobs", lambda own, args: args[2] == own.params.logprobs),
     "prompt log-probabilities": (
-        "infer.stepping.token_logprobs",
+        "infer.engine.step.token_logprobs",
         lambda own, args: args[2] == own.params.prompt_logprobs,
     ),
-    "block verification": ("infer.verification.verify_blocks", lambda own, args: own in [args[0][b] for b in args[3]]),
-    "typical acceptance": ("infer.verification.likely_nodes", lambda own, args: own.params.acceptance == "typical"),
+    "block verification": (
+        "infer.speculation.verify.verify_blocks",
+        lambda own, args: own in [args[0][b] for b in args[3]],
+    ),
+    "typical acceptance": (
+        "infer.speculation.verify.likely_nodes",
+        lambda own, args: own.params.acceptance == "typical",
+    ),
 }
 METHODS = {
     "grammar mask": ("constraint", "words"),

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from infer.proposers.base import WithoutLayers
 from infer.request import Request
-from infer.tree import DraftTree
+from infer.speculation.proposers.base import WithoutLayers
+from infer.speculation.tree import DraftTree
 
 AnswerOf = Callable[[Request], list[int]]  # the whole answer to a request, by plain decoding
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from infer.engine import Engine
-from infer.logprobs import TokenLogprob
 from infer.request import Completion, SamplingParams, StepOutput
+from infer.sampling.logprobs import TokenLogprob
 from tests.interpreted import scaled
 
 GREEDY = SamplingParams(max_tokens=scaled(40, 6), ignore_eos=True)

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from infer.budget import NOTHING, Budget, Verified
-from infer.confidence import Confidence, Prices
 from infer.config import ProposerConfig
-from infer.controller import AsAllowed, Controller
-from infer.costs import Costs, CostTable, Curve
-from infer.proposers.head import KEPT_ROWS, LEAST_SEEN
 from infer.request import SamplingParams, Upkeep
-from infer.survival import Kind, Survival
+from infer.speculation.budget import NOTHING, Budget, Verified
+from infer.speculation.control.acceptance_model import Kind, Survival
+from infer.speculation.control.confidence import Confidence, Prices
+from infer.speculation.control.cost_model import Costs, CostTable, Curve
+from infer.speculation.control.planner import AsAllowed, Controller
+from infer.speculation.proposers.head import KEPT_ROWS, LEAST_SEEN
 from tests.drafts import chain
 from tests.lossless.leftovers import assert_nothing_left
 from tests.lossless.plain import GREEDY, SAMPLED, ids
@@ -181,7 +181,7 @@ def test_who_is_woken_is_drafted_for_once_its_drafter_has_seen_some_of_it(make_e
 
 @pytest.mark.parametrize(("proposer", "shape"), [("head", "chain"), ("head", "tree"), ("combined", "chain")])
 def test_probes_wake_one_request_and_let_go_of_it(make_engine, prompts, monkeypatch, proposer, shape):
-    monkeypatch.setattr("infer.controller.PROBE_SHARE", 0.3)
+    monkeypatch.setattr("infer.speculation.control.planner.PROBE_SHARE", 0.3)
     long = replace(GREEDY, max_tokens=300)
     engine = make_engine(proposer=proposer, shape=SHAPES[shape], max_batch=4)
     curve = Curve((1.0, 2.0), (0.005, 0.01))
@@ -264,7 +264,7 @@ class Ticking:
 
 
 def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("infer.adaptive.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("infer.speculation.control.adaptive.cache_folder", lambda: tmp_path)
     few = [prompt for prompt in prompts if len(prompt) < 100]
     timer = Ticking(1e-3)
     engine = make_engine(proposer="none", max_batch=8, timer=timer)
@@ -307,7 +307,7 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
 
 
 def test_a_machine_that_cannot_be_measured_begins_plain_and_learns(make_engine, prompts, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("infer.adaptive.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("infer.speculation.control.adaptive.cache_folder", lambda: tmp_path)
     few = prompts[-2:]  # which repeat themselves
     timer = Ticking(2.0)  # seconds a reading: no start would wait for it
     engine = make_engine(proposer="none", max_batch=2, timer=timer)
@@ -340,7 +340,7 @@ class Called(Exception):
 
 
 def test_what_steps_cost_can_be_measured_after_the_start(make_engine, prompts, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("infer.adaptive.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("infer.speculation.control.adaptive.cache_folder", lambda: tmp_path)
     few, adaptive = prompts[4:6], {"adaptive": True}
     plain = [ids(make_engine(proposer="none").generate(few, params)) for params in (GREEDY, SAMPLED)]
     engine = make_engine(shape=adaptive, max_batch=2, timer=Ticking(1e-3), profile=False)

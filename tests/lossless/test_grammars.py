@@ -9,10 +9,10 @@ import jsonschema
 import pytest
 import torch
 
-from infer.constraint import without_forbidden
-from infer.grammar import Grammar
 from infer.request import SamplingParams
-from infer.tree import DraftTree
+from infer.sampling.constraint import without_forbidden
+from infer.sampling.grammar import Grammar
+from infer.speculation.tree import DraftTree
 from kernels.shape import unpacked
 from tests.lossless.plain import Answer, answer_all
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from infer.config import EngineConfig
-from infer.graphs import Buckets, Graph, doubling
-from infer.recording import wants_graphs
+from infer.graphs.capture import wants_graphs
+from infer.graphs.cuda_graph import Buckets, Graph, doubling
+from infer.parallel.target_worker import Shard
 from infer.request import SamplingParams, Upkeep
-from infer.shard import Shard
 from tests.heads import make_head
 from tests.lossless.plain import ids
 from tests.lossless.test_controller import Switch

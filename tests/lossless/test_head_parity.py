@@ -16,7 +16,7 @@ from models.attention import CausalAttention
 from models.heads import load_head, save_head
 from models.targets import load_target
 from tests.heads import VARIANTS, make_head
-from train.draft_states import draft_states
+from train.objectives.draft_states import draft_states
 
 STEPS = 5
 

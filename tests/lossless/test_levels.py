@@ -7,12 +7,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.confidence import Verdict
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
-from infer.grammar import Grammar
-from infer.proposers.levels import StepByStep
 from infer.request import SamplingParams, Upkeep
+from infer.sampling.grammar import Grammar
+from infer.speculation.control.confidence import Verdict
+from infer.speculation.proposers.levels import StepByStep
 from kernels.cpu.library import library
 from kernels.draft import NativeChains, NativeTrees
 from models.targets import load_target

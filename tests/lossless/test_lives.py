@@ -24,8 +24,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from infer.budget import Budget
 from infer.request import Phase
+from infer.speculation.budget import Budget
 from tests.lossless import faults
 from tests.lossless.leftovers import PREFIX, assert_nothing_left, kept, open_files
 from tests.lossless.oracles import Thicket

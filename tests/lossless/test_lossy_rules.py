@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from infer import lossy
 from infer.request import SamplingParams
-from infer.tree import DraftTree
+from infer.speculation import lossy
+from infer.speculation.tree import DraftTree
 from kernels.acceptance import block_of, coin, draw, likely, stream
 from kernels.noise import MASK32, gumbel_noise
 from kernels.verify import accept

@@ -13,12 +13,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from infer.confidence import Confidence
-from infer.controller import Controller
-from infer.costs import Costs, CostTable, Curve
 from infer.engine import Engine
 from infer.request import SamplingParams
-from infer.survival import Survival
+from infer.speculation.control.acceptance_model import Survival
+from infer.speculation.control.confidence import Confidence
+from infer.speculation.control.cost_model import Costs, CostTable, Curve
+from infer.speculation.control.planner import Controller
 from tests.lossless.pairwise import pairwise
 from tests.lossless.plain import Answer, answer_all
 
@@ -106,7 +106,7 @@ def controlled(engine: Engine) -> Engine:
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("name", ENGINES)
 def test_in_one_batch_under_every_proposer(make_small_engine, cases, expected, monkeypatch, name, adaptive):
-    monkeypatch.setattr("infer.controller.PROBE_SHARE", 0.3)
+    monkeypatch.setattr("infer.speculation.control.planner.PROBE_SHARE", 0.3)
     engine = make_small_engine(max_batch=24, **ENGINES[name])
     engine = controlled(engine) if adaptive else engine
     completions = engine.generate([prompt for _, prompt, _ in cases], [params for _, _, params in cases])

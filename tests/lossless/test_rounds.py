@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from infer.config import EngineConfig
-from infer.controller import Controller
-from infer.costs import Costs, CostTable, Curve
-from infer.grammar import Grammar
+from infer.graphs.round_graphs import Launched, RoundGraphs
 from infer.request import SamplingParams
-from infer.round_graphs import Launched, RoundGraphs
-from infer.survival import Survival
+from infer.sampling.grammar import Grammar
+from infer.speculation.control.acceptance_model import Survival
+from infer.speculation.control.cost_model import Costs, CostTable, Curve
+from infer.speculation.control.planner import Controller
 from tests.lossless import plain, test_lives
 from tests.lossless.plain import answer_all, ids
 from tests.lossless.random_requests import random_params
@@ -245,7 +245,7 @@ def test_where_drafting_does_not_pay_plain_rounds_go_ahead(
 
 def test_probes_find_out_between_rounds_ahead(make_small_engine, make_plain, rounds, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("infer.controller.PROBE_SHARE", 0.15)
+    monkeypatch.setattr("infer.speculation.control.planner.PROBE_SHARE", 0.15)
     engine = make_small_engine(max_batch=6, **AHEAD)
     engine.set_proposer("head", config=replace(engine.proposer_config, adaptive=True))
     curve = Curve((1.0, 2.0), (0.005, 0.01))  # rows as dear as steps

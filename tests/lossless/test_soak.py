@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer.constraint import Constraints
 from infer.engine import Engine
-from infer.params import SamplingParams
-from infer.proposers.suffix import CountedTrie, Earlier, Node
 from infer.request import Request
-from infer.tree import MAX_NODES, chain_fields
+from infer.sampling.constraint import Constraints
+from infer.sampling.params import SamplingParams
+from infer.speculation.proposers.suffix import CountedTrie, Earlier, Node
+from infer.speculation.tree import MAX_NODES, chain_fields
 from models.layers import Linear
 from tests.lossless import faults
 from tests.lossless.leftovers import PREFIX, assert_nothing_left, kept, open_files

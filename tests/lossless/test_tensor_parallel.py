@@ -14,8 +14,8 @@ import torch
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
-from infer.head_config import Eagle3HeadConfig, EagleHeadConfig
-from infer.ranks import RankLost
+from infer.options.head_config import Eagle3HeadConfig, EagleHeadConfig
+from infer.parallel.comm import RankLost
 from infer.request import SamplingParams
 from models.heads import save_head
 from models.heads.eagle import EagleHead

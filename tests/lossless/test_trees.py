@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from infer.budget import Budget
 from infer.request import SamplingParams
+from infer.speculation.budget import Budget
 from kernels.cpu.library import SWITCH, library
 from tests.heads import ONE_OF_EACH
 from tests.lossless.oracles import Thicket

@@ -8,16 +8,16 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from infer.choosing import shape_rows
-from infer.params import FLOATS, INTEGERS, LEAST_TEMPERATURE, MAX_INT, SamplingParams
 from infer.request import Request
-from infer.sampling import choice_parameters
-from infer.server.bodies import MAX_NESTING, parse
-from infer.server.chat_protocol import ChatRequest
-from infer.server.errors import ApiError
-from infer.server.messages_protocol import MessagesRequest
-from infer.server.protocol import CompletionRequest, GenerationRequest
-from infer.server.responses_protocol import ResponsesRequest
+from infer.sampling.batch import choice_parameters
+from infer.sampling.choose import shape_rows
+from infer.sampling.params import FLOATS, INTEGERS, LEAST_TEMPERATURE, MAX_INT, SamplingParams
+from infer.server.protocol.bodies import MAX_NESTING, parse
+from infer.server.protocol.chat import ChatRequest
+from infer.server.protocol.completions import CompletionRequest, GenerationRequest
+from infer.server.protocol.errors import ApiError
+from infer.server.protocol.messages import MessagesRequest
+from infer.server.protocol.responses import ResponsesRequest
 from kernels.choose import choose, law
 from tests.server.test_extremes import EXTREMES, RAW
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from infer.server.chat_protocol import Message
-from infer.server.responses_protocol import ResponsesRequest
+from infer.server.protocol.chat import Message
+from infer.server.protocol.responses import ResponsesRequest
 from models.chat import normalise_message
 from tests.server.harness import MODEL, Server
 from tests.server.talking import ASKED

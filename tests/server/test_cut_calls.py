@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.server.parsing import ChatParser, Parts
-from infer.server.tool_styles import STYLES, Call
+from infer.server.parsing.stream import ChatParser, Parts
+from infer.server.parsing.tool_styles import STYLES, Call
 from models.json_text import read
 
 TOOLS = ["add", "add_all", "weather"]

@@ -9,10 +9,12 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from infer.server.chat_protocol import ChatRequest, Message, TextPart
-from infer.server.errors import from_validation, shown
-from infer.server.fields import Strict
-from infer.server.messages_protocol import (
+from infer.server.api.tokens import DetokenizeRequest, TokenizeRequest
+from infer.server.protocol.chat import ChatRequest, Message, TextPart
+from infer.server.protocol.completions import CompletionRequest, Speculative, StreamOptions
+from infer.server.protocol.errors import from_validation, shown
+from infer.server.protocol.fields import Strict
+from infer.server.protocol.messages import (
     Block,
     CountTokensRequest,
     CustomTool,
@@ -24,8 +26,7 @@ from infer.server.messages_protocol import (
     ToolChoice,
     Turn,
 )
-from infer.server.protocol import CompletionRequest, Speculative, StreamOptions
-from infer.server.responses_protocol import (
+from infer.server.protocol.responses import (
     InputItem,
     InputPart,
     Reasoning,
@@ -34,9 +35,8 @@ from infer.server.responses_protocol import (
     TextFormat,
     TextOptions,
 )
-from infer.server.structure import JsonSchemaFormat, ResponseFormat, StructuredOutputs
-from infer.server.tokens import DetokenizeRequest, TokenizeRequest
-from infer.server.tool_protocol import CalledFunction, FunctionTool, OtherTool, Tool, ToolCall
+from infer.server.protocol.structure import JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from infer.server.protocol.tools import CalledFunction, FunctionTool, OtherTool, Tool, ToolCall
 from tests.server.harness import MODEL, Server
 
 FUNCTION: dict[str, Any] = {"name": "f", "description": "d", "parameters": {"type": "object"}}

@@ -16,14 +16,14 @@ from openai.types.responses import response_create_params as openai_responses
 from pydantic import BaseModel, ValidationError
 from typing_extensions import get_type_hints, is_typeddict
 
-from infer.server.chat_protocol import ChatRequest
-from infer.server.errors import ApiError, from_validation
-from infer.server.fields import MAX_WARNINGS, Strict, UnknownFields
-from infer.server.messages_protocol import CountTokensRequest, MessagesRequest
-from infer.server.protocol import GUIDED, CompletionRequest, GenerationRequest
-from infer.server.responses_protocol import ResponsesRequest
-from infer.server.tokens import DetokenizeRequest, TokenizeRequest
-from infer.server.tool_protocol import OtherTool
+from infer.server.api.tokens import DetokenizeRequest, TokenizeRequest
+from infer.server.protocol.chat import ChatRequest
+from infer.server.protocol.completions import GUIDED, CompletionRequest, GenerationRequest
+from infer.server.protocol.errors import ApiError, from_validation
+from infer.server.protocol.fields import MAX_WARNINGS, Strict, UnknownFields
+from infer.server.protocol.messages import CountTokensRequest, MessagesRequest
+from infer.server.protocol.responses import ResponsesRequest
+from infer.server.protocol.tools import OtherTool
 from models.chat import content_text, normalise_message
 
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "x"}

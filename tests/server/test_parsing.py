@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.server.parsing import ChatParser, Parts
-from infer.server.tool_styles import STYLES, Call, style_of
+from infer.server.parsing.stream import ChatParser, Parts
+from infer.server.parsing.tool_styles import STYLES, Call, style_of
 
 TOOLS = ["weather", "add"]
 PARIS = Call("weather", '{"city": "Paris </tool_call> {[\\"\\\\"}')

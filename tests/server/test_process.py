@@ -21,8 +21,8 @@ import openai
 import pytest
 
 from infer.config import ModelConfig, ProposerConfig
-from infer.head_config import HeadConfig
-from infer.loading import load_parts
+from infer.engine.loading import load_parts
+from infer.options.head_config import HeadConfig
 from infer.server.address import bind
 from tests.server.dying_server import DYING_SEED
 

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from infer.server.chat_protocol import MAX_MESSAGES, MAX_PARTS, ChatRequest
-from infer.server.errors import from_validation
-from infer.server.protocol import (
+from infer.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, ChatRequest
+from infer.server.protocol.completions import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_BIASES,
@@ -24,6 +23,7 @@ from infer.server.protocol import (
     CompletionRequest,
     GenerationRequest,
 )
+from infer.server.protocol.errors import from_validation
 
 PLAIN: dict[str, Any] = {"model": "m", "prompt": "x"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}

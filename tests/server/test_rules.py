@@ -13,11 +13,11 @@ import yaml
 
 from infer.cli import compose
 from infer.config import ServeConfig
-from infer.server.chat_protocol import ChatRequest
-from infer.server.messages_protocol import CountTokensRequest, MessagesRequest
-from infer.server.protocol import CompletionRequest
-from infer.server.responses_protocol import ResponsesRequest
-from infer.server.tokens import DetokenizeRequest, TokenizeRequest
+from infer.server.api.tokens import DetokenizeRequest, TokenizeRequest
+from infer.server.protocol.chat import ChatRequest
+from infer.server.protocol.completions import CompletionRequest
+from infer.server.protocol.messages import CountTokensRequest, MessagesRequest
+from infer.server.protocol.responses import ResponsesRequest
 from tests.server.harness import Server
 
 ROOT = Path(__file__).resolve().parents[2]

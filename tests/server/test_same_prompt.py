@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from infer.prompts import prompt_ids
+from infer.console.prompts import prompt_ids
 from models.tokenizer import Tokenizer
 from tests.chats import ANSWER, CONVERSATIONS, LOOK, RESULT, TEMPLATES, USER, calling, with_templates
 from tests.server.harness import MODEL, Server
 from train.config import FilesDataConfig
-from train.dialogue import given_rows
-from train.examples import parse_row
-from train.prompts import Reader
+from train.data.dialogue import given_rows
+from train.data.examples import parse_row
+from train.data.prompts import Reader
 
 LONGEST = 4000
 

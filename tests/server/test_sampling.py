@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from infer.config import EngineConfig
-from infer.params import SamplingParams
+from infer.sampling.params import SamplingParams
 from tests.server.harness import MODEL, MakeServer, Server, slow_down, wait_until
 from tests.server.test_wire import read_events
 

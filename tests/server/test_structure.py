@@ -13,8 +13,8 @@ import openai
 import pydantic
 import pytest
 
-from infer.grammar import Grammar
-from infer.server.grammar_check import GrammarCheck, GrammarRefused
+from infer.sampling.grammar import Grammar
+from infer.server.parsing.grammar_check import GrammarCheck, GrammarRefused
 from models.json_text import depth
 from tests.server.harness import MODEL, MakeServer, Server
 from tests.server.test_wire import read_events

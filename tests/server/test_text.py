@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
-from infer.display import Display
+from infer.console.display import Display
 from infer.engine import Engine
-from infer.grammar import Grammar
-from infer.params import SamplingParams
+from infer.sampling.grammar import Grammar
+from infer.sampling.params import SamplingParams
 from tests.conftest import MakeTarget
 from tests.server.harness import MODEL, MakeServer, Server
 from tests.server.test_wire import read_events
 from tests.vocabularies import MAKERS, SIZE, write_tokenizer
-from train.dialogue import Dialogue
-from train.examples import Example
-from train.samples import mark
+from train.data.dialogue import Dialogue
+from train.data.examples import Example
+from train.publishing.samples import mark
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"

@@ -13,10 +13,10 @@ import numpy as np
 import pydantic
 import pytest
 
-from infer.grammar import compile_matcher, make_tokenizer
-from infer.server.parsing import ChatParser
-from infer.server.tool_protocol import FunctionTool, ToolFields
-from infer.server.tool_styles import MAX_FORCED_CALLS, STYLES, Call
+from infer.sampling.grammar import compile_matcher, make_tokenizer
+from infer.server.parsing.stream import ChatParser
+from infer.server.parsing.tool_styles import MAX_FORCED_CALLS, STYLES, Call
+from infer.server.protocol.tools import FunctionTool, ToolFields
 
 Json = dict[str, Any]
 

@@ -21,7 +21,7 @@ from models.vocab import build_draft_vocab
 from tests.heads import memorise
 from tests.train.running import SETTINGS
 from tests.unit.reference import randomise_biases_and_norms
-from train.data import Sequences
+from train.data.sequences import Sequences
 
 STEPS = 4
 

@@ -15,19 +15,19 @@ from accelerate.state import AcceleratorState
 
 import train.loop
 from infer.cli import compose
-from infer.process_end import run_process
+from infer.parallel.process_end import run_process
 from train.config import TrainConfig
-from train.features import Features
+from train.distributed.strategies import Zero
+from train.features.online import Features
 from train.loop import Run, StepResult
 from train.loop import train as run
-from train.sharding import Zero
-from train.stopping import Interrupted
+from train.signals import Interrupted
 
 REAL, REAL_PASS, REAL_CLOSE = Run._between_steps, Run._forward_backward, Zero.close
 
 
 def forget(accelerator: object) -> None:
-    """What `train.parallel.release` does, but for the process group, which cannot be opened twice in a process."""
+    """What `release` does in train/distributed/parallel.py, but for the process group, which cannot be opened twice."""
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     AcceleratorState._reset_state(reset_partial_state=True)
 

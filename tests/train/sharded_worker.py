@@ -14,19 +14,19 @@ from accelerate.state import AcceleratorState
 
 import train.loop
 from infer.cli import compose
-from infer.process_end import run_process
+from infer.parallel.process_end import run_process
 from infer.request import SamplingParams
 from models.targets import load_target
 from tests.train.test_sharded_target import AUX, PROMPTS, batches_of, found_in
 from train.config import TrainConfig
-from train.exchange import ProcessExchange
+from train.distributed.exchange import ProcessExchange
+from train.distributed.parallel import make_accelerator
 from train.loop import train as run
-from train.parallel import make_accelerator
 from train.preparation import open_engine
 
 
 def forget(accelerator: object) -> None:
-    """What `train.parallel.release` does, but for the process group, which cannot be opened twice in a process."""
+    """What `release` does in train/distributed/parallel.py, but for the process group, which cannot be opened twice."""
     AcceleratorState._reset_state(reset_partial_state=True)
 
 

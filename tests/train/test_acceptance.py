@@ -14,10 +14,10 @@ from models.heads.eagle3 import Eagle3Head
 from models.targets.llama import LlamaTarget
 from tests import heads
 from tests.train.conftest import STEPS, make_head
-from train import alignment
 from train.acceptance import Sampling, count_ranks, draft_matches, simulate, walk
-from train.data import Sequences
-from train.features import compute_features
+from train.data.sequences import Sequences
+from train.features.online import compute_features
+from train.objectives import alignment
 
 
 def table(rows: Sequence[Sequence[int]]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from train import alignment
+from train.objectives import alignment
 
 # position         0  1  2  3  4  5  6  7
 IDS = torch.tensor([10, 11, 12, 13, 14, 15, 16, 17])

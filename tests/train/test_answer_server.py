@@ -18,11 +18,11 @@ from infer.engine import Engine
 from models.tokenizer import Tokenizer
 from tests.server.conftest import make_server  # noqa: F401  # a fixture
 from tests.server.harness import MakeServer, Server
-from train.answer_server import ServerAnswerer
 from train.config import DataConfig, TrainConfig
-from train.examples import Example
+from train.data.answer_server import ServerAnswerer
+from train.data.examples import Example
+from train.data.regenerate import EngineAnswerer, collect_parts, read_parts, regenerate, sampling_params
 from train.loop import train
-from train.regenerate import EngineAnswerer, collect_parts, read_parts, regenerate, sampling_params
 
 TURNS = (("user", "say {}"), ("assistant", "-"), ("user", "and {}"))
 EXAMPLES = {

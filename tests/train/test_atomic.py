@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.train.conftest import full_disk
 from tests.train.launching import ROOT
-from train import atomic
+from train.storage import atomic
 
 
 def content(folder: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from train import checkpoint
 from train.checkpoint import best_checkpoint, latest_checkpoint
-from train.sharding import load_module
+from train.distributed.strategies import load_module
 
 
 def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

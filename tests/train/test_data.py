@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from train.data import Sequences, epoch_order, rows_at
+from train.data.sequences import Sequences, epoch_order, rows_at
 
 ROWS = [([1, 2, 3, 4], [0, 0, 1, 1]), ([5, 6, 7, 8, 9, 10], [0, 1, 1, 1, 1, 1]), ([11, 12, 13], [0, 1, 1])]
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.train.launching import two_ranks
 from train.checkpoint import latest_checkpoint
-from train.trackers import read_metrics
+from train.publishing.trackers import read_metrics
 
 BOUND_S = 300
 

@@ -8,8 +8,8 @@ import pytest
 
 from models.tokenizer import Tokenizer
 from tests.vocabularies import backend_of
-from train.dialogue import Dialogue, Row, TooLong, first_prompt, given_rows
-from train.examples import Example
+from train.data.dialogue import Dialogue, Row, TooLong, first_prompt, given_rows
+from train.data.examples import Example
 
 PLAIN = (
     "{% if tools %}[{{ tools | length }} tools]{% endif %}"

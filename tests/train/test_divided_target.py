@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from infer.cli import compose
-from infer.memory import weight_bytes
+from infer.kvcache.memory import weight_bytes
 from kernels.quantise import NarrowFormat, quantise, widen
 from models.layers import Linear, pack
 from models.targets import load_target
 from models.targets.llama import LAST
 from train.checkpoint import latest_checkpoint, load_file
 from train.config import TrainConfig
-from train.data import Sequences
-from train.features import compute_features
+from train.data.sequences import Sequences
+from train.features.online import compute_features
 from train.loop import train
-from train.memory_plan import target_bytes
+from train.planning.memory_plan import target_bytes
 from train.preparation import open_engine
 
 AUX = (2, 4, 5, LAST)

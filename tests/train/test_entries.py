@@ -12,11 +12,11 @@ import pytest
 
 from infer.cli import compose
 from models.tokenizer import Tokenizer
-from train.builtin_prompts import builtin_items, documented
 from train.config import FilesDataConfig, TrainConfig
-from train.entries import cut_text
-from train.prompts import read_prompts
-from train.sources import read_items
+from train.data.builtin_prompts import builtin_items, documented
+from train.data.entries import cut_text
+from train.data.prompts import read_prompts
+from train.data.sources import read_items
 
 MIX = Path(__file__).parents[2] / "conf" / "data" / "mix.yaml"
 

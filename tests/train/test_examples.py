@@ -9,7 +9,7 @@ import pytest
 
 from models.tokenizer import Tokenizer
 from train.config import FilesDataConfig
-from train.examples import Example, parse_row
+from train.data.examples import Example, parse_row
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 

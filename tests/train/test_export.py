@@ -19,10 +19,10 @@ from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from tests.conftest import MakeTarget
 from tests.train.conftest import full_disk
-from train.atomic import this_place
 from train.config import TrainConfig
-from train.export import Acceptance, Measured, check_room, export_head
-from train.provenance import provenance
+from train.publishing.export import Acceptance, Measured, check_room, export_head
+from train.publishing.provenance import provenance
+from train.storage.atomic import this_place
 
 FACTS = {"run": "r", "steps": 5, "data_source": "somewhere", "data_hash": "abc"}
 
@@ -159,6 +159,6 @@ def test_room_is_checked_before_the_run(
     random_head: Eagle3Head, tiny_target: LlamaTarget, config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_room(config, random_head, tiny_target)
-    monkeypatch.setattr("train.export.shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
+    monkeypatch.setattr("train.publishing.export.shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
     with pytest.raises(ValueError, match=r"heads/demo/eagle3: the export will need \d+ bytes, 10 are free"):
         check_room(config, random_head, tiny_target)

@@ -15,8 +15,8 @@ from infer.cli import compose
 from tests.train.running import assert_equal, run
 from train.config import TrainConfig
 from train.loop import Run, train
-from train.run_folder import read_budget
-from train.trackers import read_metrics
+from train.publishing.trackers import read_metrics
+from train.storage.run_folder import read_budget
 
 WSD = ["optim.schedule=wsd", "optim.decay=0.25", "optim.warmup_steps=2", "export=last", "checkpoint_every=3"]
 

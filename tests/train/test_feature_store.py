@@ -21,17 +21,17 @@ from models.tokenizer import Tokenizer
 from tests.conftest import MakeTarget
 from tests.train.launching import ROOT
 from tests.train.running import SETTINGS, assert_equal, run, tensors
-from train import atomic
-from train import feature_store as module
 from train.config import OfflineFeaturesConfig, TrainConfig
-from train.data import Batch, Sequences
-from train.feature_layout import Layout
-from train.feature_store import FeatureStore, cut_shards, manifest, open_store, refuse_small_disk
-from train.features import Features, TopTokens, compute_features
+from train.data.sequences import Batch, Sequences
+from train.features import store as module
+from train.features.layout import Layout
+from train.features.online import Features, TopTokens, compute_features
+from train.features.store import FeatureStore, cut_shards, manifest, open_store, refuse_small_disk
 from train.loop import train
-from train.objectives import recall, teach
-from train.provenance import code_state
-from train.stopping import Interrupted
+from train.objectives.teacher import recall, teach
+from train.publishing.provenance import code_state
+from train.signals import Interrupted
+from train.storage import atomic
 
 AUX = (2, 4, 5)
 
@@ -210,7 +210,7 @@ INTERRUPTED = """
 import os, runpy, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the test was started with
 sys.path.insert(0, {root!r})
-from train import atomic
+from train.storage import atomic
 write = atomic.write_tensors
 def write_and_interrupt(path, tensors):
     write(path, tensors)
@@ -259,7 +259,7 @@ def test_ctrl_c_keeps_what_was_computed_for_memory_too(
             os.kill(os.getpid(), signal.SIGINT)
         return real(target, batch, layers)
 
-    monkeypatch.setattr("train.features.compute_features", compute)
+    monkeypatch.setattr("train.features.online.compute_features", compute)
     words = [*SETTINGS, f"model.path={tiny_target_folder}", "steps=1", *SMALL, "batch_size=1", "eval_prompts=1"]
     heads = []
     for name, interrupt in (("torn", True), ("torn", False), ("whole", False)):

@@ -9,8 +9,8 @@ from infer.engine import Engine
 from models.attention import CausalAttention
 from models.targets.llama import LlamaTarget
 from train.config import OnlineFeaturesConfig
-from train.data import Sequences
-from train.features import CachedFeatures, OnlineFeatures, feature_bytes, make_features
+from train.data.sequences import Sequences
+from train.features.online import CachedFeatures, OnlineFeatures, feature_bytes, make_features
 
 AUX = (2, 4, 5)
 

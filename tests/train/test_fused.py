@@ -11,11 +11,12 @@ from models.targets.llama import LlamaTarget
 from tests.heads import make_head, make_objective
 from tests.train.running import SETTINGS
 from train.config import TrainConfig
-from train.data import Batch, Sequences
-from train.features import compute_features
+from train.data.sequences import Batch, Sequences
+from train.features.online import compute_features
 from train.loop import train
-from train.objectives import teach, teacher
-from train.run_folder import read_budget
+from train.objectives import teacher
+from train.objectives.teacher import teach
+from train.storage.run_folder import read_budget
 
 CHUNK = 13  # slots
 CASES = [("eagle3", "ttt", {"loss": loss}) for loss in ("kl", "ce", "lk_hybrid")] + [

@@ -14,8 +14,8 @@ from models.targets import load_target
 from tests.heads import make_head, memorise
 from tests.train.conftest import STEPS
 from train.acceptance import simulate
-from train.data import Sequences
-from train.features import compute_features
+from train.data.sequences import Sequences
+from train.features.online import compute_features
 
 
 @pytest.mark.parametrize("variant", ["eagle, the target's embedding", "eagle3"])

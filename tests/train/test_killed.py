@@ -14,7 +14,7 @@ import pytest
 from infer.engine import Engine
 from tests.train.launching import ROOT
 from tests.train.running import run
-from train.feature_store import FeatureStore
+from train.features.store import FeatureStore
 
 CHILD = """
 import importlib, os, signal, sys
@@ -22,7 +22,7 @@ import importlib, os, signal, sys
 module, owner, name, calls, *settings = sys.argv[1:]
 sys.path.insert(0, os.getcwd())
 from infer.cli import compose
-from train import regenerate
+from train.data import regenerate
 from train.config import TrainConfig
 from train.loop import train
 
@@ -67,7 +67,7 @@ def counting(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
 
 def test_answers(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = [*settings, "run=one", "stage=regenerate"]
-    killed_after(2, "train.regenerate:write_part", own)  # the four held-out ones, and eight of twenty-four
+    killed_after(2, "train.data.regenerate:write_part", own)  # the four held-out ones, and eight of twenty-four
     asked = counting(monkeypatch, Engine, "add")
     run(own)
     assert len(asked) == 24 - 8
@@ -79,7 +79,7 @@ def test_answers(settings: list[str], tmp_path: Path, monkeypatch: pytest.Monkey
 def test_features(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = [*settings, "run=one", "features=offline", "steps=1"]
     run([*settings, "run=answers", "stage=regenerate"])
-    killed_after(3, "train.feature_store:FeatureStore._compute", own)  # two are written, the third is lost
+    killed_after(3, "train.features.store:FeatureStore._compute", own)  # two are written, the third is lost
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "features").rglob("shard-*.safetensors")}
     assert len(written) == 2
     computed = counting(monkeypatch, FeatureStore, "_compute")

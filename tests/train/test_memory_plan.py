@@ -16,15 +16,15 @@ from infer.cli import compose
 from models.targets.llama import LlamaTarget
 from models.vocab import build_draft_vocab
 from tests.train.launching import ROOT
-from train.activations import rehearse
 from train.config import TrainConfig
-from train.data import Batch
-from train.features import compute_features
+from train.data.sequences import Batch
+from train.features.online import compute_features
 from train.loop import train
-from train.memory_plan import memory_parts, parameters
+from train.planning.activations import rehearse
+from train.planning.memory_plan import memory_parts, parameters
+from train.planning.shapes import shapes
 from train.preparation import make_head, make_objective
-from train.shapes import shapes
-from train.trackers import read_metrics
+from train.publishing.trackers import read_metrics
 
 ROWS, LENGTH = 4, 48
 HEADS = [

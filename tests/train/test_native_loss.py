@@ -9,10 +9,10 @@ from infer.engine import Engine
 from kernels import vocabulary
 from models.targets.llama import LlamaTarget
 from tests.heads import make_head, make_objective
-from train.data import Batch, Sequences
-from train.features import compute_features
-from train.objectives import Objective
-from train.objectives.narrow import NarrowWeights
+from train.data.sequences import Batch, Sequences
+from train.features.online import compute_features
+from train.objectives.base import Objective
+from train.objectives.losses.narrow import NarrowWeights
 
 needs_compiler = pytest.mark.skipif(
     not vocabulary.supported(torch.device("cpu"), torch.float32), reason="needs a C compiler"

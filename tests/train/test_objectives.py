@@ -19,15 +19,15 @@ from models.heads.base import Head
 from models.targets import load_target
 from models.targets.llama import LlamaTarget
 from tests.heads import make_head, make_objective
-from train import alignment
 from train.config import SCHEMAS, TrainConfig
-from train.data import Batch, Sequences
-from train.draft_states import draft_states
-from train.features import Features, compute_features, target_features
-from train.objectives import Objective, teach
-from train.objectives.losses import overlap, slot_losses
+from train.data.sequences import Batch, Sequences
+from train.features.online import Features, compute_features, target_features
+from train.objectives import alignment
+from train.objectives.base import Objective
+from train.objectives.draft_states import draft_states
+from train.objectives.losses.functions import overlap, slot_losses
 from train.objectives.medusa import MedusaTogether
-from train.objectives.teacher import Teacher
+from train.objectives.teacher import Teacher, teach
 
 K = 4
 

@@ -15,15 +15,16 @@ from models.attention import CausalAttention
 from models.targets.llama import LlamaTarget
 from tests.conftest import MakeTarget
 from tests.heads import ONE_OF_EACH, make_head, make_objective
-from train import alignment
 from train.checkpoint import latest_checkpoint, load_file
 from train.config import SCHEMAS, TrainConfig
-from train.data import Batch, Sequences, best_fit
-from train.features import CachedFeatures, Features, compute_features
+from train.data.sequences import Batch, Sequences, best_fit
+from train.features.online import CachedFeatures, Features, compute_features
 from train.loop import train
-from train.objectives import Objective, teach
+from train.objectives import alignment
+from train.objectives.base import Objective
 from train.objectives.medusa import MedusaTogether
-from train.trackers import read_metrics
+from train.objectives.teacher import teach
+from train.publishing.trackers import read_metrics
 
 K = 3
 PACKS = [[2, 0, 4], [1], [3, 5]]

@@ -12,9 +12,9 @@ from tests.train.launching import on_two_processes
 from tests.train.modes_worker import poisoned
 from train.checkpoint import latest_checkpoint
 from train.config import TrainConfig
+from train.distributed.parallel import zero_settings
 from train.loop import Run, train
-from train.parallel import zero_settings
-from train.trackers import read_metrics
+from train.publishing.trackers import read_metrics
 
 MODES = ("ddp", "fsdp", "zero2", "zero3")
 SETTINGS = [

@@ -13,13 +13,13 @@ import pytest
 
 from infer import generate
 from infer.cli import compose
-from infer.command_words import HEAD_FOLDER, TARGET_FOLDER, interpreter, model_words, python_command
 from infer.config import ModelConfig, ProposerConfig, ServeConfig
 from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
-from infer.literal_text import literal_words
+from infer.options.command_words import HEAD_FOLDER, TARGET_FOLDER, interpreter, model_words, python_command
+from infer.options.literal_text import literal_words
 from tests.train.running import SETTINGS, run
-from train.provenance import portable
+from train.publishing.provenance import portable
 
 SMALL = ["data.num_sequences=8", "steps=2", "eval_prompts=2", "eval_max_tokens=8", "data.max_new_tokens=12"]
 

@@ -10,10 +10,10 @@ import pytest
 
 from infer.cli import compose
 from models.targets.llama import LlamaTarget
-from train import plan as module
 from train.config import TrainConfig
 from train.loop import train
-from train.plan import make_plan, readable
+from train.planning import plan as module
+from train.planning.plan import make_plan, readable
 
 
 @pytest.fixture

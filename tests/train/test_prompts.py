@@ -12,7 +12,7 @@ import pytest
 from infer.cli import compose
 from models.tokenizer import Tokenizer
 from train.config import FilesDataConfig, TrainConfig
-from train.prompts import Prompts, Reader, name_of, read_prompts
+from train.data.prompts import Prompts, Reader, name_of, read_prompts
 
 
 def prompts_of(count: int, first: int = 0) -> list[str]:

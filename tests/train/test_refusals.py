@@ -10,9 +10,9 @@ import pytest
 
 from infer.cli import compose, save_config
 from train.config import TrainConfig
-from train.feature_store import MANIFEST
+from train.features.store import MANIFEST
 from train.loop import train
-from train.plan import Speed
+from train.planning.plan import Speed
 
 GIVEN = "data=files data.path={rows} data.responses=given"
 SETTINGS = ["data.num_sequences=6", "eval_prompts=2", "eval_draft_tokens=2", "tracker=none", "minutes=1"]
@@ -67,7 +67,7 @@ def test_refused_at_once(
     for missing in ("torch.utils.tensorboard", "wandb"):
         monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.setattr("train.preparation.load_target", lambda *parts, **more: pytest.fail("a target was loaded"))
-    monkeypatch.setattr("train.plan.measure", lambda device, dtype: Speed(1e9, 1e9))
+    monkeypatch.setattr("train.planning.plan.measure", lambda device, dtype: Speed(1e9, 1e9))
     own = words.format(**places).split()
     keys = {word.partition("=")[0] for word in own}
     given = [word for word in SETTINGS if word.partition("=")[0] not in keys] + own

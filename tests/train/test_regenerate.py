@@ -11,12 +11,12 @@ import torch
 from infer.engine import Engine
 from infer.request import SamplingParams
 from models.tokenizer import Tokenizer
-from train import regenerate as module
 from train.config import DataConfig
-from train.data import Sequences
-from train.examples import Example
-from train.regenerate import EngineAnswerer, collect_parts, read_parts, regenerate, sampling_params
-from train.stopping import Interrupted
+from train.data import regenerate as module
+from train.data.examples import Example
+from train.data.regenerate import EngineAnswerer, collect_parts, read_parts, regenerate, sampling_params
+from train.data.sequences import Sequences
+from train.signals import Interrupted
 
 DATA = DataConfig(name="demo", max_new_tokens=12, temperatures=[0.0, 0.7, 1.0])
 

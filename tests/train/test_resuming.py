@@ -21,17 +21,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from infer.cli import compose
-from infer.command_words import python_command
+from infer.options.command_words import python_command
 from tests.train.conftest import full_disk
 from tests.train.launching import ROOT
 from tests.train.running import assert_equal, run, start, tensors, wait_for
-from train import checkpoint, run_folder, schedule
+from train import checkpoint, schedule
 from train.config import TrainConfig
+from train.data.regenerate import regenerate
+from train.distributed.strategies import Whole
 from train.loop import Run, train
-from train.regenerate import regenerate
-from train.sharding import Whole
-from train.stopping import Interrupted
-from train.trackers import read_metrics
+from train.publishing.trackers import read_metrics
+from train.signals import Interrupted
+from train.storage import run_folder
 
 
 def test_interrupted_in_every_way_it_is_the_same_head(
@@ -53,7 +54,7 @@ def test_interrupted_in_every_way_it_is_the_same_head(
 
     torn = [*settings, "run=torn"]
     with monkeypatch.context() as patch:
-        patch.setattr("train.data_folder.regenerate", interrupt)
+        patch.setattr("train.data.folder.regenerate", interrupt)
         assert train(compose("train", TrainConfig, torn), torn) is None
     assert capsys.readouterr().err.strip().endswith(f"stopped; resume with: {python_command('train/run.py', *torn)}")
     assert not (folder / "checkpoints").exists()
@@ -131,7 +132,7 @@ def test_a_disk_that_fills_during_a_run(
         assert [row["step"] for row in read_metrics(tmp_path / "one") if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("name", ["train.prompts.parse_row", "train.features.compute_features"])
+@pytest.mark.parametrize("name", ["train.data.prompts.parse_row", "train.features.online.compute_features"])
 def test_a_stop_is_heard_while_data_are_read_and_features_computed(
     name: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +215,7 @@ def test_a_run_goes_on_with_the_weights_it_was_begun_with(
     own = [*settings, f"model.path={folder}", "run=one", "stage=regenerate"]
     with monkeypatch.context() as patch:
         if torn:
-            patch.setattr("train.data_folder.collect_parts", interrupted)
+            patch.setattr("train.data.folder.collect_parts", interrupted)
         assert (train(compose("train", TrainConfig, own), own) is None) == torn
     weights = load_file(folder / "model.safetensors")
     before = weights["model.norm.weight"].clone()

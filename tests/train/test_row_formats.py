@@ -12,11 +12,11 @@ from infer.cli import compose
 from models.tokenizer import Tokenizer
 from tests.chats import ANSWER, LOOK, RESULT, SYSTEM, USER, calling, with_templates
 from train.config import FilesDataConfig, TrainConfig
-from train.dialogue import given_rows
-from train.examples import parse_row
+from train.data.dialogue import given_rows
+from train.data.examples import parse_row
+from train.data.sources import read_items
+from train.data.tables import drop_nulls, drop_schema_nulls
 from train.loop import train
-from train.sources import read_items
-from train.tables import drop_nulls, drop_schema_nulls
 
 OTHER = {
     "type": "function",

@@ -18,9 +18,9 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
 from infer.cli import compose
-from infer.command_words import HEAD_FOLDER, TARGET_FOLDER, interpreter
 from infer.config import GenerateConfig
 from infer.engine import Engine
+from infer.options.command_words import HEAD_FOLDER, TARGET_FOLDER, interpreter
 from models.heads import load_head
 from models.targets import load_target
 from models.targets.llama import LAST
@@ -28,14 +28,14 @@ from tests.train.launching import ROOT, on_two_processes
 from tests.train.running import assert_equal, run
 from train import schedule
 from train.config import TrainConfig
-from train.data import Batch
-from train.features import compute_features
+from train.data.sequences import Batch
+from train.distributed.parallel import refuse_other_launch
+from train.distributed.strategies import Whole
+from train.features.online import compute_features
 from train.loop import Run, resume_command, train
-from train.parallel import refuse_other_launch
-from train.run_folder import name_run, read_budget, write_budget
-from train.sharding import Whole
-from train.stopping import Interrupted
-from train.trackers import read_metrics
+from train.publishing.trackers import read_metrics
+from train.signals import Interrupted
+from train.storage.run_folder import name_run, read_budget, write_budget
 
 
 def test_what_a_run_leaves_behind(

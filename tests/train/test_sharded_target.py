@@ -16,14 +16,14 @@ from infer.engine import Engine
 from infer.request import SamplingParams
 from models.targets import load_target
 from models.targets.llama import LAST, LlamaTarget
-from models.targets.sharded import shared_elements
+from models.targets.zero3 import shared_elements
 from tests.conftest import MakeTarget
 from tests.gguf_writing import write_gguf
 from tests.train.launching import on_two_processes
 from train.checkpoint import latest_checkpoint
 from train.config import TrainConfig
-from train.data import Batch, Sequences
-from train.features import compute_features
+from train.data.sequences import Batch, Sequences
+from train.features.online import compute_features
 
 LAYERS, AUX = 24, (2, 12, 21, LAST)
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]

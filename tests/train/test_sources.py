@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from infer.config_checks import REPO_ROOT
 from train.config import FilesDataConfig, HubDataConfig
-from train.sources import Item, place_of, read_items
+from train.data.sources import Item, place_of, read_items
 
 ROWS = [{"prompt": f"say {number}"} for number in range(3)]
 LINES = "\n".join(json.dumps(row) for row in ROWS).encode()

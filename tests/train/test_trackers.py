@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from infer.tracker_config import TrackerConfig, WandbConfig
-from train import trackers as trackers_module
-from train.plots import draw_plots
-from train.trackers import Results, Sample, check_tracker, make_trackers, read_metrics, redact, wandb_mode
+from infer.options.tracker_config import TrackerConfig, WandbConfig
+from train.publishing import trackers as trackers_module
+from train.publishing.plots import draw_plots
+from train.publishing.trackers import Results, Sample, check_tracker, make_trackers, read_metrics, redact, wandb_mode
 
 SECRETS = ("wandb_api_key", "hf_abcdefghijkl", "hunter2")
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.budget import Budget
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
-from infer.proposers import head_proposer
 from infer.request import SamplingParams, SpeculationStats
+from infer.speculation.budget import Budget
+from infer.speculation.proposers import head_proposer
 from models.attention import CausalAttention
 from models.heads import HEADS, load_head, save_head
 from models.heads.base import Head
@@ -31,15 +31,15 @@ from models.vocab import target_ids
 from tests.conftest import MakeTarget
 from tests.heads import ONE_OF_EACH, VARIANTS, make_head, make_objective, memorise
 from tests.train.conftest import STEPS
-from train import alignment
 from train.acceptance import simulate
 from train.config import FilesDataConfig
-from train.data import Batch, Sequences
-from train.dialogue import first_prompt
-from train.examples import parse_row
-from train.features import Features, compute_features
-from train.objectives import teach
+from train.data.dialogue import first_prompt
+from train.data.examples import parse_row
+from train.data.sequences import Batch, Sequences
+from train.features.online import Features, compute_features
+from train.objectives import alignment
 from train.objectives.base import StepSums
+from train.objectives.teacher import teach
 
 WITH_ATTENTION = [name for name in ONE_OF_EACH if name not in ("medusa", "mlp")]
 RECURRENT = [name for name in ONE_OF_EACH if name in ("eagle", "eagle3", "mlp")]

@@ -14,13 +14,14 @@ from models.heads.eagle3 import Eagle3Head
 from models.targets.llama import LlamaTarget
 from models.vocab import target_ids
 from tests.train.conftest import STEPS, make_head
-from train import alignment
-from train.data import Batch, Sequences
-from train.draft_states import draft_states
-from train.features import Features, compute_features
+from train.data.sequences import Batch, Sequences
+from train.features.online import Features, compute_features
 from train.objective_config import TttConfig
-from train.objectives import StepSums, teach, teacher
-from train.objectives.losses import SoftCrossEntropy
+from train.objectives import alignment, teacher
+from train.objectives.base import StepSums
+from train.objectives.draft_states import draft_states
+from train.objectives.losses.functions import SoftCrossEntropy
+from train.objectives.teacher import teach
 from train.objectives.ttt import TrainingTimeTest
 
 

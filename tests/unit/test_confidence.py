@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from infer.budget import Budget
-from infer.confidence import Confidence, Prices, Verdict
-from infer.controller import Candidate, Controller
 from infer.request import Request, SamplingParams
-from infer.survival import LATE, Survival
+from infer.speculation.budget import Budget
+from infer.speculation.control.acceptance_model import LATE, Survival
+from infer.speculation.control.confidence import Confidence, Prices, Verdict
+from infer.speculation.control.planner import Candidate, Controller
 from tests.drafts import chain
 from tests.unit.test_controller import chains, make_costs, with_rates
 

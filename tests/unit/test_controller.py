@@ -13,11 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer import controller as planning
-from infer.budget import NOTHING, Budget, Verified, cuts
-from infer.card import describe_costs
-from infer.confidence import Confidence
-from infer.controller import (
+from infer.console.card import describe_costs
+from infer.speculation.budget import NOTHING, Budget, Verified, cuts
+from infer.speculation.control import planner as planning
+from infer.speculation.control.acceptance_model import AGES, LATE, Kind, Survival
+from infer.speculation.control.baseline_probe import DRAFTED_STEPS, SETTLES_S
+from infer.speculation.control.confidence import Confidence
+from infer.speculation.control.cost_model import FADES, ContextCost, Costs, CostTable, Curve
+from infer.speculation.control.planner import (
     CLEARLY,
     KEPT_STEPS,
     PROBE_SHARE,
@@ -28,10 +31,16 @@ from infer.controller import (
     best_plan,
     divided,
 )
-from infer.costs import FADES, ContextCost, Costs, CostTable, Curve
-from infer.measuring import LONG_TOKENS, MOST_REPEATS, PROMPT_TOKENS, START_S, Stopwatch, Work, kept_table, measure
-from infer.settling import DRAFTED_STEPS, SETTLES_S
-from infer.survival import AGES, LATE, Kind, Survival
+from infer.speculation.control.profiler import (
+    LONG_TOKENS,
+    MOST_REPEATS,
+    PROMPT_TOKENS,
+    START_S,
+    Stopwatch,
+    Work,
+    kept_table,
+    measure,
+)
 from tests.drafts import chain
 
 

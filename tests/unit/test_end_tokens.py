@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from infer.card import describe_end_tokens
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.config_checks import REPO_ROOT
+from infer.console.card import describe_end_tokens
 from infer.engine import Engine
-from infer.grammar import Grammar
-from infer.params import SamplingParams
+from infer.sampling.grammar import Grammar
+from infer.sampling.params import SamplingParams
 from models.config import TargetConfig
 from models.end_tokens import read_end_tokens
 from models.targets import load_target
 from models.tokenizer import Tokenizer
 from tests.vocabularies import write_end_tokens
-from train.dialogue import Dialogue
-from train.examples import Example
+from train.data.dialogue import Dialogue
+from train.data.examples import Example
 
 OF_CONFIG, OF_GENERATION, OF_TOKENIZER = 5, 9, 0  # as Llama 3 Instruct: one that ends texts, two that end turns
 ENDS = {OF_CONFIG, OF_GENERATION, OF_TOKENIZER}

@@ -6,7 +6,7 @@ import pytest
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.engine import Engine
-from infer.head_config import HeadConfig
+from infer.options.head_config import HeadConfig
 from infer.request import SamplingParams
 from models.targets import load_target
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from infer.config import SCHEMAS
 from infer.engine import Engine
-from infer.head_config import NewHeadConfig
+from infer.options.head_config import NewHeadConfig
 from models.attention import CausalAttention
 from models.heads import HEADS, load_head, save_head
 from models.targets import load_target

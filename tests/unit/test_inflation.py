@@ -11,17 +11,17 @@ import torch
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
-from infer.head_config import Eagle3HeadConfig
+from infer.options.head_config import Eagle3HeadConfig
 from infer.request import SamplingParams
 from models.attention import CausalAttention
 from models.config import TargetConfig, read_json
-from models.inflation import SHAPES, Shape, inflate_head, inflate_target, shape_of, write_target
-from models.inflation.shapes import enlarged
 from models.targets import load_target
 from scripts import inflate_demo
+from scripts.inflation import SHAPES, Shape, inflate_head, inflate_target, shape_of, write_target
+from scripts.inflation.shapes import enlarged
 from tests.gguf_writing import write_gguf
 from tests.heads import make_head, memorise
-from train.data import Sequences
+from train.data.sequences import Sequences
 
 DEMO = REPO_ROOT / "models" / "demo"
 # Everything grows: a head of 4 times the size, another group, and layers in between. The demo's text keeps its ids.
@@ -123,7 +123,7 @@ def test_acceptance_in_the_engine_is_the_small_heads(tiny_target_folder, learned
 
 def test_written_folders_load_by_the_usual_paths(tmp_path, monkeypatch, tiny_target_folder, tiny_head_folder, capsys):
     monkeypatch.setitem(SHAPES, "0.4b", TINY)
-    monkeypatch.setattr("models.inflation.target.SHARD_BYTES", 200_000)
+    monkeypatch.setattr("scripts.inflation.target.SHARD_BYTES", 200_000)
     out = tmp_path / "wide"
     command = ["--shape", "0.4b", "--model", str(tiny_target_folder), "--dtype", "float32"]
     assert inflate_demo.main([*command, "--head", str(tiny_head_folder), str(out)]) == 0

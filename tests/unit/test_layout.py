@@ -8,6 +8,9 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Collection
+from graphlib import TopologicalSorter
 from importlib import metadata
 from pathlib import Path
 
@@ -82,6 +85,59 @@ def test_imports_point_downwards(package: str) -> None:
         if name.split(".")[0] in not_allowed
     ]
     assert wrong == []
+
+
+def module_of(path: Path) -> str:
+    return relative(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+def imported_when(path: Path, *, deferred: bool, names: Collection[str]) -> set[str]:
+    """The modules of `names` that a file imports: when it is loaded, or with `deferred` those inside functions too."""
+    found: set[str] = set()
+    left: list[ast.AST] = list(parse(path).body)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not deferred:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            found |= {f"{module}.{alias.name}" if f"{module}.{alias.name}" in names else module for alias in node.names}
+        left += ast.iter_child_nodes(node)
+    return found & set(names)
+
+
+@pytest.mark.parametrize(("packages", "deferred"), [(PRODUCT, False), (("infer", "train"), True)])
+def test_no_modules_import_each_other(packages: tuple[str, ...], deferred: bool) -> None:
+    """Within `infer` and `train` not even from inside a function, which only hides a circle."""
+    files = {module_of(path): path for path in sources(*packages)}
+    graph = {name: imported_when(path, deferred=deferred, names=files) - {name} for name, path in files.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+@pytest.mark.parametrize("package", ["infer", "train"])
+def test_a_folder_has_at_most_twelve_modules(package: str) -> None:
+    counts = Counter(relative(path.parent) for path in sources(package))
+    assert {folder: count for folder, count in counts.items() if count > 12} == {}
+
+
+ROOTS = {
+    "infer": {
+        "__init__", "chat", "cli", "config", "config_checks", "environment", "follower", "generate", "request", "serve",
+    },
+    "train": {
+        "__init__", "acceptance", "checkpoint", "config", "evaluation", "loop", "objective_config", "preparation",
+        "run", "schedule", "signals", "step_clock",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("package", ROOTS)
+def test_the_root_of_a_package_holds_entry_points_and_schemas(package: str) -> None:
+    assert {path.stem for path in (ROOT / package).glob("*.py")} == ROOTS[package]
 
 
 def test_no_file_beside_an_entry_point_shadows_a_module() -> None:

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.choosing import drafted_paths
-from infer.logits import TokenCounts, shape_logits
-from infer.params import SamplingParams
-from infer.tree import DraftTree
+from infer.sampling.choose import drafted_paths
+from infer.sampling.logits_processors import TokenCounts, shape_logits
+from infer.sampling.params import SamplingParams
+from infer.speculation.tree import DraftTree
 
 V = 12
 PROMPT, OUTPUT = [1, 2, 3, 2], [4, 5, 4]

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infer.config import ProposerConfig
-from infer.proposers.measured_tree import best_paths, resolve_tree
-from infer.proposers.shapes import StaticShape, tree_shape
+from infer.speculation.measured_tree import best_paths, resolve_tree
+from infer.speculation.tree_shapes import StaticShape, tree_shape
 
 
 def test_a_chain_where_only_first_ranks_are_right() -> None:

@@ -7,8 +7,8 @@ import torch
 
 from infer.config import EngineConfig
 from infer.engine import Engine
-from infer.kv_layers import LayerShape
-from infer.memory import MIB, plan_memory, weight_bytes, workspace_bytes
+from infer.kvcache.memory import MIB, plan_memory, weight_bytes, workspace_bytes
+from infer.kvcache.tensors import LayerShape
 from models.config import TargetConfig
 from models.layers import pack
 from models.targets import load_target
@@ -73,6 +73,6 @@ def test_the_engine_takes_what_it_planned(tiny_target_folder, tiny_head_folder, 
     held = sum(cache.numel() * cache.element_size() for cache in engine._pool.layers.caches)
     assert held == engine.memory.kv
     assert engine.memory.weights > weight_bytes(target)  # the head's are in it
-    monkeypatch.setattr("infer.shard.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("infer.parallel.target_worker.free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match=r"engine\.max_tokens_in_cache"):
         Engine(load_target(str(tiny_target_folder)))

@@ -16,10 +16,10 @@ from infer.cli import compose, entry_point
 from infer.config import GenerateConfig, ModelConfig, ServeConfig
 from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
-from infer.exported_heads import choose_head, head_folder, with_head
-from infer.head_config import HeadConfig
-from infer.loading import resolve_dtype
-from infer.model_names import find_model, model_choices, model_name, no_model, read_model
+from infer.engine.loading import resolve_dtype
+from infer.options.exported_heads import choose_head, head_folder, with_head
+from infer.options.head_config import HeadConfig
+from infer.options.model_names import find_model, model_choices, model_name, no_model, read_model
 from models.targets.dtype import stated_dtype
 from train import config as train_config
 from train.config import TrainConfig
@@ -162,7 +162,7 @@ def test_a_head_is_looked_up_among_exports_and_then_among_shipped_ones(
     tiny_target_folder: Path, tiny_head_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shipped, exports = tmp_path / "models" / "tiny" / "heads", tmp_path / "outputs" / "heads" / "tiny"
-    monkeypatch.setattr("infer.exported_heads.SHIPPED", tmp_path / "models")
+    monkeypatch.setattr("infer.options.exported_heads.SHIPPED", tmp_path / "models")
     output_dir, auto = str(tmp_path / "outputs"), HeadConfig(name="auto")
 
     def chosen() -> tuple[str, Path]:
@@ -189,7 +189,7 @@ def test_a_head_is_looked_up_among_exports_and_then_among_shipped_ones(
 def test_a_shipped_head_of_another_target_is_refused(
     make_target_folder: Any, tiny_head_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infer.exported_heads.SHIPPED", tmp_path)
+    monkeypatch.setattr("infer.options.exported_heads.SHIPPED", tmp_path)
     shutil.copytree(tiny_head_folder, tmp_path / "tiny" / "heads" / "eagle3")
     (tmp_path / "tiny" / "heads" / "eagle3" / "provenance.json").write_text('{"target_fingerprint": "other"}')
     model = ModelConfig("tiny", str(make_target_folder()))

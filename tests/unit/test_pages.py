@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from infer.pages import BlockKeys, Pages
+from infer.kvcache.blocks import BlockKeys, Pages
 
 COUNT = 9
 

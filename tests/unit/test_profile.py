@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from infer.budget import Budget
-from infer.controller import Controller
-from infer.costs import MOST_DOUBTED, Costs, CostTable, Curve, contradiction
-from infer.measuring import BATCHES, START_S, Stopwatch, Unmeasured, Work, kept_table
-from infer.survival import LATE, Survival
-from infer.trials import TRIAL_SHARE, TRIALS, guessed_costs
+from infer.speculation.budget import Budget
+from infer.speculation.control.acceptance_model import LATE, Survival
+from infer.speculation.control.cost_model import MOST_DOUBTED, Costs, CostTable, Curve, contradiction
+from infer.speculation.control.planner import Controller
+from infer.speculation.control.profiler import BATCHES, START_S, Stopwatch, Unmeasured, Work, kept_table
+from infer.speculation.control.trials import TRIAL_SHARE, TRIALS, guessed_costs
 from tests.drafts import chain
 from tests.unit.test_controller import KnownMachine, chains, make_costs, profile
 

@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.budget import Budget
-from infer.drafting import Drafting
-from infer.proposers.base import NoProposer, WithoutLayers
-from infer.proposers.combined import CombinedProposer, merge
-from infer.proposers.ngram import NgramProposer
-from infer.proposers.suffix import CountedTrie, Earlier, SuffixProposer, Text, count_nodes, follow
 from infer.request import Request, SamplingParams
-from infer.tree import DraftTree
+from infer.speculation.budget import Budget
+from infer.speculation.proposers.base import NoProposer, WithoutLayers
+from infer.speculation.proposers.combined import CombinedProposer, merge
+from infer.speculation.proposers.ngram import NgramProposer
+from infer.speculation.proposers.suffix import CountedTrie, Earlier, SuffixProposer, Text, count_nodes, follow
+from infer.speculation.speculator import Drafting
+from infer.speculation.tree import DraftTree
 
 DEPTH = 4
 tokens_of = st.lists(st.integers(0, 3), max_size=25)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from infer.cli import compose
 from infer.config import ModelConfig, ProposerConfig
 from infer.engine import Engine
-from infer.head_config import HeadConfig
+from infer.options.head_config import HeadConfig
 from infer.request import SamplingParams
 from models.attention import CausalAttention
 from models.parallel import Part

@@ -10,10 +10,10 @@ import torch
 from torch.distributed import FileStore
 
 from infer.config import EngineConfig, ModelConfig
-from infer.launch import rank_device
-from infer.launched import launched_rank
-from infer.ranks import STOP, RankLost, Ranks
-from infer.tensor_parallel import pack_rows, unpack_rows
+from infer.parallel.comm import STOP, RankLost, Ranks
+from infer.parallel.launch import rank_device
+from infer.parallel.launched import launched_rank
+from infer.parallel.tensor_parallel import pack_rows, unpack_rows
 from kernels.rows import AttentionRows
 
 COUNT = 3

@@ -12,7 +12,7 @@ import pytest
 
 from infer import config as infer_config
 from infer.cli import compose
-from infer.literal_text import literal_words
+from infer.options.literal_text import literal_words
 from scripts.make_tables import PAGES, rewrite
 from train import config as train_config
 
@@ -66,15 +66,17 @@ def test_the_engine_can_be_used_from_python_as_shown() -> None:
 
 def test_the_tree_exists() -> None:
     block = README[README.index("```\nconf/") + 4 :].split("```")[0]
-    folder, paths = "", []
+    folders: list[str] = []  # that a line is inside of, one per two spaces of indentation
+    paths: list[str] = []
     for line in block.splitlines():
-        names = re.match(r"\s*((?:[\w.]+[./]\S*\s)+)", line + " ")  # one or two names, before the role
+        names = re.match(r"(\s*)((?:[\w.]+[./]\S*\s)+)", line + " ")  # one or two names, before the role
         assert names, line
+        del folders[len(names[1]) // 2 :]
         later = re.findall(r"([\w./]+\.py|[\w./]+/):", line)  # `; name.py: its role`
-        for name in [*names[1].split(), *later]:
-            paths.append((folder if line.startswith(" ") else "") + name)
-            if not line.startswith(" ") and name.endswith("/"):
-                folder = name
+        paths += ["".join(folders) + name for name in names[2].split()]
+        if names[2].strip().endswith("/"):
+            folders.append(names[2].strip())
+        paths += ["".join(folders) + name for name in later]
     assert len(paths) > 30
     assert [path for path in paths if not (ROOT / path).exists()] == []
 

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.budget import Budget
-from infer.kv_cache import KVPool
-from infer.kv_layers import KVLayers, LayerShape
+from infer.engine.scheduler import Scheduler
+from infer.kvcache.pool import KVPool
+from infer.kvcache.tensors import KVLayers, LayerShape
 from infer.request import Phase, Request, SamplingParams
-from infer.scheduler import Scheduler
+from infer.speculation.budget import Budget
 
 CONTEXT = 64
 

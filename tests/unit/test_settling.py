@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infer.settling import (
+from infer.speculation.control.baseline_probe import (
     DRAFTED_S,
     DRAFTED_STEPS,
     EARLY_STEPS,

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.budget import Budget
-from infer.proposers.shapes import DynamicShape, StaticShape, propose_best
-from infer.tree import DraftTree
+from infer.speculation.budget import Budget
+from infer.speculation.tree import DraftTree
+from infer.speculation.tree_shapes import DynamicShape, StaticShape, propose_best
 
 
 def grow(shape, children, depth):

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.stopping import StopStrings, cut
+from infer.sampling.stopping import StopStrings, cut
 
 
 class Letters:
@@ -21,7 +21,7 @@ class Letters:
 
 
 def text_of(stops):
-    from infer.stopping import StopText
+    from infer.sampling.stopping import StopText
 
     return StopText(Letters(), stops)  # type: ignore[arg-type]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infer.threads import (
+from infer.engine.threads import (
     CLEARLY,
     FIRST_S,
     LOOKS_SHARE,

@@ -21,11 +21,11 @@ from models.config import read_json
 from models.formats.verifier import weights_of
 from models.heads.eagle import EagleHead
 from models.heads.eagle_config import EagleConfig
-from models.inflation import inflate_target, shape_of, write_target
 from models.parallel import Part, sizes_of
 from models.targets import LlamaTarget, empty_target, load_target
 from models.targets.tying import EMBEDDING, LM_HEAD
 from models.targets.writing import save_target
+from scripts.inflation import inflate_target, shape_of, write_target
 from tests.unit.quantised_writers import compressed, packed, write
 from tests.unit.reference import TOLERANCE, assert_equals_reference, reference_outputs, relative_error
 from tests.unit.test_families import make_family_folder  # noqa: F401 - a fixture

@@ -21,15 +21,15 @@ from kernels.cpu.library import KINDS
 from models.heads.base import Head
 from models.layers import GatedMLP, Linear
 from models.targets.llama import LlamaTarget
-from train import alignment
-from train.data import Batch
-from train.draft_states import draft_states
-from train.features import Features
+from train.data.sequences import Batch
+from train.features.online import Features
 from train.objective_config import ObjectiveConfig
+from train.objectives import alignment
 from train.objectives import teacher as teaching
-from train.objectives.fused import chunked_sums
-from train.objectives.losses import agreement, overlap, slot_losses
-from train.objectives.narrow import NarrowWeights, is_plain
+from train.objectives.draft_states import draft_states
+from train.objectives.losses.functions import agreement, overlap, slot_losses
+from train.objectives.losses.fused import chunked_sums
+from train.objectives.losses.narrow import NarrowWeights, is_plain
 from train.objectives.teacher import Teacher
 
 NATIVE_LOSSES = ("kl", "ce", "label")

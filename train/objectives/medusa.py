@@ -18,13 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from models.heads.base import Head
 from models.lora import adapt
 from models.targets.llama import LlamaTarget
-from train import alignment
-from train.data import Batch
-from train.features import Features, target_features
+from train.data.sequences import Batch
+from train.features.online import Features, target_features
 from train.objective_config import Medusa2ObjectiveConfig, MedusaObjectiveConfig
+from train.objectives import alignment
 from train.objectives import teacher as teaching
 from train.objectives.base import Objective, StepSums, slot_weights
-from train.objectives.losses import SoftCrossEntropy
+from train.objectives.losses.functions import SoftCrossEntropy
 from train.objectives.teacher import Teacher
 
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from train import alignment
 from train.objective_config import PEagleObjectiveConfig
+from train.objectives import alignment
 from train.objectives.base import Objective
 from train.objectives.teacher import Teacher
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from kernels import vocabulary
 from kernels.vocabulary import TeacherLogits
 from models.targets.llama import LlamaTarget
-from train import alignment
-from train.data import Batch
-from train.features import TopTokens
+from train.data.sequences import Batch
+from train.features.online import TopTokens
+from train.objectives import alignment
 
 CHUNK_ELEMENTS = 2**26  # logits held at once: 256 MB in fp32
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from train.objective_config import TttConfig
 from train.objectives.base import Objective
-from train.objectives.losses import slot_losses
+from train.objectives.losses.functions import slot_losses
 from train.objectives.teacher import Teacher
 
 

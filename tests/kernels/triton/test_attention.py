@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from infer.tree import DraftTree
+from infer.speculation.tree import DraftTree
 from kernels.attention import plan_attention
 from kernels.move import read_slots
 from kernels.reference import attention as oracle

@@ -20,7 +20,7 @@ PARAMS = [replace(GREEDY, max_tokens=4), replace(SAMPLED, max_tokens=4)]
 def kernels_used(monkeypatch):
     """Kinds of step that attention was planned for: the engine runs on Triton, as on a GPU."""
     monkeypatch.setenv(switch.SWITCH, "triton")
-    monkeypatch.setattr("infer.engine.probe_exactness", lambda *parts: None)  # minutes in the interpreter
+    monkeypatch.setattr("infer.engine.engine.probe_exactness", lambda *parts: None)  # minutes in the interpreter
     kinds = set()
 
     class Seen(TritonAttention):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.logits import allowed_words
+from infer.sampling.logits_processors import allowed_words
 from kernels.shape import Shaping, packed, shape, unpacked
 
 V, ROWS = 2500, 3  # more than a block

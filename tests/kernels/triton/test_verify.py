@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infer.tree import MAX_NODES, DraftTree
+from infer.speculation.tree import MAX_NODES, DraftTree
 from kernels.verify import accept
 
 

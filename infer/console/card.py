@@ -1,0 +1,145 @@
+"""Short cards for people: what runs and what came out. Plain text when standard output is no terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from infer.config import EngineConfig, ModelConfig, ProposerConfig
+from infer.config_checks import REPO_ROOT
+from infer.options.command_words import head_words, model_words, python_command
+from infer.options.exported_heads import head_folder
+from infer.options.head_config import HeadConfig
+from infer.request import SamplingParams, SpeculationStats
+from infer.speculation.control.cost_model import CostTable
+from models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from infer.engine import Engine
+
+Row = tuple[str, str]
+
+
+def print_card(title: str, rows: Iterable[Row], *, out: TextIO | None = None) -> None:
+    """`out`: standard output if absent."""
+    out = out or sys.stdout
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        table.add_row(name, value)
+    console = Console(file=out, highlight=False, markup=False, soft_wrap=False)
+    if console.is_terminal:
+        console.print(Panel(table, title=title, title_align="left", expand=False))
+        return
+    # A file has no width: one line per row, nothing wrapped or cut.
+    rows = list(rows)
+    width = max(len(name) for name, _ in rows)
+    print(title, file=out)
+    for name, value in rows:
+        print(f"  {name:<{width}}  {value}", file=out)
+
+
+def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output_dir: str) -> Sequence[Row]:
+    """What every start says: the target and its dtype, what drafts, end tokens, memory."""
+    assert engine.tokenizer is not None
+    pages, size = engine.memory.pages, engine.config.page_size
+    drafts = describe_proposer(engine.proposer_name, engine.proposer_config, head, model, output_dir)
+    return [
+        ("model", f"{model.name} ({model.path}), {str(engine.dtype).removeprefix('torch.')} on {engine.device}"),
+        ("speculation", drafts),
+        ("context", f"{engine.context} tokens"),
+        ("end tokens", describe_end_tokens(engine.end_tokens, engine.tokenizer)),
+        ("KV pool", f"{pages} pages of {size} tokens"),
+        *describe_ranks(engine.config),
+        ("memory", str(engine.memory)),
+    ]
+
+
+def describe_proposer(name: str, asked: ProposerConfig, head: HeadConfig, model: ModelConfig, output_dir: str) -> str:
+    """What the engine drafts with, and why if that was left to it."""
+    if name == "none":
+        return "off"
+    drafts = f"up to {asked.max_draft_tokens} draft tokens per step"
+    pays = ", as far as it pays" if asked.adaptive else ""
+    folder = head_folder(head, output_dir, model.name)
+    if name == "head":
+        if asked.tree is not None:
+            drafts = f"a fixed tree of {len(asked.tree)} nodes per step"
+        elif asked.tree_width > 1:
+            drafts = f"trees {asked.tree_width} wide and {asked.max_draft_tokens} deep"
+            drafts += f", {asked.tree_nodes} nodes of them" if asked.tree_nodes else ""
+        return f"head {head.name} from {short(folder)}, {drafts}{pays}"
+    if name != "ngram":
+        sources = f" of {', '.join(asked.sources)}" if name == "combined" else ""
+        return f"{name.replace('_', ' ')}{sources}, {drafts}{pays}"
+    lookup = f"n-gram lookup, {drafts}{pays}"
+    if asked.name == "auto" and head.name != "none":
+        command = python_command("train/run.py", *model_words(model), *head_words(head, output_dir))
+        return f"{lookup} (no head at {short(folder)}; train one: {command})"
+    return lookup
+
+
+def describe_ranks(engine: EngineConfig) -> Sequence[Row]:
+    ranks = engine.tensor_parallel
+    return [("ranks", f"{ranks}, each with a part of the target and of its KV")] if ranks > 1 else []
+
+
+def describe_end_tokens(ids: Iterable[int], tokenizer: Tokenizer) -> str:
+    """Each with its text: what the checkpoint's files name, and any of which ends an answer."""
+    texts = {token: tokenizer.backend.id_to_token(token) for token in ids}
+    shown = (f"{token} {text if (text or '').isprintable() else repr(text)}" for token, text in texts.items())
+    return ", ".join(shown) or "none: only max_tokens and what a request names end an answer"
+
+
+def describe_costs(table: CostTable | None) -> Sequence[Row]:
+    """What the controller reckons with: plain steps, and the deepest drafts, at several batch sizes."""
+    if table is None:
+        return []
+    shown = [index for index, batch in enumerate(table.batches) if batch in (1, 4, 16, 64)]
+    at = " / ".join(str(table.batches[index]) for index in shown)
+
+    def milliseconds(seconds: Iterable[float]) -> str:
+        return " / ".join(f"{1000 * value:.1f}" for value in seconds)
+
+    plain = milliseconds(table.verify[index].seconds[0] + table.around[index] for index in shown)
+    rows = [("step", f"{plain} ms at {at} requests")]
+    for name, curves in table.drafts.items():
+        drafting = milliseconds(curves[index].seconds[-1] for index in shown)
+        rows.append((f"drafting, {name.replace('_', ' ')}", f"{drafting} ms, {curves[0].sizes[-1]:g} deep for all"))
+    beyond, tokens = table.beyond, 1000
+    for name, each in table.reads.items():
+        rows.append(
+            (f"reading, {name.replace('_', ' ')}", f"{1000 * tokens * each:.2g} ms for {tokens} tokens of a prompt")
+        )
+    added = (beyond.first, beyond.further, *beyond.levels.values())
+    if any(added):
+        words = ("a request", "a further row", *(f"a level of {name.replace('_', ' ')}" for name in beyond.levels))
+        each = ", ".join(f"{1000 * tokens * value:.2g} ms {word}" for value, word in zip(added, words, strict=True))
+        rows.append((f"{tokens} tokens of context", f"add {each}"))
+    return rows
+
+
+def short(folder: Path) -> str:
+    return str(folder.relative_to(REPO_ROOT) if folder.is_relative_to(REPO_ROOT) else folder)
+
+
+def describe_sampling(params: SamplingParams) -> str:
+    if params.temperature == 0:
+        return "greedy"
+    limits = (f", top-k {params.top_k}" if params.top_k else "") + (
+        f", top-p {params.top_p}" if params.top_p < 1 else ""
+    )
+    return f"temperature {params.temperature:g}{limits}, seed {params.seed}"
+
+
+def acceptance(stats: SpeculationStats) -> Sequence[Row]:
+    by_position = " ".join(f"{share:.0%}" for share in stats.acceptance_by_position)
+    return [
+        ("acceptance length τ", f"{stats.acceptance_length:.2f} tokens per verify"),
+        ("acceptance by position", by_position or "nothing was drafted"),
+    ]

@@ -1,0 +1,569 @@
+"""The engine: requests in, tokens out, one step at a time. Continuous batching over a paged KV pool, with drafts.
+
+    engine = Engine.load("owner/name", head="eagle3", engine=EngineConfig(max_batch=8))
+    for completion in engine.generate(["def main("], SamplingParams(max_tokens=64)): ...
+
+A step is schedule, draft, forward, choose, verify, commit. What is drafted decides how many tokens a step emits, never
+which. Not thread-safe: one thread owns an engine. Knows nothing of HTTP, and of text only what its tokenizer does.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from infer.config import EngineConfig, ModelConfig, ProposerConfig
+from infer.engine.exactness import probe_exactness, same_bits
+from infer.engine.loading import load_parts, read_names
+from infer.engine.offline import generate
+from infer.engine.runner import Runner
+from infer.engine.scheduler import Scheduler
+from infer.engine.stats import EngineStats
+from infer.engine.step import Stepping
+from infer.engine.threads import cpu_threads, plan_threads
+from infer.engine.validation import Limits, check_request
+from infer.graphs.capture import Recorded, record_graphs
+from infer.graphs.overlap import Rounds
+from infer.kvcache.blocks import BlockKeys
+from infer.kvcache.memory import plan_memory, weight_bytes
+from infer.kvcache.pool import KVPool
+from infer.options.head_config import HeadConfig
+from infer.parallel.comm import Ranks
+from infer.parallel.launch import ranks_of
+from infer.parallel.target_worker import Shard
+from infer.parallel.tensor_parallel import LeadingShard
+from infer.request import MAX_SEED, Completion, Phase, Request, SamplingParams, StepOutput
+from infer.sampling.constraint import Constraint, Constraints
+from infer.sampling.grammar import Grammar
+from infer.sampling.params import as_ids
+from infer.sampling.stopping import FinishReason, StopText
+from infer.speculation.budget import NOTHING, Budget
+from infer.speculation.control.acceptance_model import Survival
+from infer.speculation.control.adaptive import Learnt, make_controller
+from infer.speculation.control.cost_model import CostTable
+from infer.speculation.control.planner import AsAllowed, Controller, Never, Planner
+from infer.speculation.proposers import build_proposers, head_proposer
+from infer.speculation.proposers.base import NoProposer, Proposer
+from infer.speculation.proposers.draft_model import DraftModelProposer
+from infer.speculation.proposers.head import HeadProposer
+from infer.speculation.speculator import Drafting
+from infer.speculation.tree import DraftTree
+from infer.speculation.verify import rule_for
+from models.end_tokens import within
+from models.heads.base import Head
+from models.layers import pack
+from models.targets.llama import LlamaTarget
+from models.tokenizer import Tokenizer
+
+
+class Engine:
+    """Takes over `target` and packs it for serving; its weights must not be trained afterwards. `head` is copied.
+
+    `probe` false takes for granted what `exact` rests on, which otherwise is tried out at the start. `profile` false
+    leaves what steps cost to be measured by `profile()`, for a start that must not wait. `clock` counts the seconds of
+    deadlines, `timer` those that steps take, from which drafts are planned.
+    """
+
+    def __init__(
+        self,
+        target: LlamaTarget,
+        *,
+        tokenizer: Tokenizer | None = None,
+        head: Head | None = None,
+        draft_model: LlamaTarget | None = None,
+        proposer: str = "auto",
+        config: EngineConfig | None = None,
+        proposer_config: ProposerConfig | None = None,
+        ranks: Ranks | None = None,
+        priors: Mapping[str, Sequence[float]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        timer: Callable[[], float] = time.perf_counter,
+        probe: bool = True,
+        profile: bool = True,
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.proposer_config = proposer_config or ProposerConfig(name="auto")
+        self.target, self.tokenizer = target, tokenizer
+        ends = (*target.end_tokens, *(tokenizer.eos_ids if tokenizer else ()))
+        self.end_tokens = within(ends, target.config.vocab_size)  # each of them ends a request
+        if self.config.tensor_parallel > 1 and ranks is None:
+            raise ValueError(
+                f"engine.tensor_parallel={self.config.tensor_parallel}: this target is whole; Engine.load divides one"
+            )
+        exact = self.config.exact
+        packing = {"exact": exact, "weights": self.config.weight_format, "kv": self.config.kv_dtype}
+        self._shard = LeadingShard(target, ranks, **packing) if ranks else Shard(target, **packing)
+        self.device, self.dtype = self._shard.device, self._shard.dtype
+        self.context = target.config.max_position_embeddings
+        self.threads = plan_threads(self.config, self._shard, timer)
+        if exact and probe:
+            probe_exactness(self._shard, self.threads.plan)
+            self.threads.admit = lambda count: same_bits(self._shard, self.threads.plan.many, count)
+        self._requests: dict[str, Request] = {}
+        self._ids, self._arrivals = itertools.count(), itertools.count()
+        self._stats, self._clock, self._timer = EngineStats(), clock, timer
+        self._activity = ("nothing", 0, 0)  # phase, requests, rows of the target
+        self._learnt, self._profiles_at_start = Learnt(Survival(priors)), profile
+        self._synthetic_rates = tuple(self.proposer_config.acceptance or ())
+        self._head: HeadProposer | None = None
+        self._draft_model: DraftModelProposer | None = None
+        self._rounds: Rounds | None = None
+        if draft_model is not None:
+            self._use_draft_model(draft_model)
+        if head is not None:
+            self._head = self._packed(head)
+        self._make_pool()
+        self.set_proposer(proposer)
+
+    @classmethod
+    def load(
+        cls,
+        model: ModelConfig | str,
+        head: HeadConfig | str | None = None,
+        engine: EngineConfig | None = None,
+        proposer: ProposerConfig | str | None = None,
+        *,
+        output_dir: str = "outputs",
+        profile: bool = True,
+    ) -> Engine:
+        """From configs, or from what a command line names: `model=` (infer/options/model_names.py), a head or the
+        folder of one, a proposer. `proposer=auto` takes the exported head if there is one, else n-gram.
+
+        With `engine.tensor_parallel` this process becomes rank 0; `close` the engine, or drop it, to end the others.
+        """
+        model, head, proposer = read_names(model, head, proposer or "auto", output_dir)
+        engine = engine or EngineConfig()
+        with ranks_of(model, engine) as ranks:
+            parts = load_parts(model, head, proposer, output_dir=output_dir, ranks=ranks)
+            return cls(
+                parts.target,
+                tokenizer=parts.tokenizer,
+                head=parts.head,
+                draft_model=parts.draft_model,
+                proposer=proposer.name,
+                config=engine,
+                proposer_config=parts.proposer,
+                ranks=ranks,
+                priors=parts.priors,
+                profile=profile,
+            )
+
+    # ---- what a caller does -------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        parent: str | None = None,
+        constraint: Constraint | None = None,
+    ) -> str:
+        """Queues a request. Raises ValueError for a prompt that is empty, too long or not of this vocabulary.
+
+        `parent`: an unfinished request with the same prompt, whose pages over it this one shares. `constraint`: what
+        `compile` made of `params.grammar`, for a caller who would not have this thread do it.
+        """
+        prompt = list(as_ids("prompt", prompt_ids))
+        check_request(prompt, params, self._limits())
+        request_id = request_id or f"request-{next(self._ids)}"
+        if request_id in self._requests:
+            raise ValueError(f"request_id={request_id}: already in use by an unfinished request")
+        seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
+        stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.end_tokens)))
+        request = Request(request_id, prompt, params, seed, list(prompt), stop_ids, arrival=next(self._arrivals))
+        request.eos_id = self.tokenizer.eos_id if self.tokenizer and not params.ignore_eos else None
+        request.rule = rule_for(request, self._drafting.name_for(request))
+        request.added = self._clock()
+        if params.deadline_s is not None:
+            request.deadline = request.added + params.deadline_s
+        if self.config.prefix_cache and params.prompt_logprobs is None:  # these need every row of the prompt
+            secret, salt, size = self._pool.pages.secret, params.cache_salt, self.config.page_size
+            request.keys = BlockKeys(secret, salt, self._drafting.filled_by(request), size)
+            request.plain_keys = BlockKeys(secret, salt, "", size)
+        if params.stop:
+            assert self.tokenizer is not None
+            stream = self.tokenizer.stream(context=prompt, with_special=not params.skip_special_tokens)
+            request.stop_text = StopText(stream, params.stop)
+        if params.grammar is not None:
+            request.constraint = constraint or self.compile(params.grammar)
+        if parent is not None:
+            request.parent = self._requests.get(parent)
+            assert request.parent is None or request.parent.prompt_ids == prompt
+            if request.keys is None or (request.parent and request.parent.keys is None):
+                request.parent = None  # it shares nothing
+        self._requests[request_id] = request
+        self._scheduler.add(request)
+        return request_id
+
+    def compile(self, grammar: Grammar) -> Constraint:
+        """For one request, from any thread. Raises ValueError for a grammar that is wrong or too large."""
+        return self._constraints.compile(grammar)
+
+    @cached_property
+    def _constraints(self) -> Constraints:
+        if self.tokenizer is None:
+            raise ValueError("grammar: this engine has no tokenizer")
+        return Constraints(self.tokenizer, self.target.config.vocab_size, self.end_tokens)
+
+    def _limits(self) -> Limits:
+        vocabulary, names = self.target.config.vocab_size, self._drafting.names
+        return Limits(
+            self.context, vocabulary, self._pool.num_pages, self.config.page_size, names, self.tokenizer is not None
+        )
+
+    def abort(self, request_id: str) -> None:
+        """Drops a request and frees its pages at once. A finished or unknown id is no error: it may just have ended."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request, "abort")
+
+    def request(self, request_id: str) -> Request:
+        """An unfinished request, to be read only. Its seed is the one in use, drawn at random if it brought none."""
+        return self._requests[request_id]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def proposer_name(self) -> str:
+        """What drafts for a request that names none."""
+        return self._drafting.default
+
+    @property
+    def head(self) -> nn.Module | None:
+        """The head that drafts, packed: a copy of the one that was given."""
+        return None if self._head is None else self._head.module
+
+    @property
+    def proposer_names(self) -> list[str]:
+        return self._drafting.names
+
+    @property
+    def stats(self) -> EngineStats:
+        stats = self._stats
+        stats.running, stats.waiting = len(self._scheduler.running), len(self._scheduler.waiting)
+        stats.kv_usage = 1 - self._pool.free_pages / self._pool.num_pages
+        stats.preemptions, stats.proposer_failures = self._scheduler.preemptions, self._drafting.failures
+        stats.forecast = self._planner.forecast
+        return stats
+
+    @property
+    def activity(self) -> str:
+        """What the step in progress, or the last one, is at; to be read from any thread."""
+        phase, batch, rows = self._activity
+        return f"{phase} of {batch} requests, {rows} rows"
+
+    @property
+    def costs(self) -> CostTable | None:
+        """What steps and drafts were measured to cost; None where drafting does not ask for it, or on a machine too
+        busy or too slow to be measured at the start.
+        """
+        costs = self._planner.costs if isinstance(self._planner, Controller) else None
+        return None if costs is None or costs.guessed else costs.table
+
+    def set_proposer(self, name: str, head: Head | None = None, *, config: ProposerConfig | None = None) -> None:
+        """Changes what drafts by default, and the head and the drafts' shape if they are given.
+
+        "auto": the head if there is one, else n-gram. Raises ValueError for a name that this engine does not have, and
+        while requests are unfinished.
+        """
+        if self.has_work:
+            raise ValueError("set_proposer: requests are unfinished; wait for them or abort them")
+        self._forget_rounds()
+        self.graphs: Recorded | None = None
+        if config is not None:
+            self.proposer_config = config
+            if self._head is not None:
+                self._head.set_drafts(config)
+        if head is not None:
+            self._use_head(head)
+        if name == "auto":
+            name = "ngram" if self._head is None else "head"
+        if name == "head" and self._head is None:
+            raise ValueError("proposer=head: no head was given; export one by training, or proposer=ngram")
+        vocabulary = self.target.config.vocab_size
+        self._proposers = dict(build_proposers(self.proposer_config, self._head, self._draft_model, vocabulary))
+        self._draft_with(name)
+        default = self._proposers.get(name, (NoProposer(), NOTHING))
+        adaptive = self.proposer_config.adaptive
+        self.graphs = record_graphs(
+            self.config, self._shard, self._runner, self._head, default, context=self.context, adaptive=adaptive
+        )
+        if self.graphs is not None and self.graphs.rounds:
+            parts = self.graphs.rounds, self._pool, self._scheduler, self._drafting, self._stepping
+            self._rounds = Rounds(*parts, context=self.context, timer=self._timer)
+        self._planner: Planner = AsAllowed()
+        if self._head is not None:
+            self._head.confidence = None
+        if adaptive and name != "none":
+            self._planner = self._make_controller(profile=self._profiles_at_start)
+
+    def _make_controller(self, *, profile: bool, check: Callable[[], None] | None = None) -> Controller:
+        limits = {name: limit for name, (_, limit) in self._proposers.items()}
+        return make_controller(self, limits, self._learnt, self._head, self._timer, profile=profile, check=check)
+
+    @property
+    def profile_due(self) -> bool:
+        """Whether what steps cost has yet to be measured (`profile`); drafts are planned on guesses until then."""
+        return self._learnt.profile_due and isinstance(self._planner, Controller)
+
+    def profile(self, check: Callable[[], None] = lambda: None) -> None:
+        """Measures what steps and drafts cost, if that is due. Only while idle: cached prefixes are forgotten.
+
+        `check` is called every few steps. If it raises, all is as before and the profile is still due.
+        """
+        assert not self.has_work, "profile: requests are unfinished"
+        before = self._planner
+        if not self.profile_due:
+            return
+        try:
+            self._planner = self._make_controller(profile=True, check=check)
+        except BaseException:
+            self._planner = before
+            raise
+
+    def add_proposer(self, proposer: Proposer, limit: Budget) -> None:
+        """Makes a proposer of your own the default one, under its own name. Only while idle; it keeps no KV."""
+        assert not proposer.kv_layers, "layers of the pool are laid out when the engine is made"
+        self.set_proposer("none")
+        self._proposers[proposer.name] = (proposer, limit)
+        self._draft_with(proposer.name)
+
+    @torch.inference_mode()
+    def step(self) -> list[StepOutput]:
+        """One round: drafts and verifies every decoding request, and brings prompts forward by a chunk."""
+        begin = self._timer()  # planning is a part of what a step costs
+        self._activity = ("scheduling", len(self._requests), 0)
+        outputs = self._expire()
+        decoding = [request for request in self._scheduler.running if request.phase is Phase.DECODE]
+        known = tuple(request.request_id for request in decoding)
+        load = self._load
+        self._planner.plan(known, load, lambda: self._drafting.candidates(decoding, self._planner, load))
+        if self._rounds is not None:
+            self._activity = ("a round of graphs", len(decoding), self._rounds.most_rows)
+            with cpu_threads(self.threads.count(self._rounds.most_rows)):
+                ahead = self._rounds.step(self._planner)
+            if ahead is not None:
+                if self._rounds.timed is not None:
+                    self._stepped(*self._rounds.timed)
+                return outputs + ahead
+        step = self._scheduler.schedule()
+        for request in step.prefills:
+            if request.queued_s is None:
+                request.queued_s = self._clock() - request.added
+        drafting = self._drafting.seconds
+        rows = len(step.decodes) + sum(budget.nodes for budget in step.budgets) + sum(step.chunks)
+        with cpu_threads(self.threads.count(rows)):
+            if step.decodes:
+                self._activity = ("decode", len(step.decodes), rows - sum(step.chunks))
+                outputs += self._stepping.decode(step.decodes, step.budgets)
+            if step.prefills:
+                self._activity = ("prefill", len(step.prefills), sum(step.chunks))
+                outputs += self._stepping.prefill(step.prefills, step.chunks)
+        if step.decodes and not step.prefills:
+            whole, drafting = self._timer() - begin, self._drafting.seconds - drafting
+            self._stepped(len(step.decodes), self._stepping.rows, drafting, whole)
+        return outputs
+
+    def _stepped(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
+        self._stats.steps.record(batch, rows, drafting, whole)
+        self.threads.stepped(rows, whole)
+        self._planner.stepped(batch, rows, drafting, whole)
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        on_output: Callable[[int, StepOutput], None] | None = None,
+        progress: bool = False,
+        at_once: int | None = None,
+    ) -> list[Completion]:
+        """Completes all prompts, batched as far as the engine's limits go; results in the order of the prompts.
+
+        With n > 1 the n answers to a prompt stand beside each other. `on_output(index, output)` is called as tokens
+        come. No more than `at_once` answers are on their way together: one ends, the next prompt begins. Raises
+        ValueError if a prompt is bad, before anything runs where `at_once` holds none back.
+        """
+        return generate(self, prompts, params, on_output=on_output, progress=progress, at_once=at_once)
+
+    # ---- for measuring what a step costs (infer/speculation/control/profiler.py) -------------------------------------
+
+    @torch.inference_mode()
+    def rehearse(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, check: Callable[[], None] = lambda: None
+    ) -> list[Request]:
+        self._kept_stats, self._planner = copy.deepcopy(self._stats), Never()
+        self._kept_rounds, self._rounds = self._rounds, None
+        pages = self._pool.pages_for(len(prompts[0]) + params.max_tokens) + 1
+        fitting = min(len(prompts), self._pool.free_pages // pages)
+        requests = [self._requests[self.add(prompt, params)] for prompt in prompts[:fitting]]
+        try:
+            while any(request.phase in (Phase.WAITING, Phase.PREFILL) for request in requests):
+                check()
+                self.step()
+        except BaseException:
+            self.dismiss(requests)
+            raise
+        requests = [request for request in requests if request.phase is Phase.DECODE]
+        for request in requests:
+            reserved = self._pool.reserve(request, len(request.prompt_ids) + params.max_tokens)
+            assert reserved
+        return requests
+
+    def dismiss(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.abort(request.request_id)
+        self._pool.pages.forget()
+        self._stats.restore(self._kept_stats)
+        self._planner, self._rounds = AsAllowed(), self._kept_rounds
+
+    @torch.inference_mode()
+    def try_verify(self, requests: Sequence[Request], drafts: int) -> None:
+        tree = DraftTree.chains([request.tokens[-1] for request in requests], [[1] * drafts] * len(requests))
+        with cpu_threads(self.threads.count(len(requests) * (1 + drafts))):
+            self._stepping.judge(list(requests), tree)
+
+    @torch.inference_mode()
+    def try_draft(self, requests: Sequence[Request], budget: Budget) -> None:
+        with cpu_threads(self.threads.count(len(requests) * (1 + budget.nodes))):
+            self._drafting.propose(requests, [budget] * len(requests))
+
+    @torch.inference_mode()
+    def try_read(self, requests: Sequence[Request]) -> None:
+        rows = sum(request.computed for request in requests)
+        size = len(self._drafting.wants_features(requests)) * self.target.config.hidden_size
+        with cpu_threads(self.threads.count(rows)):
+            self._drafting.read_again(requests, torch.zeros(rows, size, dtype=self.dtype, device=self.device))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Ends the other ranks of a divided target, after which nothing can be computed. Without them: nothing."""
+        self._shard.close()
+
+    def _expired(self, request: Request) -> bool:
+        return request.deadline is not None and self._clock() > request.deadline
+
+    def _expire(self) -> list[StepOutput]:
+        """Ends requests whose deadline has passed, those that wait included, and those that failed in a prompt."""
+        failed = [request for request in self._requests.values() if request.failed]
+        late = [request for request in self._requests.values() if self._expired(request) and not request.failed]
+        for request in late:
+            self._finish(request, "deadline")
+        return [self._stepping.output(request, [], []) for request in late] + list(map(self._stepping.fail, failed))
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        self._scheduler.remove(request)
+        self._drafting.release(request)
+        if self._rounds is not None:
+            self._rounds.leave(request)
+        self._planner.forget(request.request_id)
+        del self._requests[request.request_id]
+
+    # ---- construction -------------------------------------------------------------------------------------------
+
+    def _packed(self, head: Head) -> HeadProposer:
+        packed = copy.deepcopy(head).eval().requires_grad_(False)
+        packed.borrow(self.target)
+        packed.to(device=self.device, dtype=self.dtype)
+        packed.stack_layers()
+        packed.pack(exact=self.config.exact, weight_format=self.config.head_format)
+        return head_proposer(packed, self.target.config.num_layers, self.proposer_config)
+
+    def _use_head(self, head: Head) -> None:
+        """Packs a copy of `head`; the pool is made anew only if the head keeps other layers than the last one."""
+        before, self._head = self._head, self._packed(head)
+        if before is not None:
+            before.graphs = None  # which hold it
+        self._learnt = Learnt(Survival())  # what another head's drafts were worth says nothing of this one's
+        if before is not None and before.kv_layers == self._head.kv_layers:
+            self._head.attach(self._pool)
+            self._pool.pages.forget()  # another head fills pages otherwise
+            return
+        # Everything that holds the old pool goes before the new one is planned.
+        del before, self._pool, self._runner, self._scheduler, self._proposers, self._drafting, self._stepping
+        self._make_pool()
+
+    def _use_draft_model(self, model: LlamaTarget) -> None:
+        """Takes over `model` and packs it. Its layers come last in the pool."""
+        if model.config.vocab_size != self.target.config.vocab_size:
+            raise ValueError(
+                f"proposer.draft_model: its vocabulary has {model.config.vocab_size} tokens, the target's "
+                f"{self.target.config.vocab_size}; a draft model must share the target's tokenizer"
+            )
+        pack(model, exact=self.config.exact)
+        self._draft_model = DraftModelProposer(model)
+
+    def _make_pool(self) -> None:
+        head_layers = self._head.kv_layers if self._head else ()
+        draft_layers = self._draft_model.kv_layers if self._draft_model else ()
+        target_layers = self._shard.layer_shapes
+        self.memory = plan_memory(
+            self.config,
+            self.target.config,
+            [*target_layers, *head_layers, *draft_layers],
+            self.dtype,
+            weights=self._weight_bytes(),
+            free=self._shard.free(),
+        )
+        layers = self._shard.allocate(self.memory.pages, self.config.page_size, [*head_layers, *draft_layers])
+        self._pool = KVPool(layers, max_requests=self.config.max_batch, max_positions=self.context)
+        if self._head is not None:
+            self._head.attach(self._pool)
+        if self._draft_model is not None:
+            self._draft_model.attach(self._pool, len(target_layers) + len(head_layers))
+        self._runner = Runner(self._shard, self._pool)
+        self._scheduler = Scheduler(
+            self._pool,
+            max_batch=self.config.max_batch,
+            max_rows=self.config.max_rows,
+            prefill_chunk=self.config.prefill_chunk,
+            draft_budget=lambda request: self._drafting.grant(request, self._planner, self._load),
+            draft_places=lambda request, budget: self._drafting.places(request, budget),
+            on_preempt=lambda request: self._drafting.release(request),
+            on_meet=lambda request: self._drafting.meet(request, self._planner, self._load),
+            on_resume=lambda request: self._drafting.resume(request),
+        )
+
+    @property
+    def _load(self) -> int:
+        """Requests that decode at once before long: those admitted, and those that wait and may be."""
+        admitted, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
+        return min(admitted + (waiting if self._scheduler.may_admit else 0), self.config.max_batch)
+
+    def _forget_rounds(self) -> None:
+        if self._rounds is not None:
+            self._rounds.land()  # of requests that have ended
+        self._rounds = None
+
+    def _draft_with(self, name: str) -> None:
+        self._forget_rounds()
+        self._drafting = Drafting(self._proposers, name, self.context, self._timer)
+        self._stepping = Stepping(
+            self._runner,
+            self._pool,
+            self._drafting,
+            self._stats,
+            context=self.context,
+            rates=self._synthetic_rates,
+            expired=self._expired,
+            finish=lambda request, reason: self._finish(request, reason),
+            drafted=lambda request, draft: self._planner.drafted(
+                request.request_id, self._drafting.name_for(request), request.kind, draft
+            ),
+        )
+
+    def _weight_bytes(self) -> int:
+        modules = [self.target, *(own.module for own in (self._head, self._draft_model) if own is not None)]
+        return weight_bytes(*modules)

@@ -1,0 +1,118 @@
+"""Asks this machine, at start-up, for what exactness rests on: rows keep their bits in any company, and in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from infer.engine.threads import ThreadPlan, cpu_threads
+from infer.parallel.target_worker import Shard
+from kernels.attention import assert_rows_independent, plan_attention
+from kernels.elementwise import gelu_mul, silu_mul
+from kernels.linear import PackedLinear, assert_row_invariant
+from kernels.rows import AttentionRows
+from kernels.tiles import KV_TILE
+from models.layers import GatedMLP
+from models.parallel import even
+from models.targets.tensor_parallel import DividedLinear
+
+
+def probe_exactness(shard: Shard, threads: ThreadPlan) -> None:
+    """Raises ValueError if a row's bits depend on the rows beside it, or on the number of threads in use."""
+    dtype, device = shard.dtype, shard.device
+    shapes = {(linear.in_features, linear.out_features): linear for linear in shard.linears}.values()
+    answers = []
+    for count in {threads.few, threads.many}:
+        with cpu_threads(count):
+            bits = [assert_row_invariant(linear, dtype, device) for linear in shapes]
+            answers.append([*bits, assert_rows_independent(*shard.target.heads, dtype, device, shard.kv_dtype)])
+    for first, other in zip(answers[0], answers[-1], strict=True):
+        if not torch.equal(first, other):
+            raise ValueError(
+                f"engine.exact=true: {threads.few} and {threads.many} threads give other bits on this machine; "
+                "set engine.threads to one number"
+            )
+    if shard.ranks > 1:
+        probe_division(shard, threads.many)
+
+
+def same_bits(shard: Shard, present: int, other: int) -> bool:
+    """Whether `other` threads give a row the bits that those in use give it."""
+    try:
+        probe_exactness(shard, ThreadPlan(present, other))
+    except ValueError:
+        return False
+    return True
+
+
+def probe_division(shard: Shard, threads: int) -> None:
+    """Raises ValueError if ranks of so many threads compute other bits than one process with the threads of all.
+
+    Each operation on made-up tensors of the target's sizes, whole and in the parts of the ranks.
+    """
+    config, modules = shard.target.config, list(shard.target.modules())
+    divided = {(m.in_features, m.sizes) for m in modules if isinstance(m, DividedLinear)}
+    inner = {m.down_proj.reads for m in modules if isinstance(m, GatedMLP) and isinstance(m.down_proj, DividedLinear)}
+    heads = even(config.num_kv_heads, shard.ranks)
+    group, length = config.num_heads // config.num_kv_heads, 2 * KV_TILE + 40
+
+    def linear(in_features: int) -> Callable[[Sequence[int]], Tensor]:
+        return lambda sizes: _linear(in_features, sizes, shard.dtype, shard.device)
+
+    def attention(width: int, length: int) -> Callable[[Sequence[int]], Tensor]:
+        return lambda sizes: _attention(sizes, group, config.head_dim, width, length, shard)
+
+    probes = [(f"a linear layer of {size} inputs", linear(size), parts) for size, parts in divided]
+    gate_mul = silu_mul if config.activation == "silu" else gelu_mul
+    probes += [
+        ("an MLP's activation", lambda sizes: _gated(gate_mul, sizes, shard.dtype, shard.device), p) for p in inner if p
+    ]
+    probes += [
+        ("attention", attention(width, keys), heads) for width, keys in ((1, 9), (8, 9), (1, length), (8, length))
+    ]
+    for name, compute, parts in probes:
+        with cpu_threads(threads * shard.ranks):
+            whole = compute([sum(parts)])
+        with cpu_threads(threads):
+            if not torch.equal(compute(parts), whole):
+                raise ValueError(
+                    f"engine.exact=true: on this machine {name} ({shard.dtype}) gives other bits when it is divided in "
+                    f"{list(parts)}; engine.tensor_parallel=1, or engine.exact=false, which serves without the promise"
+                )
+
+
+def _linear(in_features: int, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    few = torch.randn(257, in_features, generator=generator).to(device, dtype)  # a whole vocabulary would take seconds
+    x = torch.randn(64, in_features, generator=generator).to(device, dtype)
+    parts = (torch.arange(sum(sizes), device=device) % len(few)).split(list(sizes))
+    return torch.cat([PackedLinear(few[rows])(x) for rows in parts], dim=-1)
+
+
+def _gated(
+    gate_mul: Callable[[Tensor], Tensor], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    gate, up = torch.randn(2, 3, sum(sizes), generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    pairs = zip(gate.split(list(sizes), -1), up.split(list(sizes), -1), strict=True)
+    return torch.cat([gate_mul(torch.cat(pair, dim=-1)) for pair in pairs], dim=-1)
+
+
+def _attention(kv_heads: Sequence[int], group: int, dim: int, width: int, length: int, shard: Shard) -> Tensor:
+    """Of the last `width` of `length` positions, `kv_heads[r]` KV heads with their `group` query heads at a time."""
+    generator, page_size, dtype, device = torch.Generator().manual_seed(0), 16, shard.dtype, shard.device
+    pages, total = -(-length // page_size), sum(kv_heads)
+    cache = torch.randn(2, total, (pages + 1) * page_size, dim, generator=generator).to(device, shard.kv_dtype)
+    q = torch.randn(width, total, group, dim, generator=generator).to(device, dtype)
+    k, v = torch.randn(2, width, total, dim, generator=generator).to(device, dtype)
+    table = 1 + torch.arange(pages, device=device)[None]
+    out, first = [], 0
+    for count in kv_heads:
+        own = slice(first, first + count)
+        rows = AttentionRows.blocks(table, [length - width], [width], page_size=page_size)
+        plan = plan_attention(rows, count * group, count, dim, dtype, shard.kv_dtype)
+        part = q[:, own].flatten(1, 2).contiguous()
+        out.append(plan(part, k[:, own].contiguous(), v[:, own].contiguous(), cache[:, own].contiguous(), dim**-0.5))
+        first += count
+    return torch.cat(out, dim=-1)

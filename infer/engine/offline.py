@@ -1,0 +1,122 @@
+"""Completes a list of prompts with an engine and comes back when all are done."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from infer.request import Completion, Request, StepOutput
+from infer.sampling.params import MAX_SEED, SamplingParams
+from models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from infer.engine import Engine
+
+OnOutput = Callable[[int, StepOutput], None]
+
+
+def generate(
+    engine: Engine,
+    prompts: Sequence[str] | Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    on_output: OnOutput | None,
+    progress: bool,
+    at_once: int | None,
+) -> list[Completion]:
+    """See `Engine.generate`."""
+    ids = [encode(prompt, engine.tokenizer) for prompt in prompts]
+    per_prompt = [params] * len(ids) if isinstance(params, SamplingParams) else list(params)
+    if len(per_prompt) != len(ids):
+        raise ValueError(f"params: {len(per_prompt)} for {len(ids)} prompts")
+    waiting = deque(zip(ids, per_prompt, strict=True))
+    requests: list[Request] = []
+
+    def fill(active: int) -> None:
+        """Adds prompts, each with all of its answers, until `at_once` answers are on their way."""
+        while waiting and (at_once is None or active < at_once):
+            (prompt, own), first = waiting.popleft(), None
+            for single in answers(own):
+                request_id = engine.add(prompt, single, parent=first)
+                requests.append(engine.request(request_id))
+                first, active = first or request_id, active + 1
+
+    try:
+        fill(0)
+        run_until_done(engine, requests, fill, sum(own.n for own in per_prompt), on_output, progress)
+    except BaseException:
+        for request in requests:
+            engine.abort(request.request_id)
+        raise
+    return [completion(request, engine.tokenizer) for request in requests]
+
+
+def answers(params: SamplingParams) -> list[SamplingParams]:
+    """One per answer that `n` asks for; the i-th has seed + i, drawn at random if none was given."""
+    if params.n == 1:
+        return [params]
+    first = secrets.randbelow(MAX_SEED - params.n) if params.seed is None else params.seed
+    return [replace(params, n=1, seed=(first + index) % (MAX_SEED + 1)) for index in range(params.n)]
+
+
+def encode(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> list[int]:
+    if not isinstance(prompt, str):
+        return list(prompt)
+    if tokenizer is None:
+        raise ValueError("prompt: text given, but this engine has no tokenizer; pass token ids")
+    return tokenizer.encode(prompt)
+
+
+def run_until_done(
+    engine: Engine,
+    requests: list[Request],
+    fill: Callable[[int], None],
+    total: int,
+    on_output: OnOutput | None,
+    progress: bool,
+) -> None:
+    """Until `total` requests are done. `fill`, told how many are on their way, may add to `requests`."""
+    index: dict[str, int] = {}
+    left, tokens = total, 0
+    with tqdm(total=left, unit="prompt", disable=not progress, dynamic_ncols=True) as bar:
+        while left:
+            index |= {requests[place].request_id: place for place in range(len(index), len(requests))}
+            for output in engine.step():
+                if output.request_id not in index:
+                    continue
+                tokens += len(output.token_ids)
+                if on_output is not None:
+                    on_output(index[output.request_id], output)
+                if output.finish_reason is not None:
+                    left -= 1
+                    bar.set_postfix(tokens=tokens, refresh=False)
+                    bar.update()
+            fill(len(requests) - (total - left))
+
+
+def completion(request: Request, tokenizer: Tokenizer | None) -> Completion:
+    """What a finished request answers."""
+    assert request.finish_reason is not None
+    text = None
+    if request.stop_text is not None:
+        text = request.stop_text.finish()
+    elif tokenizer is not None:
+        with_special = not request.params.skip_special_tokens
+        text = tokenizer.decode(request.text_ids, context=request.prompt_ids, with_special=with_special)
+    return Completion(
+        request.prompt_ids,
+        request.output_ids,
+        text,
+        request.finish_reason,
+        request.seed,
+        request.stats,
+        request.stop_reason,
+        request.logprobs,
+        request.prompt_logprobs,
+        request.rule,
+    )

@@ -1,0 +1,28 @@
+"""What an engine counts, for its caller and /metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from infer.request import SpeculationStats
+from infer.speculation.control.planner import Forecast
+from infer.speculation.control.step_times import StepTimes
+
+
+@dataclass
+class EngineStats:
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0  # share of the pool's pages in use, 0..1
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of these, computed for an earlier request
+    generation_tokens: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    proposer_failures: int = 0  # requests that draft no more for one, since the proposers were last set
+    steps: StepTimes = field(default_factory=StepTimes)
+    forecast: Forecast | None = None  # where drafts go only as far as pays
+
+    def restore(self, kept: EngineStats) -> None:
+        """As they were when `kept` was copied from them."""
+        vars(self).update(vars(kept))

@@ -1,0 +1,142 @@
+"""How many CPU threads a step should use: on a small target a second thread costs more in waiting than it computes, and
+on a busy machine on any.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from infer.config import EngineConfig
+from infer.parallel.target_worker import Shard
+from kernels.linear import PackedLinear
+
+log = logging.getLogger(__name__)
+
+REPEATS = 5
+FEW_ROWS, MANY_ROWS = 2, 16
+SLOW, SLOW_STEPS = 2.0, 8  # times as long as the fastest, and so many steps
+FORGETS = 1.001  # by which the fastest grows with every step: contexts get longer
+LEAST_LOOKS, LOOKS, LOOKS_SHARE = 3, 12, 0.01  # of each number of threads, and of the time
+CLEARLY = 0.8  # of the time of those in use, that another number must take
+PLAINLY = 4.0  # times as long as the other number: seen in so few looks is enough
+FIRST_S, SELDOM_S, LONGEST_S = 1.0, 10.0, 60.0  # seconds of steps before a look
+
+
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """torch's threads within the block; restored after it, for whoever shares the process (a trainer)."""
+    before = torch.get_num_threads()
+    if before == count:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+Pass = Callable[[int, int], float]  # seconds of a step's linear layers on so many rows, with so many threads
+
+
+def timed_pass(linears: Sequence[PackedLinear], dtype: torch.dtype, clock: Callable[[], float]) -> Pass:
+    """Cold, as in a step: one layer drives the next one's weights from the caches."""
+
+    def run(rows: int, count: int) -> float:
+        inputs = {linear.in_features: torch.ones(rows, linear.in_features, dtype=dtype) for linear in linears}
+        with cpu_threads(count):
+            begin = clock()
+            for linear in linears:
+                linear(inputs[linear.in_features])
+            return clock() - begin
+
+    return run
+
+
+@dataclass(frozen=True)
+class ThreadPlan:
+    """Threads for steps of few rows and of many. Both give a row the same bits, which the engine's probes assert."""
+
+    few: int
+    many: int
+
+    @classmethod
+    def measure(cls, run: Pass, most: int) -> ThreadPlan:
+        """One thread or `most`, whichever is faster."""
+
+        def fastest(rows: int) -> int:
+            times = {count: min(run(rows, count) for _ in range(REPEATS)) for count in {1, most}}
+            return min(times, key=lambda count: times[count])
+
+        return cls(fastest(FEW_ROWS), fastest(MANY_ROWS))
+
+    def count(self, rows: int) -> int:
+        return self.many if rows >= MANY_ROWS else self.few
+
+
+class Threads:
+    """A plan that changes with the machine: with two threads beside other busy processes each waits for the other
+    whenever that one is not running, and a step takes many times as long.
+
+    Where steps take several times as long as the fastest of as many rows did, and now and then where they do not, one
+    thread and `most` are timed again, in turns; the plan changes if the other number is clearly faster. That takes
+    LOOKS_SHARE of the time at most. `admit` says whether a number of threads gives the same bits.
+    """
+
+    def __init__(self, plan: ThreadPlan, run: Pass | None = None, most: int = 1) -> None:
+        """Without `run` the plan stands."""
+        self.plan, self._run, self._most = plan, run, most
+        self.admit: Callable[[int], bool] = lambda count: True
+        self._fastest: dict[int, float] = {}  # seconds of a step, by its rows
+        self._slow = 0  # steps, more or less in a row
+        self._since, self._wait = 0.0, FIRST_S  # seconds of steps since the last look, and before the next
+
+    def count(self, rows: int) -> int:
+        return self.plan.count(rows)
+
+    def stepped(self, rows: int, seconds: float) -> None:
+        """A step of so many rows took so long."""
+        if self._run is None or self._most == 1:
+            return
+        least = self._fastest[rows] = min(seconds, self._fastest.get(rows, seconds) * FORGETS)
+        self._slow = self._slow + 1 if seconds > SLOW * least else max(0, self._slow - 1)
+        self._since += seconds
+        if self._since >= self._wait and (self._slow >= SLOW_STEPS or self._since >= SELDOM_S):
+            self._look(self._run)
+
+    def _look(self, run: Pass) -> None:
+        before, taken = self.plan, 0.0
+        counts: list[int] = []
+        for rows in (FEW_ROWS, MANY_ROWS):
+            # Sums, not medians: beside busy processes most passes of several threads are fast, and some very slow.
+            times = {1: 0.0, self._most: 0.0}
+            for looks in range(1, LOOKS + 1):
+                for count in times:
+                    times[count] += run(rows, count)
+                if looks >= LEAST_LOOKS and max(times.values()) > PLAINLY * min(times.values()):
+                    break
+            taken += sum(times.values())
+            present, other = self.plan.count(rows), 1 if self.plan.count(rows) == self._most else self._most
+            faster = times[other] < CLEARLY * times[present]
+            counts.append(other if faster and self.admit(other) else present)
+        self.plan = ThreadPlan(*counts)
+        if self.plan != before:
+            self._fastest.clear()
+            log.info("threads of a step: %d for few rows, %d for many", *counts)
+        again = FIRST_S if self.plan != before else 2 * self._wait
+        self._slow, self._since, self._wait = 0, 0.0, max(min(again, LONGEST_S), taken / LOOKS_SHARE)
+
+
+def plan_threads(config: EngineConfig, shard: Shard, clock: Callable[[], float] = time.perf_counter) -> Threads:
+    """As configured, else as measured. Ranks compute at the same time: each has its share of the threads."""
+    if config.tensor_parallel == 1 and config.threads is None and shard.device.type == "cpu":
+        run, most = timed_pass(shard.linears, shard.dtype, clock), torch.get_num_threads()
+        return Threads(ThreadPlan.measure(run, most), run, most)
+    share = max(1, (config.threads or torch.get_num_threads()) // config.tensor_parallel)
+    return Threads(ThreadPlan(share, share))

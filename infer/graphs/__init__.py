@@ -1,0 +1,1 @@
+"""CUDA graphs of verifies, drafts and whole rounds, and rounds that overlap with the host."""

@@ -1,0 +1,245 @@
+"""Whole rounds by CUDA graphs: draft, forward, choose, verify and commit in one launch, from state that stays there.
+
+A round leaves what the next one begins with in the tensors that it read it from: ids and features of the accepted path,
+places, the root. So rounds of the same requests can follow each other without the host, which hears of each through
+a small copy and looks at it when it likes.
+
+What the host changes between rounds it changes in stream order: a page that is added to a table, or a row that is left,
+is met by the rounds launched after it and by none before. On a CPU a round runs at its launch: the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from infer.graphs.cuda_graph import Buckets, Graph, GraphMemory, at_least
+from infer.kvcache.pool import KVPool
+from infer.parallel.target_worker import Shard
+from infer.request import Request
+from infer.speculation.budget import Budget
+from infer.speculation.draft_loop import Inputs, Unread, draft_loop
+from infer.speculation.proposers.head import HeadProposer
+from infer.speculation.tree import MAX_NODES, DraftTree
+from infer.speculation.tree_shapes import best_nodes
+from kernels.choose import choose
+from kernels.rows import AttentionRows
+from kernels.verify import accept
+
+UNREAD = 2  # rounds launched and not yet read, at most: one that may run and the one that follows it
+SAID = 4  # numbers that an answer holds beside tokens
+LAST, DRAFTED, DEEPEST, PATH = range(SAID)
+
+
+class Outcome(NamedTuple):
+    """Of one request in one round."""
+
+    tokens: list[int]  # of the accepted path, and the bonus token
+    drafted: int  # nodes
+    depth: int  # of the deepest of them
+    path: list[int]  # nodes that were accepted, the root not counted
+
+
+class Launched(NamedTuple):
+    """A round's answer on its way to the host. To be read before the next round but one is launched."""
+
+    host: Tensor  # [B, W + SAID] tokens, of which the first `LAST` + 1 count, and the numbers named above
+    arrived: torch.cuda.Event | None
+
+    def read(self) -> list[Outcome]:
+        """Waits for the round."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        answers = ((row[:-SAID], row[-SAID:]) for row in self.host.tolist())
+        return [
+            Outcome(tokens[: own[LAST] + 1], own[DRAFTED], own[DEEPEST], nodes_of(own[PATH])) for tokens, own in answers
+        ]
+
+
+class RoundGraphs:
+    """One graph per number of requests and budget, which all of them share (NOTHING is plain decoding); for rows that
+    ask for top-k, top-p or min-p, and for those that don't. `proposer` None: no drafts.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        pool: KVPool,
+        proposer: HeadProposer | None,
+        buckets: Buckets,
+        budgets: Sequence[Budget],
+        memory: GraphMemory,
+    ) -> None:
+        self._shard, self._pool, self._memory, self.budgets = shard, pool, memory, tuple(budgets)
+        self.proposer, self.longest = proposer, buckets.longest
+        self._shape = None if proposer is None else proposer.shape
+        self._aux = () if proposer is None else proposer.aux_layers
+        self._loop = None if proposer is None else draft_loop(proposer, pool, buckets.longest)
+        widest = max(map(self.rows, budgets))
+        self.width = 1 + max(budget.depth for budget in budgets)  # tokens of a path, which the head reads next
+        # Places past the tokens that a round writes to, those of padding rows too.
+        self.reach = self.width + max(widest, 0 if self._shape is None else 1 + self._shape.rows)
+        self.batches = tuple(batch for batch in buckets.batches if batch * widest <= buckets.most)
+        self.most_rows = widest * max(self.batches, default=0)
+        most, size = max(self.batches, default=0), 0 if proposer is None else proposer.feature_size
+        device, pinned = pool.device, memory.pool is not None
+        self._inputs = Inputs(pool, most, self.width, size, shard.dtype, pinned=pinned)
+        self._limit = torch.zeros(most, dtype=torch.int64, device=device)  # the root goes no further
+        self._before = torch.zeros(most, self.width, size, dtype=shard.dtype, device=device)
+        self._answer = torch.zeros(most, self.width + SAID, dtype=torch.int64, device=device)
+        self._host = torch.zeros(UNREAD, *self._answer.shape, dtype=torch.int64, pin_memory=pinned)
+        self._graphs: dict[tuple[int, Budget, bool], Graph[None]] = {}
+        self._key: tuple[int, Budget, bool] = 0, budgets[0], False
+        self._turn = 0
+
+    @property
+    def drafter(self) -> str:
+        return "none" if self.proposer is None else self.proposer.name
+
+    def rows(self, budget: Budget) -> int:
+        """Of one request in a verify."""
+        return 1 + (budget.nodes if self._shape is None else min(budget.nodes, self._shape.most))
+
+    def recordings(self) -> list[Callable[[], object]]:
+        sizes = [(batch, budget) for batch in reversed(self.batches) for budget in reversed(self.budgets)]
+        return [partial(self._record, *own, restricts) for own in sizes for restricts in (False, True)]
+
+    def batch_for(self, requests: int) -> int | None:
+        """Requests of the graph that as many run in."""
+        return at_least(self.batches, requests)
+
+    def load(self, requests: Sequence[Request], limits: Sequence[int], budget: Budget) -> None:
+        """Makes the state these requests', of which no root goes past `limits[b]`. Nothing may be in flight."""
+        batch = self.batch_for(len(requests))
+        assert batch is not None
+        if self.proposer is None:
+            features, bases = [self._before.new_zeros(1, 0)] * len(requests), [0] * len(requests)
+        else:
+            features, bases = self.proposer.features(requests), self.proposer.bases(requests)
+        # By the exact rule a draft's noise is the choice's own, so both have the same parameters.
+        assert all(request.rule == "exact" for request in requests)
+        self._limit.copy_(torch.tensor([*limits] + [0] * (len(self._limit) - len(limits))))
+        self._key = batch, budget, self._inputs.fill(batch, requests, features, bases)
+
+    def launch(self) -> Launched:
+        self._graphs[self._key]()
+        batch, self._turn = self._key[0], (self._turn + 1) % UNREAD
+        host = self._host[self._turn, :batch]
+        host.copy_(self._answer[:batch], non_blocking=True)
+        arrived = None
+        if self._memory.pool is not None:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return Launched(host, arrived)
+
+    def leave(self, row: int) -> None:
+        """The request of this row has ended, and its row of the block table is empty: it goes on nowhere, by itself."""
+        self._limit[row] = 0
+
+    def features(self, row: int, count: int, *, behind: bool) -> Tensor:
+        """`[count, F]` of the positions that the round launched last committed, or with `behind` the one before it."""
+        return (self._before if behind else self._inputs.features)[row, :count]
+
+    def _record(self, batch: int, budget: Budget, restricts: bool) -> None:
+        self._inputs.fill(batch)
+        self._limit.zero_()
+        fixed = on_device(DraftTree.chains([0] * batch, [[0] * budget.depth] * batch), self._pool.device)
+
+        def run() -> None:
+            own = self._inputs.of(batch, restricts=restricts)
+            tree = self._draft(own, budget, fixed)
+            choice, features = self._judge(own, tree)
+            last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice)
+            depth = tree.depth.gather(1, last[:, None])[:, 0].long()
+            words = tree.ancestors.gather(1, last[:, None])
+            self._answer[:batch, -SAID + PATH] = words[:, 0]
+            if not tree.is_chain:
+                path = paths(words, choice.shape[1])[:, : 1 + budget.depth]
+                choice = choice.gather(1, path)
+                if features is not None:
+                    features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
+                self._bring_forward(own, path, depth)
+            self._answer[:batch, -SAID + DRAFTED] = tree.length - 1
+            self._answer[:batch, -SAID + DEEPEST] = tree.depth.masked_fill(~tree.inside, 0).amax(1)
+            self._commit(own, choice, depth, features)
+
+        self._graphs[batch, budget, restricts] = Graph(run, self._memory)
+
+    def _draft(self, own: Unread, budget: Budget, fixed: DraftTree) -> DraftTree:
+        """`fixed`: a chain of no tokens."""
+        root = own.ids.gather(1, own.last[:, None])
+        if self._loop is None:
+            return replace(fixed, token=root)
+        if self._shape is None:
+            return replace(fixed, token=torch.cat([root, self._loop.chain(own, budget.depth)], dim=1))
+        token, parent, _, score = self._loop.tree(own)
+        most = self.rows(budget) - 1
+        fields = best_nodes(root[:, 0], token, parent, score, torch.full_like(own.root, most), most)
+        return DraftTree.assemble(*fields, deepest=budget.depth)
+
+    def _judge(self, own: Unread, tree: DraftTree) -> tuple[Tensor, Tensor | None]:
+        """The target over all nodes: its choice at every one `[B, N]`, features `[B, N, F]`."""
+        batch, width = tree.token.shape
+        owner = torch.arange(batch, device=own.root.device).repeat_interleave(width)
+        offset = torch.arange(width, device=own.root.device).repeat(batch)
+        rows = AttentionRows(
+            self._pool.table,
+            own.slot[owner],
+            own.root[owner],
+            offset,
+            None if tree.is_chain else tree.ancestors.flatten(),
+            self._pool.page_size,
+            self.longest,
+            (width,) * batch,
+        )
+        positions = rows.places if tree.is_chain else rows.committed + tree.depth.flatten()
+        out = self._shard.forward(tree.token.flatten(), positions, rows, self._aux)
+        chosen = choose(self._shard.logits(out.hidden), own.parameters.rows(owner), positions)
+        features = torch.cat(out.aux, dim=-1).unflatten(0, (batch, width)) if out.aux else None
+        return chosen.view(batch, width), features
+
+    def _bring_forward(self, own: Unread, path: Tensor, depth: Tensor) -> None:
+        """The KV of an accepted path `[B, W]`, `depth` `[B]` nodes after the root, to the front of its tree."""
+        index = torch.arange(path.shape[1], device=path.device)
+        source = torch.where(index <= depth[:, None], path, index)[:, 1:]
+        table, size = self._pool.table[own.slot], self._pool.page_size
+
+        def slots(offset: Tensor) -> Tensor:
+            place = own.root[:, None] + offset
+            return (table.gather(1, place // size) * size + place % size).flatten()
+
+        self._pool.layers.move(slots(source), slots(index[1:].expand_as(source)))
+
+    def _commit(self, own: Unread, choice: Tensor, last: Tensor, features: Tensor | None) -> None:
+        """The next round's beginning, in place. An accepted token is the choice at the node before it on the path."""
+        batch, width = choice.shape
+        self._answer[:batch, :width] = choice
+        self._answer[:batch, -SAID + LAST] = last
+        own.ids[:, :width] = choice
+        if features is not None:
+            self._before[:batch] = own.features
+            own.features[:, :width] = features
+        own.first.copy_(own.root + 1)
+        own.last.copy_(last)
+        own.root.copy_(torch.minimum(own.root + last + 1, self._limit[:batch]))
+
+
+def on_device(tree: DraftTree, device: torch.device) -> DraftTree:
+    fields = (tree.token, tree.parent, tree.depth, tree.ancestors, tree.length)
+    return DraftTree(*(field.contiguous().to(device) for field in fields), is_chain=tree.is_chain)
+
+
+def nodes_of(word: int) -> list[int]:
+    """Those whose bits are set, but for the root, ascending."""
+    return [node for node in range(1, MAX_NODES) if word >> node & 1]
+
+
+def paths(words: Tensor, width: int) -> Tensor:
+    """Nodes `[B, width]`: first those whose bits are set in `words` `[B, 1]`, then the others, both ascending."""
+    node = torch.arange(width, device=words.device)
+    return torch.where((words >> node & 1) > 0, node, node + width).sort(dim=1).indices

@@ -1,0 +1,131 @@
+"""The target's verify step by CUDA graphs: rows of a step padded to a bucket's, in tensors that stay where they are.
+
+A request's padding rows follow its own ones at the next places, which hold nothing committed, and padding requests lie
+on the page that belongs to nobody. No row sees what comes after it, so padding changes no other row's bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from infer.engine.runner import Verified
+from infer.graphs.cuda_graph import Buckets, Graph, GraphMemory
+from infer.kvcache.pool import KVPool
+from infer.parallel.target_worker import Shard
+from infer.request import Request
+from infer.speculation.tree import DraftTree
+from kernels.rows import AttentionRows
+
+FIELDS = 5  # ids, positions, rows of the table, committed places, ancestor words
+
+
+class VerifyGraphs:
+    """One graph per bucket, and with `trees` another one for rows that see their ancestors alone.
+
+    `aux` are the hidden states that every graph answers as features.
+    """
+
+    def __init__(self, shard: Shard, pool: KVPool, buckets: Buckets, aux: Sequence[int], memory: GraphMemory) -> None:
+        self._shard, self._pool, self._buckets, self._aux, self._memory = shard, pool, buckets, tuple(aux), memory
+        size = FIELDS * max(batch * rows for batch, rows in buckets.all())
+        # Never written while a copy from it may be under way: every step ends by waiting for its verdicts.
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=memory.pool is not None)
+        self._device = torch.zeros(size, dtype=torch.int64, device=pool.device)
+        config, rows = shard.target.config, size // FIELDS
+        self._logits = torch.empty(rows, config.vocab_size, dtype=shard.dtype, device=pool.device)
+        self._states = torch.empty(len(self._aux), rows, config.hidden_size, dtype=shard.dtype, device=pool.device)
+        self._graphs: dict[tuple[int, int, bool], Graph[None]] = {}
+
+    def recordings(self, *, trees: bool) -> list[Callable[[], object]]:
+        """To be called one after the other before the first step."""
+        kinds = (False, True) if trees else (False,)
+        return [
+            partial(self._record, *sizes, tree)
+            for sizes in self._buckets.all()
+            for tree in kinds
+            if sizes[1] > 1 or not tree
+        ]
+
+    def verify(self, requests: Sequence[Request], tree: DraftTree, aux: Sequence[int]) -> Verified | None:
+        """As Runner.verify; None for what no graph holds."""
+        starts, width = [request.computed for request in requests], tree.token.shape[1]
+        sizes = self._buckets.fit(len(requests), width)
+        fits = sizes is not None and max(starts) + sizes[1] <= self._buckets.longest
+        if not fits or tuple(aux) not in ((), self._aux):
+            return None
+        assert sizes is not None
+        graph = self._graphs.get((*sizes, not tree.is_chain))
+        if graph is None:
+            return None
+        self._fill(*sizes, requests, starts, tree)
+        graph()
+        positions = self._fields(self._device, *sizes)[1].flatten()
+        index = kept_rows(tree.length, sizes[1])
+        if index is not None:
+            index = index.to(self._pool.device, non_blocking=True)
+        count = len(requests) * sizes[1]
+
+        def kept(rows: Tensor) -> Tensor:
+            return rows[:count] if index is None else rows[index]
+
+        return Verified(kept(self._logits), tuple(map(kept, self._states)) if aux else (), kept(positions))
+
+    def _fields(self, flat: Tensor, batch: int, rows: int) -> Tensor:
+        return flat[: FIELDS * batch * rows].view(FIELDS, batch, rows)
+
+    def _fill(self, batch: int, rows: int, requests: Sequence[Request], starts: Sequence[int], tree: DraftTree) -> None:
+        host, inside = self._fields(self._host, batch, rows), tree.inside
+        ids, positions, request, committed, words = host
+        count, width = inside.shape
+        host[:4] = 0
+        request[:] = self._pool.nobody
+        request[:count] = torch.tensor([own.slot for own in requests])[:, None]
+        start = torch.tensor(starts)[:, None]
+        committed[:count] = start
+        ids[:count, :width] = tree.token.masked_fill(~inside, 0)
+        positions[:count, :width] = (start + tree.depth).masked_fill(~inside, 0)
+        if not tree.is_chain:
+            words[:] = torch.ones((), dtype=torch.int64) << torch.arange(rows)
+            words[:count, :width] = torch.where(inside, tree.ancestors, words[:count, :width])
+        self._fields(self._device, batch, rows).copy_(host, non_blocking=True)
+
+    def _record(self, batch: int, rows: int, tree: bool) -> None:
+        self._fields(self._host, batch, rows)[:] = 0
+        fields = self._fields(self._device, batch, rows)
+        fields.zero_()
+        fields[2] = self._pool.nobody
+        ids, positions, request, committed, words = fields.flatten(1)
+        offset = torch.arange(rows, device=self._pool.device).repeat(batch)
+        counts, longest = (rows,) * batch, self._buckets.longest
+        if tree:
+            words[:] = torch.ones((), dtype=torch.int64, device=words.device) << offset
+
+        def run() -> None:
+            own = AttentionRows(
+                self._pool.table,
+                request,
+                committed,
+                offset,
+                words if tree else None,
+                self._pool.page_size,
+                longest,
+                counts,
+            )
+            out = self._shard.forward(ids, positions, own, self._aux)
+            self._logits[: len(ids)] = self._shard.logits(out.hidden)
+            for into, states in zip(self._states, out.aux, strict=True):
+                into[: len(ids)] = states
+
+        self._graphs[batch, rows, tree] = Graph(run, self._memory)
+
+
+def kept_rows(lengths: Tensor, rows: int) -> Tensor | None:
+    """Of `lengths[b]` rows of each request, where they lie among `rows` for each; None where they are all of these."""
+    if bool((lengths == rows).all()):
+        return None
+    own = torch.arange(rows)
+    return (torch.arange(len(lengths))[:, None] * rows + own)[own < lengths[:, None]]

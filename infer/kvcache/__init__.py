@@ -1,0 +1,1 @@
+"""The paged KV cache: its pool, who holds which block, and its tensors."""

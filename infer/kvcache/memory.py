@@ -1,0 +1,98 @@
+"""How much memory serving will need, planned before any of it is taken: weights, KV pool, workspace of a step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from infer.config import EngineConfig
+from infer.kvcache.tensors import LayerShape, kv_dtype
+from models.config import TargetConfig
+from models.layers import Linear
+
+MIB = 2**20
+DEFAULT_TOKENS = 65536
+SPARE = 0.1  # of what is free, left to everything that is not planned here
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """In bytes, of this process: rank 0 of `ranks`. `pages`: of the KV pool, `page_size` tokens each."""
+
+    weights: int
+    kv: int
+    workspace: int
+    pages: int
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        parts = (("weights", self.weights), ("KV", self.kv), ("workspace", self.workspace))
+        text = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in parts)
+        return text if self.ranks == 1 else f"{text} (rank 0 of {self.ranks})"
+
+
+def plan_memory(
+    config: EngineConfig,
+    target: TargetConfig,
+    layers: Sequence[LayerShape],
+    dtype: torch.dtype,
+    *,
+    weights: int,
+    free: int | None,
+) -> MemoryPlan:
+    """`free`: bytes that can still be taken, the weights being there already; None where that cannot be told.
+
+    Without engine.max_tokens_in_cache the pool holds a context for every request of a batch, at most 65536 tokens, or
+    what fits. Raises ValueError if what was asked for does not fit, or not even one page.
+    """
+    per_value = kv_dtype(config.kv_dtype, dtype).itemsize
+    per_page = config.page_size * per_value * sum(2 * shape.kv_heads * shape.head_dim for shape in layers)
+    workspace = workspace_bytes(config.max_rows, target, dtype)
+    context = target.max_position_embeddings
+    tokens = config.max_tokens_in_cache or max(context, min(config.max_batch * context, DEFAULT_TOKENS))
+    pages = -(-tokens // config.page_size)
+    if free is not None:
+        fitting = int((free * (1 - SPARE) - workspace) // per_page) - 1  # one page belongs to nobody
+        if fitting < 1 or (config.max_tokens_in_cache and pages > fitting):
+            raise ValueError(
+                f"engine.max_tokens_in_cache={tokens}: its KV needs {pages * per_page / MIB:.0f} MiB and a step "
+                f"{workspace / MIB:.0f} MiB, but {free / MIB:.0f} MiB are free; "
+                + (f"{fitting * config.page_size} tokens would fit" if fitting > 0 else "use a smaller model or dtype")
+            )
+        pages = min(pages, fitting)
+    return MemoryPlan(weights, (pages + 1) * per_page, workspace, pages, config.tensor_parallel)
+
+
+def workspace_bytes(rows: int, target: TargetConfig, dtype: torch.dtype) -> int:
+    """What a forward of `rows` rows holds at once, amply: a layer's activations, and fp32 logits of every row."""
+    widest = max(2 * target.intermediate_size, (target.num_heads + 2 * target.num_kv_heads) * target.head_dim)
+    return rows * (4 * target.hidden_size * dtype.itemsize + 2 * widest * dtype.itemsize + 2 * 4 * target.vocab_size)
+
+
+def weight_bytes(*modules: nn.Module) -> int:
+    """Of parameters, packed ones included; a tensor that two of them share counts once."""
+    seen: dict[int, int] = {}
+    for module in modules:
+        for child in module.modules():
+            if isinstance(child, Linear) and child.packed is not None:
+                seen[id(child.packed)] = child.packed.bytes
+            for parameter in child.parameters(recurse=False):
+                seen[parameter.data_ptr()] = parameter.numel() * parameter.element_size()
+    return sum(seen.values())
+
+
+def free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        gc.collect()  # what is replaced may lie in cycles
+        torch.cuda.empty_cache()  # what torch only keeps for later can be taken
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -1,0 +1,1 @@
+"""What the words of a command line stand for: models, heads, trackers, texts."""

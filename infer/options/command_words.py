@@ -1,0 +1,71 @@
+"""Command lines that people paste: the words that give a configuration again, quoted for a shell.
+
+Knows what `model=` and `head=` take, and no command's own keys.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from infer.config import ModelConfig
+from infer.config_checks import REPO_ROOT
+from infer.options.head_config import HeadConfig
+from infer.options.model_names import model_at, model_options, read_model
+
+OUTPUTS = "outputs"
+TARGET_FOLDER, HEAD_FOLDER = "<folder of the target>", "<folder of this head>"  # for people to fill in
+
+
+def python_command(script: str, *words: str, processes: int = 1) -> str:
+    """A line that runs `script` of this repository as this process is run: from its folder, with its interpreter."""
+    python, launcher = interpreter(), shutil.which("torchrun")
+    start = [python]
+    if processes > 1:
+        start = ["torchrun"] if launcher and python == "python" else [python, "-m", "torch.distributed.run"]
+        start += ["--nproc_per_node", str(processes)]
+    return shlex.join([*start, _from_here(REPO_ROOT / script), *words])
+
+
+def interpreter() -> str:
+    """`python` where a shell finds this interpreter under that name, else where it lies."""
+    here = shutil.which("python")
+    if here and Path(here).parent == Path(sys.executable).parent:
+        return "python"
+    return _from_here(Path(sys.executable)) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
+
+
+def _from_here(path: Path) -> str:
+    return os.path.relpath(path)
+
+
+def model_words(model: ModelConfig) -> list[str]:
+    """What names this target on a command line, of this machine."""
+    is_option = model.name in model_options()
+    words, usual = vars(model), vars(read_model(model.name) if is_option else model_at(model.path))
+    changed = [f"model.{key}={_word(value)}" for key, value in words.items() if value != usual[key]]
+    return [f"model={model.name if is_option else model.path}", *changed]
+
+
+def head_words(head: HeadConfig, output_dir: str) -> list[str]:
+    """What names the head that training exported."""
+    place = [f"head.path={head.path}"] if head.path else []
+    if not place and output_dir != OUTPUTS:
+        place = [f"output_dir={output_dir}"]
+    return [f"head={head.name}", *place]
+
+
+def portable_path(path: str) -> str | None:
+    """A path or hub id as it reads on any machine: relative to the repository. None for a place of this machine."""
+    folder = Path(path).expanduser()
+    if not folder.is_absolute():
+        return path
+    return str(folder.relative_to(REPO_ROOT)) if folder.is_relative_to(REPO_ROOT) else None
+
+
+def _word(value: Any) -> str:
+    return "null" if value is None else str(value)

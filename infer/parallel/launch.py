@@ -1,0 +1,141 @@
+"""How the ranks of a divided target come to be: rank 0 starts them, or torchrun started all of them alike.
+
+    engine = Engine.load(model, engine=EngineConfig(tensor_parallel=2))                   # starts the other one
+    torchrun --nproc_per_node 2 infer/generate.py model=demo engine.tensor_parallel=2     # both are there
+
+Ranks are on one machine and meet on loopback, each on a GPU of its own or all on the CPU.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.rendezvous import rendezvous
+
+from infer.config import EngineConfig, ModelConfig
+from infer.engine.exactness import probe_exactness
+from infer.engine.loading import resolve_device, resolve_dtype
+from infer.engine.threads import plan_threads
+from infer.parallel.children import Children
+from infer.parallel.comm import RankLost, Ranks
+from infer.parallel.launched import launched_rank
+from infer.parallel.target_worker import Shard
+from infer.parallel.tensor_parallel import follow
+from models.targets import load_target
+
+MEET = timedelta(minutes=5)
+
+
+@contextmanager
+def ranks_of(model: ModelConfig, engine: EngineConfig) -> Iterator[Ranks | None]:
+    """On rank 0: the ranks, None without any others. In the block it makes an engine; if that fails they are ended."""
+    if engine.tensor_parallel == 1:
+        yield None
+        return
+    ranks = lead(model, engine)
+    try:
+        yield ranks
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def lead(model: ModelConfig, engine: EngineConfig) -> Ranks:
+    """Rank 0, the other ranks loading their parts from now on. Raises ValueError if they cannot be had."""
+    count, rank = engine.tensor_parallel, launched_rank(engine)
+    if rank:
+        raise ValueError(
+            f"engine.tensor_parallel={count}: rank {rank} has no engine; call infer.parallel.launch.follow_launched"
+        )
+    device = rank_device(model, 0, count)
+    if rank == 0:
+        return Ranks(0, count, _store_of_torchrun(), device)
+    folder = tempfile.TemporaryDirectory(prefix="headway-")
+    store = str(Path(folder.name) / "store")
+    shared = {
+        "model": asdict(model),
+        "engine": asdict(replace(engine, threads=engine.threads or torch.get_num_threads())),
+        "store": store,
+    }
+    children = Children([{"rank": rank, **shared} for rank in range(1, count)], folder)
+    return Ranks(0, count, FileStore(store, count), device, children)
+
+
+def follow_launched(model: ModelConfig, engine: EngineConfig) -> None:
+    """Under torchrun, on another rank than 0: holds a part of the target until rank 0's engine is closed or ends."""
+    rank = launched_rank(engine)
+    assert rank
+    device = rank_device(model, rank, engine.tensor_parallel)
+    _follow(Ranks(rank, engine.tensor_parallel, _store_of_torchrun(), device), model, engine)
+
+
+def follow_parent(settings: Mapping[str, Any]) -> None:
+    """In a process that `lead` started, with what it was given."""
+    model, engine = ModelConfig(**settings["model"]), EngineConfig(**settings["engine"])
+    rank, count = settings["rank"], engine.tensor_parallel
+    _follow(Ranks(rank, count, FileStore(settings["store"], count), rank_device(model, rank, count)), model, engine)
+
+
+def _follow(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> None:
+    try:
+        shard = load_shard(ranks, model, engine)
+    except ValueError as error:
+        return ranks.connect(str(error))  # rank 0 raises it
+    ranks.connect()
+    for number in (signal.SIGINT, signal.SIGTERM):  # from now on it is rank 0's to say when it ends
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        follow(shard, ranks)
+    except RankLost:
+        raise SystemExit(1) from None  # the reason is another rank's to tell
+    finally:
+        ranks.disconnect()
+
+
+def load_shard(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> Shard:
+    """This rank's part of the target, packed, after the same probes that rank 0 makes."""
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+    target = load_target(
+        model.path_or_hub_id,
+        revision=model.revision,
+        dtype=resolve_dtype(model),
+        device=ranks.device,
+        part=ranks.part,
+    )
+    shard = Shard(target, exact=engine.exact, weights=engine.weight_format, kv=engine.kv_dtype)
+    threads = plan_threads(engine, shard).plan
+    torch.set_num_threads(threads.many)
+    if engine.exact:
+        probe_exactness(shard, threads)
+    return shard
+
+
+def rank_device(model: ModelConfig, rank: int, count: int) -> torch.device:
+    device = resolve_device(model.device)
+    if device.type == "cpu":
+        return device
+    if device.index is not None:
+        raise ValueError(
+            f"model.device={model.device}: engine.tensor_parallel={count} gives each rank its own; say auto"
+        )
+    if torch.cuda.device_count() < count:
+        raise ValueError(
+            f"engine.tensor_parallel={count}: this machine has {torch.cuda.device_count()} GPUs; use at most as many "
+            "ranks, or model.device=cpu"
+        )
+    return torch.device("cuda", rank)
+
+
+def _store_of_torchrun() -> Store:
+    store, _, _ = next(rendezvous("env://", timeout=MEET))
+    return store

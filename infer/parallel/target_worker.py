@@ -1,0 +1,72 @@
+"""The tensor side of serving: the target, or one rank's part of it, with the KV of its layers. Knows no requests.
+
+Everything that a step does to the target's tensors goes through here, addressed by slots and rows, so that every rank
+of a divided target can do the same (infer/parallel/tensor_parallel.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from infer.kvcache.memory import free_bytes
+from infer.kvcache.tensors import KVLayers, LayerShape, kv_dtype
+from kernels.quantise import WeightFormat
+from kernels.rows import AttentionRows
+from models.layers import Linear, pack
+from models.targets.llama import LlamaTarget, TargetOutput
+
+
+class Shard:
+    """Takes over a target, or a part of one, and packs it for serving. Allocate before use."""
+
+    ranks = 1
+    _make_layers: Callable[..., KVLayers] = KVLayers
+
+    def __init__(
+        self, target: LlamaTarget, *, exact: bool = True, weights: WeightFormat = "same", kv: str = "same"
+    ) -> None:
+        self.target = target
+        pack(target, exact=exact, weight_format=weights)
+        self.linears = [m.packed for m in target.modules() if isinstance(m, Linear) and m.packed is not None]
+        weight = target.embedding_weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self.kv_dtype = kv_dtype(kv, self.dtype)
+        _, kv_heads, head_dim = target.heads
+        self.layer_shapes = [LayerShape(kv_heads, head_dim)] * target.config.num_layers
+        self._kv: KVLayers | None = None
+
+    @property
+    def kv(self) -> KVLayers:
+        assert self._kv is not None, "allocate first"
+        return self._kv
+
+    def free(self) -> int | None:
+        """Lets go of the KV, and says how many bytes can then be taken for it; None where that cannot be told."""
+        self._kv = None
+        return free_bytes(self.device)
+
+    def allocate(self, num_pages: int, page_size: int, others: Sequence[LayerShape] = ()) -> KVLayers:
+        """KV for the target's layers and, after them, for those of proposers."""
+        self._kv = self._make_layers(
+            [*self.layer_shapes, *others],
+            tree_layers=len(self.layer_shapes),
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            device=self.device,
+        )
+        return self._kv
+
+    def forward(self, ids: Tensor, positions: Tensor, rows: AttentionRows, aux: Sequence[int]) -> TargetOutput:
+        """ids and positions `[R]` of the rows; `aux` are the hidden states wanted as features."""
+        attention = self.kv.attention(rows, *self.target.heads)
+        return self.target(ids, positions, attention, aux_layers=aux)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.target.logits(hidden)
+
+    def close(self) -> None:
+        """Ends other ranks."""

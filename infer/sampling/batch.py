@@ -1,0 +1,45 @@
+"""From requests to the per-row parameters of the choice rule (kernels/choose.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infer.request import Request
+from infer.sampling.params import SamplingParams
+from infer.speculation.lossy import DRAFTS
+from kernels.acceptance import stream
+from kernels.choose import ChoiceParameters
+from kernels.noise import MASK32
+
+GREEDY = SamplingParams()
+
+
+def choice_parameters(
+    requests: Sequence[Request], device: torch.device, *, drafting: bool = False
+) -> ChoiceParameters | None:
+    """One row per request, or None when all are greedy.
+
+    A drafter meets the target's own noise, so that they choose alike; for block verification it must not. A request
+    that has failed is passed over, as if it were greedy.
+    """
+    params = [GREEDY if request.failed else request.params for request in requests]
+    if all(p.temperature == 0 for p in params):
+        return None
+    return ChoiceParameters(
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+        top_k=torch.tensor([p.top_k for p in params], device=device),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+        seed_low=torch.tensor([request.seed & MASK32 for request in requests], device=device),
+        seed_high=torch.tensor([seed_high(request, drafting) for request in requests], device=device),
+        restricts=any(p.top_k or p.top_p < 1 or p.min_p for p in params),
+    )
+
+
+def seed_high(request: Request, drafting: bool) -> int:
+    own = request.seed >> 32
+    if drafting and request.params.acceptance == "block":
+        return own ^ stream(DRAFTS, request.computed)
+    return own

@@ -1,0 +1,93 @@
+"""The target's choice at every row of a step, each row under its own request's parameters and its own prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from infer.engine.isolation import isolated, together
+from infer.request import Request
+from infer.sampling.batch import choice_parameters
+from infer.sampling.logits_processors import TokenCounts, shape_logits
+from infer.sampling.logprobs import TokenLogprob, token_logprobs
+from infer.speculation.tree import DraftTree
+from kernels.choose import ChoiceParameters, choose, law
+
+
+@dataclass
+class Choices:
+    token: Tensor  # [R]
+    raw: Tensor  # [R, V] the target's logits
+    shaped: Tensor  # [R, V] after penalties, bias and masks
+    parameters: ChoiceParameters | None  # per row
+
+    def logprobs(self, request: Request, rows: Sequence[int], tokens: Sequence[int]) -> list[TokenLogprob]:
+        """Of `tokens`, chosen at `rows`, as the request asked for them."""
+        asked = request.params.logprobs
+        if asked is None or not tokens:
+            return []
+        index = torch.tensor(list(rows[: len(tokens)]), device=self.raw.device)
+        logits = self.raw[index]
+        if request.params.logprobs_of == "processed":
+            logits = law(self.shaped[index], self.parameters and self.parameters.rows(index))
+        return token_logprobs(logits, tokens, asked)
+
+
+def choose_rows(
+    requests: Sequence[Request],
+    counts: Sequence[int],
+    logits: Tensor,
+    positions: Tensor,
+    tree: DraftTree | None = None,
+) -> Choices:
+    """logits `[R, V]`, `counts[b]` rows of each request: its nodes in `tree`, or the one row after its tokens."""
+    parameters = together(requests, lambda some: choice_parameters(some, logits.device))
+    if parameters is not None:
+        parameters = parameters.rows(torch.repeat_interleave(torch.tensor(counts, device=logits.device)))
+    shaped, first = logits, 0
+    for b, (request, count) in enumerate(zip(requests, counts, strict=True)):
+        if request.params.shapes_logits or request.constraint is not None:
+            if shaped is logits:
+                shaped = logits.float().clone()
+            rows = slice(first, first + count)
+            paths = [[]] if tree is None else drafted_paths(tree, b, count)
+            with isolated(request):
+                shaped[rows] = shape_rows(request, logits[rows], paths)
+        first += count
+    return Choices(choose(shaped, parameters, positions), logits, shaped, parameters)
+
+
+def shape_rows(request: Request, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+    """logits `[n, V]` of a request's rows, `paths[i]` the drafted tokens on the way to row i -> the shaped ones."""
+    return shape_logits(
+        logits,
+        request.params,
+        count_tokens(request, logits.shape[1], logits.device),
+        request.tokens,
+        request.output_length,
+        paths,
+        request.stop_ids,
+        None if request.constraint is None else request.constraint.words(paths),
+    )
+
+
+def drafted_paths(tree: DraftTree, row: int, count: int) -> list[list[int]]:
+    """The drafted tokens on the way to each node, the node's own included."""
+    tokens, parents = tree.token[row].tolist(), tree.parent[row].tolist()
+    paths: list[list[int]] = [[]]
+    for node in range(1, count):
+        paths.append([*paths[parents[node]], tokens[node]])
+    return paths
+
+
+def count_tokens(request: Request, vocab_size: int, device: torch.device) -> TokenCounts | None:
+    params = request.params
+    if params.repetition_penalty == 1 and not params.presence_penalty and not params.frequency_penalty:
+        return None
+    if request.counts is None:
+        request.counts = TokenCounts(vocab_size, request.prompt_ids, device)
+    request.counts.update(request.tokens)
+    return request.counts

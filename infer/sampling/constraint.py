@@ -1,0 +1,145 @@
+"""Keeps a request's output inside its grammar: which tokens may follow at each row of a step, drafted rows included.
+
+The state is that of the emitted tokens. Down a draft it is moved on and rolled back again, so a row of a tree is masked
+exactly as plain decoding would mask it, and speculation changes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.engine.isolation import isolated
+from infer.sampling.grammar import Grammar, compile_matcher, make_tokenizer, one_line
+from infer.speculation.tree import DraftTree
+from kernels.shape import FORBIDDEN, packed, unpacked
+from models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from infer.request import Request
+
+STEP_LIMIT_S = 1.0  # of one request's masks in one step; a grammar that takes longer would hold up everybody's tokens
+
+
+class Constraints:
+    """Compiles grammars for one tokenizer. Safe to share between threads."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._vocab_size = vocab_size
+        # A vocabulary is padded to more tokens than there are, never to fewer.
+        size = max(vocab_size, tokenizer.vocab_size)
+        self._tokenizer = make_tokenizer(tokenizer.backend.to_str(), size, list(eos_ids))
+
+    def compile(self, grammar: Grammar) -> Constraint:
+        """Raises ValueError for a grammar that is wrong or too large."""
+        return Constraint(compile_matcher(grammar, self._tokenizer), self._vocab_size)
+
+
+class Constraint:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._matcher, self.vocab_size, self._clock = matcher, vocab_size, clock
+        self._all = packed(torch.ones(vocab_size, dtype=torch.bool))
+        self.error: str | None = None  # why the request cannot go on
+
+    def copy(self) -> Constraint:
+        """For another answer to the same prompt; before anything was pushed."""
+        return Constraint(self._matcher.deep_copy(), self.vocab_size, clock=self._clock)
+
+    def push(self, token: int) -> bool:
+        """Takes in an emitted token. Whether the output ends with it: nothing may follow, or the grammar failed."""
+        if not self._matcher.try_consume_tokens([token]):
+            self._fail(one_line(self._matcher.get_error()) if self._matcher.is_error() else "the output left it")
+        return self.error is not None or self._matcher.is_stopped()
+
+    def words(self, paths: Sequence[Sequence[int]]) -> Tensor:
+        """int32 `[n, ceil(V / 32)]`, a bit per token (kernels/shape.py): what may follow after the emitted tokens and
+        the drafted ones of each path.
+
+        A path that the grammar forbids leads nowhere: the target cannot choose its last token, and its row is free.
+        """
+        began = self._clock()
+        rows = self._all.repeat(len(paths), 1)
+        held: list[int] = []
+        for row, path in enumerate(paths):
+            if self.error is None and self._walk(held, path) and not self._matcher.is_stopped():
+                rows[row] = self._mask()
+        self._matcher.rollback(len(held))
+        if self._matcher.is_error():
+            self._fail(one_line(self._matcher.get_error()))
+        elif self._clock() - began > STEP_LIMIT_S:
+            self._fail(f"takes more than {STEP_LIMIT_S:g} s per step")
+        elif not bool(rows.any(1).all()):
+            self._fail("no token of the vocabulary can follow")
+        return rows if self.error is None else self._all.repeat(len(paths), 1)
+
+    def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """Nodes of a draft tree that the grammar permits, each with its ancestors. Node 0 is the root."""
+        paths: dict[int, list[int]] = {0: []}
+        held: list[int] = []
+        for node in range(1, len(tokens)):
+            if parents[node] in paths and self.error is None:
+                path = [*paths[parents[node]], tokens[node]]
+                if self._walk(held, path):
+                    paths[node] = path
+        self._matcher.rollback(len(held))
+        return list(paths)
+
+    def _walk(self, held: list[int], path: Sequence[int]) -> bool:
+        """Brings the state from the drafted tokens `held` to those of `path`; False if these are forbidden."""
+        common = 0
+        while common < min(len(held), len(path)) and held[common] == path[common]:
+            common += 1
+        self._matcher.rollback(len(held) - common)
+        del held[common:]
+        for token in path[common:]:
+            if not self._matcher.try_consume_tokens([token]):
+                return False
+            held.append(token)
+        return True
+
+    def _mask(self) -> Tensor:
+        words = np.frombuffer(self._matcher.compute_bitmask(), dtype="<i4")
+        return torch.from_numpy(words[: len(self._all)].astype(np.int32)) & self._all
+
+    def _fail(self, why: str) -> None:
+        self.error = self.error or f"the grammar cannot be followed further: {why}"
+
+
+def without_forbidden(tree: DraftTree, requests: Sequence[Request]) -> DraftTree:
+    """The tree less the drafted nodes that a request's grammar forbids: no row is spent on them."""
+    if all(request.constraint is None for request in requests):
+        return tree
+    kept = [list(range(length)) for length in tree.length.tolist()]
+    changed = False
+    for b, request in enumerate(requests):
+        if request.constraint is not None and len(kept[b]) > 1:
+            count = len(kept[b])
+            with isolated(request):
+                kept[b] = request.constraint.allowed(tree.token[b, :count].tolist(), tree.parent[b, :count].tolist())
+            changed |= len(kept[b]) < count
+    return tree.only(kept) if changed else tree
+
+
+def narrowed(requests: Sequence[Request], logits: Tensor, paths: Sequence[Sequence[int]], ids: Tensor) -> Tensor:
+    """A draft's logits `[B, K]` over the target ids `ids` `[K]`, less what each grammar forbids after its path.
+
+    Where nothing is left the row stays as it is: what it drafts is dropped later.
+    """
+    rows = [b for b, request in enumerate(requests) if request.constraint is not None]
+    if not rows:
+        return logits
+    logits = logits.clone()
+    for b in rows:
+        constraint = requests[b].constraint
+        assert constraint is not None
+        mask = unpacked(constraint.words([paths[b]])[0], constraint.vocab_size).to(ids.device)[ids]
+        if bool(mask.any()):
+            logits[b] = logits[b].masked_fill(~mask, FORBIDDEN)
+    return logits

@@ -1,0 +1,95 @@
+"""Penalties, bias and masks: the logits of a row after everything that depends on that row's own prefix.
+
+A row's prefix is the request's tokens and, down a draft, the drafted tokens on the row's path. So a drafted token is
+counted for the rows below it and for no other, and rows of a tree get what plain decoding would give them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from infer.sampling.params import SamplingParams, pairs
+from kernels.shape import WORD, Shaping, packed, shape
+
+
+class TokenCounts:
+    """How often each token stands in a request's prompt and output; kept up with the request, not recounted."""
+
+    def __init__(self, vocab_size: int, prompt: Sequence[int], device: torch.device) -> None:
+        self.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self.prompt[torch.tensor(list(prompt), device=device)] = True
+        self.output = torch.zeros(vocab_size, device=device)
+        self._counted = len(prompt)
+
+    def update(self, tokens: Sequence[int]) -> None:
+        """`tokens`, prompt and output, extends that of the last call."""
+        new = torch.tensor(list(tokens[self._counted :]), dtype=torch.int64, device=self.output.device)
+        self.output.index_add_(0, new, torch.ones(len(new), device=self.output.device))
+        self._counted = len(tokens)
+
+
+def shape_logits(
+    logits: Tensor,
+    params: SamplingParams,
+    counts: TokenCounts | None,
+    tokens: Sequence[int],
+    output_length: int,
+    paths: Sequence[Sequence[int]],
+    stop_ids: Collection[int],
+    grammar: Tensor | None = None,
+) -> Tensor:
+    """logits `[n, V]` of one request's rows -> the shaped ones, fp32.
+
+    `paths[i]`: the drafted tokens on row i's path, the root not counted. `tokens`: prompt and output up to the root,
+    of which the last `output_length` are output. `counts` is needed for penalties; `stop_ids` for `min_tokens`.
+    `grammar`: int32 `[n, ceil(V / 32)]`, what it allows at each row (kernels/shape.py).
+    """
+    device, size = logits.device, logits.shape[1]
+    shaping = Shaping(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    if shaping.penalises:
+        assert counts is not None
+        shaping.prompt, shaping.output = counts.prompt, counts.output
+        longest = max(map(len, paths))
+        shaping.drafted = torch.tensor([[*path] + [-1] * (longest - len(path)) for path in paths], dtype=torch.int64)
+        shaping.drafted = shaping.drafted.to(device)
+    if params.logit_bias:
+        ids, values = zip(*pairs(params.logit_bias), strict=True)
+        bias = torch.zeros(size).index_add_(0, torch.tensor(ids), torch.tensor(values, dtype=torch.float32))
+        shaping.bias = bias.to(device)
+    banned = [
+        [word[-1] for word in params.bad_words if ends_with(tokens, path, word[:-1])]
+        + (list(stop_ids) if output_length + len(path) < params.min_tokens else [])
+        for path in paths
+    ]
+    if grammar is not None or params.allowed_token_ids is not None or any(banned):
+        shaping.allowed = allowed_words(size, params.allowed_token_ids, banned, grammar).to(device)
+    return shape(logits, shaping)
+
+
+def allowed_words(
+    size: int, allowed: Sequence[int] | None, banned: Sequence[Sequence[int]], grammar: Tensor | None
+) -> Tensor:
+    """Words of a mask, `[n, ceil(size / 32)]`: what all of these leave, of which `banned` holds one list per row."""
+    row = torch.ones(size, dtype=torch.bool)
+    if allowed is not None:
+        row.zero_()[torch.tensor(allowed)] = True
+    words = packed(row).repeat(len(banned), 1)  # kernels read rows one after another
+    if grammar is not None:
+        words &= grammar
+    for own, tokens in zip(words, banned, strict=True):
+        for token in tokens:
+            own[token // WORD] &= ~(1 << token % WORD) if token % WORD < WORD - 1 else (1 << WORD - 1) - 1
+    return words
+
+
+def ends_with(tokens: Sequence[int], path: Sequence[int], ending: Sequence[int]) -> bool:
+    """Whether `tokens` followed by `path` ends with `ending`."""
+    length = len(ending)
+    if length > len(path):
+        tail = [*tokens[len(tokens) - min(len(tokens), length - len(path)) :], *path]
+    else:
+        tail = list(path[len(path) - length :])
+    return tail == list(ending)

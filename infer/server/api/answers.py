@@ -1,0 +1,221 @@
+"""How a session becomes an HTTP answer: one JSON document, or server-sent events. Both watch for the client's hang-up.
+
+An `AnswerFormat` says what the documents look like (completions.py, chat.py); the order of events is decided here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from infer.server.protocol.completions import GenerationRequest
+from infer.server.protocol.errors import ApiError, internal_error
+from infer.server.session import Choice, Piece, Session
+
+log = logging.getLogger("headway.server")
+T = TypeVar("T")
+Json = dict[str, Any]
+Pieces = AsyncIterator[tuple[Choice, Piece]]
+
+
+class AnswerFormat(Protocol):
+    prefix: str  # of the answer's id
+    whole: str  # `object` of a document
+    part: str  # `object` of a chunk
+
+    def choice(self, choice: Choice) -> Json:
+        """A finished choice without what all formats have in common."""
+        ...
+
+    def document(self, session: Session) -> Json:
+        """What stands beside the choices."""
+        ...
+
+    def opening(self, choice: Choice) -> Json | None:
+        """The delta that comes before any text."""
+        ...
+
+    def delta(self, choice: Choice, piece: Piece) -> Json | None:
+        """None: nothing to show yet."""
+        ...
+
+    def closing(self, choice: Choice) -> Json:
+        """The delta beside the finish reason: nothing."""
+        ...
+
+    def finish_reason(self, choice: Choice) -> str | None: ...
+
+    def reasoning_tokens(self, session: Session) -> int | None:
+        """Of all choices, so far; None where this format knows no reasoning."""
+        ...
+
+
+async def answer(request: Request, session: Session, form: AnswerFormat, body: GenerationRequest) -> Response:
+    head: Json = {
+        "id": f"{form.prefix}-{uuid.uuid4().hex}",
+        "object": form.part if body.stream else form.whole,
+        "created": int(time.time()),
+        "model": body.model,
+        "seed": session.seed,  # our extension: the one in use, given or drawn
+    }
+
+    def document() -> Json:
+        choices = [
+            {"index": choice.index, **form.choice(choice), **shown(body, choice.whole), **ending(form, choice)}
+            for choice in session.choices
+        ]
+        return {**head, "choices": choices, **form.document(session), **accounts(session, form)}
+
+    return await respond(
+        request,
+        session,
+        stream=bool(body.stream),
+        document=document,
+        events=lambda pieces: events(session, form, head, pieces, body),
+        failure=lambda error: event(error.body),
+    )
+
+
+async def respond(
+    request: Request,
+    session: Session,
+    *,
+    stream: bool,
+    document: Callable[[], Json],
+    events: Callable[[Pieces], AsyncIterator[str]],
+    failure: Callable[[ApiError], str],
+) -> Response:
+    """`document()` when everything has been generated, or `events(pieces)` as it comes; `failure`: the event that ends
+    a stream in which something went wrong. Closes the session in any case.
+    """
+    try:
+        if not stream:
+            await unless_gone(request, run_to_end(session))
+            return JSONResponse(document())
+        # Until the first output a failure can still have a status of its own.
+        first = await unless_gone(request, session.next())
+    except BaseException:
+        session.close()
+        raise
+    return EventStream(session, guarded(events(pieces_of(session, first)), failure))
+
+
+async def run_to_end(session: Session) -> None:
+    while not session.finished:
+        await session.next()
+
+
+async def pieces_of(session: Session, first: tuple[Choice, Piece]) -> Pieces:
+    yield first
+    while not session.finished:
+        yield await session.next()
+
+
+async def guarded(events: AsyncIterator[str], failure: Callable[[ApiError], str]) -> AsyncIterator[str]:
+    try:
+        async for text in events:
+            yield text
+    except ApiError as error:
+        yield failure(error)
+    except Exception:
+        log.exception("a stream failed")
+        yield failure(internal_error())
+
+
+async def events(
+    session: Session, form: AnswerFormat, head: Json, pieces: Pieces, body: GenerationRequest
+) -> AsyncIterator[str]:
+    def chunk(choice: Choice, delta: Json, end: Json | None = None) -> str:
+        entry = {"index": choice.index, "logprobs": None, **delta, **(end or {"finish_reason": None})}
+        usage = {}
+        if body.include_usage or body.continuous_usage:
+            usage["usage"] = session.usage(form.reasoning_tokens(session)) if body.continuous_usage else None
+        return event({**head, "choices": [entry], **usage})
+
+    for choice in session.choices:
+        if (opening := form.opening(choice)) is not None:
+            yield chunk(choice, opening)
+    async for choice, piece in pieces:
+        extra = shown(body, piece)
+        if (delta := form.delta(choice, piece)) is not None or extra:
+            yield chunk(choice, (delta or form.closing(choice)) | extra)
+        if choice.finish_reason is not None:
+            yield chunk(choice, form.closing(choice), ending(form, choice))
+    if body.include_usage:
+        yield event({**head, "choices": [], **accounts(session, form)})
+    yield "data: [DONE]\n\n"
+
+
+def ending(form: AnswerFormat, choice: Choice) -> Json:
+    return {"finish_reason": form.finish_reason(choice), "stop_reason": choice.stop_reason}
+
+
+def accounts(session: Session, form: AnswerFormat) -> Json:
+    return {"usage": session.usage(form.reasoning_tokens(session)), **speculation(session)}
+
+
+def speculation(session: Session) -> Json:
+    """How the drafts fared, where anything was drafted."""
+    return {"metrics": {"speculative_decoding": session.speculation}} if session.speculation else {}
+
+
+def shown(body: GenerationRequest, piece: Piece) -> Json:
+    """Extensions that show tokens, where they were asked for and there are any."""
+    extra: Json = {}
+    if body.return_token_ids and piece.tokens:
+        extra["token_ids"] = [token.token for token in piece.tokens]
+    if body.drafts.detail and piece.tokens:
+        extra["tokens"] = [{"id": t.token, "text": t.text, "accepted_depth": t.depth} for t in piece.tokens]
+    return extra
+
+
+def event(document: Json) -> str:
+    # ASCII, because some clients take U+0085 or U+2028 for the end of a line
+    return f"data: {json.dumps(document, separators=(',', ':'))}\n\n"
+
+
+def named_event(document: Json) -> str:
+    """With its type as the event's name, as Anthropic's API and OpenAI's Responses have it."""
+    return f"event: {document['type']}\n" + event(document)
+
+
+class EventStream(StreamingResponse):
+    """Closes the session however the stream ends, also if it never began."""
+
+    def __init__(self, session: Session, content: AsyncIterator[str]) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not hold pieces back
+        super().__init__(content, media_type="text/event-stream", headers=headers)
+        self._session = session
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._session.close()
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`; cancels it when the client hangs up, for there is nobody to answer."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "the client closed the connection", code="client_closed")
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def hang_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

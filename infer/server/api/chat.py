@@ -1,0 +1,107 @@
+"""POST /v1/chat/completions: a conversation in, the assistant's turn out, through the model's own chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from infer.server.api.answers import Json, answer
+from infer.server.api.conversation import Conversation
+from infer.server.parsing.stream import ChatParser, Parts
+from infer.server.parsing.tool_styles import Call
+from infer.server.protocol.bodies import json_router
+from infer.server.protocol.chat import ChatRequest
+from infer.server.protocol.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from infer.server.service import Service
+from infer.server.session import Choice, Piece, Session, tokens_within
+
+
+class ChatFormat:
+    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, body: ChatRequest, conversation: Conversation, names: TokenNames) -> None:
+        self._body, self._conversation, self._names = body, conversation, names
+        self._parsers: dict[int, ChatParser] = {}  # by choice
+        self._calls: dict[int, list[Call]] = {}  # that each has made
+
+    def choice(self, choice: Choice) -> Json:
+        parts = self._parser(choice).all_of(choice.whole.text, cut=choice.finish_reason != "stop")
+        self._calls[choice.index] = parts.calls
+        content = parts.content if parts.content or not parts.calls else None
+        message: Json = {"role": "assistant", "content": content, "refusal": None, **self._reasoning(parts)}
+        if parts.calls:
+            message["tool_calls"] = self._tool_calls(parts.calls)
+        return {"message": message, "logprobs": self._logprobs(choice.whole)}
+
+    def document(self, session: Session) -> Json:
+        first, asked = session.choices[0], self._body.prompt_logprobs
+        extra = {} if asked is None else {"prompt_logprobs": prompt_logprobs(first.prompt_logprobs, asked, self._names)}
+        return extra | ({"prompt_token_ids": first.prompt.ids} if self._body.return_token_ids else {})
+
+    def opening(self, choice: Choice) -> Json:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def delta(self, choice: Choice, piece: Piece) -> Json | None:
+        parser = self._parser(choice)
+        parts = parser.push(piece.text)
+        if choice.finish_reason is not None:
+            parts.add(parser.finish(cut=choice.finish_reason != "stop"))
+        delta: Json = {"content": parts.content} if parts.content else {}
+        delta |= self._reasoning(parts)
+        if calls := parts.calls:
+            made = self._calls.setdefault(choice.index, [])
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(self._tool_calls(calls), len(made))]
+            made += calls
+        if not delta and not piece.scored:
+            return None
+        return {"delta": delta, "logprobs": self._logprobs(piece)}
+
+    def closing(self, choice: Choice) -> Json:
+        return {"delta": {}}
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        calls = self._calls.get(choice.index, [])
+        called = choice.finish_reason == "stop" and calls and all(call.complete for call in calls)
+        return "tool_calls" if called else choice.finish_reason
+
+    def reasoning_tokens(self, session: Session) -> int | None:
+        if not self._conversation.thinks:
+            return None
+        return sum(tokens_within(c.whole.tokens, self._parser(c).reasoning_span) for c in session.choices)
+
+    def _parser(self, choice: Choice) -> ChatParser:
+        return self._parsers.setdefault(choice.index, self._conversation.parser())
+
+    def _reasoning(self, parts: Parts) -> Json:
+        shown = parts.reasoning and self._body.include_reasoning is not False
+        return {"reasoning_content": parts.reasoning} if shown else {}
+
+    def _tool_calls(self, calls: Sequence[Call]) -> list[Json]:
+        return [
+            {
+                "id": self._conversation.new_call_id(),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+
+    def _logprobs(self, piece: Piece) -> Json | None:
+        return chat_logprobs(piece.scored, self._names) if self._body.logprobs else None
+
+
+def router(service: Service) -> APIRouter:
+    routes = json_router()
+
+    @routes.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        service.check(body)
+        conversation = Conversation.of(
+            service, body.messages, body, body.structure, body.chat_template_kwargs, body.reasoning_effort
+        )
+        session = await conversation.start(request, body, param="messages", max_tokens=body.limit)
+        return await answer(request, session, ChatFormat(body, conversation, service.names), body)
+
+    return routes

@@ -1,0 +1,83 @@
+"""POST /v1/completions: plain text or token ids in, text out."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from infer.server.api.answers import Json, answer
+from infer.server.protocol.bodies import json_router
+from infer.server.protocol.completions import COMPLETION_MAX_TOKENS, CompletionRequest
+from infer.server.protocol.logprobs import TokenNames, completion_logprobs, prompt_logprobs
+from infer.server.service import Service
+from infer.server.session import Choice, Piece, Prompt, Session
+
+
+class CompletionFormat:
+    prefix, whole, part = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, body: CompletionRequest, names: TokenNames) -> None:
+        self._body, self._names = body, names
+
+    def choice(self, choice: Choice) -> Json:
+        asked = self._body.prompt_logprobs
+        extra: Json = {}
+        if asked is not None:
+            extra["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, asked, self._names)
+        if self._body.return_token_ids:
+            extra["prompt_token_ids"] = choice.prompt.ids
+        return {"text": choice.whole.text, "logprobs": self._logprobs(choice.whole), **extra}
+
+    def document(self, session: Session) -> Json:
+        return {}
+
+    def opening(self, choice: Choice) -> None:
+        return None
+
+    def delta(self, choice: Choice, piece: Piece) -> Json | None:
+        if not piece.text and not piece.scored:
+            return None
+        return {"text": piece.text, "logprobs": self._logprobs(piece)}
+
+    def closing(self, choice: Choice) -> Json:
+        return {"text": ""}
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        return choice.finish_reason
+
+    def reasoning_tokens(self, session: Session) -> None:
+        return None
+
+    def _logprobs(self, piece: Piece) -> Json | None:
+        asked = self._body.logprobs
+        return None if asked is None else completion_logprobs(piece.scored, asked, self._names)
+
+
+def router(service: Service) -> APIRouter:
+    routes = json_router()
+
+    @routes.post("/v1/completions", response_model=None)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        service.check(body)
+        service.check_prompts(len(body.prompts))
+        special = True if body.add_special_tokens is None else body.add_special_tokens
+
+        def encode(prompt: str | list[int]) -> Prompt:
+            ids = service.encode(prompt, "prompt", add_special_tokens=special) if isinstance(prompt, str) else prompt
+            return service.echo(ids, prompt, add_special_tokens=special) if body.echo else Prompt(ids)
+
+        only_prompt = body.max_tokens == 0
+        session = await service.start(
+            request,
+            body,
+            encode,
+            body.prompts,
+            param="prompt",
+            max_tokens=1 if only_prompt else body.max_tokens,
+            default_max_tokens=COMPLETION_MAX_TOKENS,
+            structure=body.structure,
+            only_prompt=only_prompt,
+        )
+        return await answer(request, session, CompletionFormat(body, service.names), body)
+
+    return routes

@@ -1,0 +1,158 @@
+"""What chats and responses share: a conversation on its way into the template, and the parts of what comes back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import Request
+
+from infer.sampling.grammar import Grammar
+from infer.server.parsing.stream import THINK, ChatParser
+from infer.server.parsing.tool_styles import MAX_FORCED_CALLS
+from infer.server.protocol.chat import Message
+from infer.server.protocol.completions import GenerationRequest
+from infer.server.protocol.errors import ApiError
+from infer.server.protocol.structure import check_depth
+from infer.server.protocol.tools import FunctionTool, ToolFields
+from infer.server.service import Service
+from infer.server.session import Prompt, Session
+
+# Variables that published chat templates read and that a client may set. The others are the server's.
+TEMPLATE_OPTIONS = (
+    *("enable_thinking", "thinking", "reasoning_effort", "preserve_thinking", "clear_thinking"),
+    *("date_string", "model_identity"),
+)
+
+
+def template_options(template: str, options: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
+    """Of what a request says to the template, what the template reads: `chat_template_kwargs`, and the effort of
+    reasoning under the names that templates have for it. Raises ApiError for a variable that is the server's.
+    """
+    wanted = {name: value for name, value in options.items() if value is not None}
+    if effort is not None:
+        thinks = effort != "none"
+        wanted = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks} | wanted
+    mentioned = set(re.findall(r"[A-Za-z_]\w*", template))
+    wanted = {name: value for name, value in wanted.items() if name in mentioned}
+    for name in wanted:
+        if name not in TEMPLATE_OPTIONS:
+            param = f"chat_template_kwargs.{name}"
+            message = f"{param}: not for a client to set; these are: {', '.join(TEMPLATE_OPTIONS)}"
+            raise ApiError(400, message, param=param, code="unsupported_parameter")
+    return wanted
+
+
+class Conversation:
+    """`tools`: those that may be called; `structure`: the grammar that the answer is bound to, if any.
+
+    `forced`: that grammar is of calls. `most_calls`: bounds them in one answer.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        messages: Sequence[Message],
+        tools: Sequence[FunctionTool],
+        structure: tuple[str, Grammar] | None,
+        options: Mapping[str, Any],
+        *,
+        forced: bool = False,
+        most_calls: int | None = None,
+    ) -> None:
+        self._service, self._messages, self._tools = service, messages, tools
+        self._structure, self._options = structure, options
+        self._forced, self._most_calls = forced, most_calls
+        self._begun_thinking = False  # by the template, in the prompt
+
+    @classmethod
+    def of(
+        cls,
+        service: Service,
+        messages: Sequence[Message],
+        fields: ToolFields,
+        structure: tuple[str, Grammar] | None,
+        options: Mapping[str, Any] | None,
+        effort: str | None,
+    ) -> Conversation:
+        """`effort`: how much the model should reason, for templates that read it.
+
+        Raises ApiError where tools are asked for and this model knows none.
+        """
+        tools = fields.tools_in_use
+        if tools and service.tool_style is None:
+            message = "tools: this model's chat template has no tools (or server.tool_parser=none)"
+            raise ApiError(400, message, param="tools", code="unsupported_parameter")
+        for tool in tools:
+            check_depth(
+                tool.parameters, f"tools: the parameters of {tool.name}", "tools", service.config.max_schema_depth
+            )
+        if tools and fields.must_call:
+            style = service.tool_style
+            assert style is not None
+            most = fields.most_calls or MAX_FORCED_CALLS
+            try:
+                structure = "tools", style.grammar(tools, most=most, special_id=service.special_id)
+            except ValueError as error:
+                raise ApiError(400, f"tools: {error}", param="tools", code="invalid_grammar") from error
+        template = service.tokenizer.chat.text_for(tools=bool(tools)) or ""
+        variables = template_options(template, options or {}, effort)
+        forced, most_calls = fields.must_call, fields.most_calls
+        return cls(service, messages, tools, structure, variables, forced=forced, most_calls=most_calls)
+
+    async def start(
+        self,
+        request: Request,
+        body: GenerationRequest,
+        *,
+        param: str,
+        max_tokens: int | None,
+        default_max_tokens: int | None = None,
+    ) -> Session:
+        """The two limits as in `Service.start`."""
+        style = self._service.tool_style
+        marks = () if style is None or not self._tools else style.marks
+        return await self._service.start(
+            request,
+            body,
+            self._encode,
+            [self._messages],
+            param=param,
+            max_tokens=max_tokens,
+            default_max_tokens=default_max_tokens,
+            structure=self._structure,
+            with_special=any(self._service.special_id(mark) is not None for mark in marks),
+        )
+
+    async def count_tokens(self, param: str) -> int:
+        """Of the prompt."""
+        (prompt,) = await self._service.encode_all(self._encode, [self._messages], param)
+        return len(prompt.ids)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether this model's answers may begin with a reasoning span."""
+        return self._service.thinks
+
+    def parser(self) -> ChatParser:
+        """For one answer. An answer of a given form has no reasoning span."""
+        thinking = self.thinks and self._structure is None
+        names = [tool.name for tool in self._tools]
+        return ChatParser(
+            self._service.tool_style,
+            names,
+            thinking=thinking,
+            inside=self._begun_thinking,
+            forced=self._forced,
+            most_calls=self._most_calls,
+        )
+
+    def new_call_id(self) -> str:
+        assert self._service.tool_style is not None
+        return self._service.tool_style.new_id()
+
+    def _encode(self, messages: Sequence[Message]) -> Prompt:
+        text = self._service.render_chat(messages, [tool.for_template() for tool in self._tools], self._options)
+        self._begun_thinking = text.rstrip().endswith(THINK)
+        return Prompt(self._service.encode(text, "messages", add_special_tokens=False))  # the template writes them

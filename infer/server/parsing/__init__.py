@@ -1,0 +1,1 @@
+"""A model's text taken apart, and grammars looked at before they are compiled."""

@@ -1,0 +1,96 @@
+"""Looks at a grammar before anything else does, in a process that may hang or burst without harm to the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import sys
+from collections import OrderedDict
+from dataclasses import asdict
+from typing import Any
+
+from infer.config_checks import REPO_ROOT
+from infer.sampling.grammar import Grammar
+
+log = logging.getLogger("headway.server")
+
+KNOWN = 1024  # grammars remembered as good, by their digest alone
+START_S = 30.0  # for the process to come up: it builds the tokenizer's trie
+
+
+class GrammarRefused(ValueError):
+    """It is wrong, too large, or takes too long."""
+
+
+class GrammarCheck:
+    """One process at a time, started when it is first needed and again after it had to be ended."""
+
+    def __init__(self, settings: dict[str, Any], *, timeout_s: float) -> None:
+        """`settings`: the first line that the process reads (grammar_worker.py)."""
+        self._settings, self._timeout_s = settings, timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+        self._good: OrderedDict[bytes, None] = OrderedDict()
+
+    async def check(self, grammar: Grammar) -> None:
+        """Raises GrammarRefused saying why."""
+        digest = hashlib.sha256(f"{grammar.kind}:{grammar.text}".encode("utf-8", "replace")).digest()
+        if digest in self._good:
+            self._good.move_to_end(digest)
+            return
+        async with self._turn:
+            error = await self._ask(json.dumps(asdict(grammar)))
+        if error is not None:
+            raise GrammarRefused(error)
+        self._good[digest] = None
+        if len(self._good) > KNOWN:
+            self._good.popitem(last=False)
+
+    async def close(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        self._process = None
+
+    async def _ask(self, line: str) -> str | None:
+        try:
+            if self._process is None:
+                await self._start()
+            return await self._exchange(line, self._timeout_s)
+        except TimeoutError:
+            await self.close()
+            return f"takes longer to compile than server.grammar_timeout_s={self._timeout_s:g}"
+        except BaseException as error:  # it burst, or this request was given up in the middle of an exchange
+            await self.close()
+            if isinstance(error, EOFError | OSError):
+                return "needs more memory to compile than server.grammar_memory_mb"
+            raise
+
+    async def _start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "infer.server.parsing.grammar_worker"),
+            cwd=REPO_ROOT,
+            env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,  # what it says there may quote the grammar
+            start_new_session=True,  # Ctrl-C is the server's affair
+        )
+        await self._exchange(json.dumps(self._settings), START_S)
+
+    async def _exchange(self, line: str, seconds: float) -> str | None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        async with asyncio.timeout(seconds):
+            self._process.stdin.write(line.encode() + b"\n")
+            await self._process.stdin.drain()
+            answer = await self._process.stdout.readline()
+        if not answer:
+            raise EOFError
+        return json.loads(answer)["error"]

@@ -1,0 +1,1 @@
+"""The wire: fields of requests and responses, bounds, errors."""

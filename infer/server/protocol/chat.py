@@ -1,0 +1,132 @@
+"""The wire of chats: messages, and what a chat adds to the common fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from infer.sampling.params import MAX_INT
+from infer.server.protocol.completions import Count, GenerationRequest
+from infer.server.protocol.errors import field_error, shown
+from infer.server.protocol.fields import Strict, Unless
+from infer.server.protocol.tools import MAX_CALLS, ToolCall, ToolFields
+
+MAX_MESSAGES = 2048
+MAX_PARTS = 256  # of one message
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class TextPart(Strict):
+    accepted = frozenset({"cache_control", "prompt_cache_breakpoint", "annotations", "citations", "id"})
+
+    type: Literal["text"]
+    text: str
+    refusal: str | None = Field(default=None, exclude=True)  # the text of a part of type refusal
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_type(cls, values: Any) -> Any:
+        """A refusal that is sent back is text like any other."""
+        kind = values.get("type", "text") if isinstance(values, dict) else "text"
+        if kind not in ("text", "refusal"):
+            raise field_error("type", f"{shown(kind)} is not read; this server reads text only")
+        return values | {"type": "text", "text": values.get("refusal")} if kind == "refusal" else values
+
+
+class Message(Strict):
+    accepted = frozenset(
+        {
+            *("id", "status", "type", "index", "annotations", "metadata", "parsed", "phase"),
+            *("cache_control", "prompt_cache_breakpoint", "provider_specific_fields"),
+            *("thinking_blocks", "reasoning_details"),  # of gateways; the text is in `reasoning_content`
+        }
+    )
+    refused: ClassVar[dict[str, Unless]] = {"audio": Unless(), "function_call": Unless(hint="say tool_calls")}
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
+    refusal: str | None = None  # what an assistant said in place of a content
+    name: str | None = Field(default=None, max_length=256)
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's newer name of it
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
+    tool_call_id: str | None = Field(default=None, max_length=256)
+
+    @model_validator(mode="after")
+    def check_role(self) -> Message:
+        for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, name) and self.role != role:
+                raise field_error(name, f"only in a message of role {role}")
+        if self.role == "tool" and not self.tool_call_id:
+            raise field_error("tool_call_id", "missing; it says which call this answers", "missing_required_parameter")
+        if self.role != "assistant" and "content" not in self.model_fields_set:
+            raise field_error("content", "missing; this field is required", "missing_required_parameter")
+        return self
+
+    @model_validator(mode="after")
+    def merge_synonyms(self) -> Message:
+        """A refusal is a content, `reasoning` a `reasoning_content`. Only a turn of calls may be without a content."""
+        if self.reasoning_content is None:
+            self.reasoning_content = self.reasoning
+        if not self.content:
+            self.content = self.refusal or (None if self.tool_calls else "")
+        self.reasoning = self.refusal = None
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """What models/chat.py renders."""
+        return self.model_dump(exclude_none=True)
+
+
+# Variables of a chat template. `infer/server/api/conversation.py` says which of them a client may set.
+TemplateOptions = Annotated[
+    dict[Annotated[str, Field(max_length=64)], bool | Annotated[str, Field(max_length=256)] | None],
+    Field(max_length=16),
+]
+
+
+class ChatRequest(ToolFields, GenerationRequest):
+    # A prediction is a hint for speed, and nothing here says how long an answer should be.
+    accepted = GenerationRequest.accepted | {"prediction", "verbosity"}
+    refused = GenerationRequest.refused | {
+        **dict.fromkeys(("audio", "documents", "chat_template", "functions"), Unless()),
+        "function_call": Unless(("none", "auto"), "say tools and tool_choice"),
+        "modalities": Unless((["text"],)),
+        "best_of": Unless((1,), "say n"),
+        "suffix": Unless(),
+        "echo": Unless((False,)),
+        "add_special_tokens": Unless((False,)),
+        "add_generation_prompt": Unless((True,)),
+        "continue_final_message": Unless((False,)),
+        "max_output_tokens": Unless(hint="say max_completion_tokens"),
+    }
+    absent = GenerationRequest.absent | {"tool_choice": ("", {})}
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    reasoning_effort: ReasoningEffort | None = None  # for templates that read it
+    include_reasoning: bool | None = None  # false: a reasoning span is left out of the answer
+
+    @model_validator(mode="after")
+    def check_limits(self) -> ChatRequest:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise field_error("max_tokens", "contradicts max_completion_tokens; give one of them")
+        if self.top_logprobs and not self.logprobs:
+            raise field_error("top_logprobs", "only together with logprobs: true")
+        if self.must_call and super().structure is not None:
+            raise field_error("tool_choice", "the output cannot be a call and of another form as well")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def asked_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None

@@ -1,0 +1,269 @@
+"""What completions and chats have in common on the wire, and completions: fields, bounds, and what they become.
+
+Every list is bounded. Knows the wire and `SamplingParams`; knows nothing about models, tokens or the engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from infer.sampling.grammar import Grammar
+from infer.sampling.params import MAX_INT, MOST_PENALTY, SamplingParams
+from infer.server.protocol.errors import field_error
+from infer.server.protocol.fields import EMPTY, Strict, Unless
+from infer.server.protocol.structure import ResponseFormat, StructuredOutputs
+
+MAX_PROMPTS = 4096  # of the wire; server.max_prompts and the context are what counts
+MAX_PROMPT_TOKENS = 2**22
+MAX_STOPS = 32  # OpenAI's bound is 4; evaluation harnesses send more
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LENGTH = 256
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BIASES = 1024
+MAX_N = 32
+MAX_LOGPROBS = 20  # OpenAI's bound for chats
+MAX_PRIORITY = 2**31
+GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object")}
+MAX_TIMEOUT_S = 1e9
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default; a chat may fill the context
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+Count = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_LENGTH)]
+
+
+class StreamOptions(Strict):
+    accepted = frozenset({"include_obfuscation"})  # padding is optional
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # the usage so far in every chunk
+
+
+class Speculative(Strict):
+    """Ours: what drafts for this request. The text is the same whatever it says."""
+
+    enabled: bool = True
+    proposer: str | None = Field(default=None, max_length=64)  # null: the server's
+    max_draft_tokens: int | None = Field(default=None, ge=1, le=63)
+    detail: bool = False  # every token with the depth at which its draft was accepted, 0 for the target's own
+
+
+def check_prompt(prompt: Any) -> Any:
+    """string | list of strings | ids | list of ids, without the four complaints of a union."""
+    if isinstance(prompt, str) or is_ids(prompt):
+        return prompt
+    if isinstance(prompt, list) and prompt and (all(isinstance(p, str) for p in prompt) or all(map(is_ids, prompt))):
+        return prompt
+    raise ValueError("must be a non-empty string, list of strings, list of token ids or list of lists of token ids")
+
+
+def is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int and 0 <= item <= MAX_INT for item in value)
+
+
+def check_stop(stop: Any) -> Any:
+    """OpenAI takes one string too."""
+    return [stop] if isinstance(stop, str) else stop
+
+
+def check_bias(bias: Any) -> Any:
+    """JSON's keys are strings; these must be whole numbers."""
+    if not isinstance(bias, dict):
+        return bias
+    for token in bias:
+        if not (isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= 10):
+            raise ValueError("keys must be token ids")
+    return {int(token): value for token, value in bias.items()}
+
+
+TokenIds = Annotated[list[int], Field(max_length=MAX_PROMPT_TOKENS)]
+Prompt = Annotated[
+    str
+    | Annotated[list[str], Field(max_length=MAX_PROMPTS)]
+    | TokenIds
+    | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS)],
+    BeforeValidator(check_prompt),
+]
+Stop = Annotated[list[StopString], Field(max_length=MAX_STOPS), BeforeValidator(check_stop)]
+LogitBias = Annotated[
+    dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES), BeforeValidator(check_bias)
+]
+
+
+class GenerationRequest(Strict):
+    accepted: ClassVar[frozenset[str]] = frozenset(
+        {
+            # OpenAI's: identifiers, storage, billing, caching by key
+            *("user", "safety_identifier", "metadata", "client_metadata", "store", "service_tier"),
+            *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+            # vLLM's: identifiers (`x-request-id` names a request here), how text is cut into chunks, media
+            *("request_id", "session_id", "stream_interval", "media_io_kwargs", "mm_processor_kwargs"),
+            # vLLM's: only together with what is refused, or only of its rendering endpoints
+            *("length_penalty", "routed_experts_prompt_start", "return_token_offsets", "return_mm_kwargs"),
+            *("guided_decoding_backend", "truncation_side"),
+        }
+    )
+    refused: ClassVar[dict[str, Unless]] = {
+        **dict.fromkeys(("moderation", "web_search_options", "logits_processors", "prompt_embeds"), Unless()),
+        **dict.fromkeys(("watermarking", "use_beam_search", "include_stop_str_in_output"), Unless((False,))),
+        **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "repetition_detection"), Unless()),
+        **dict.fromkeys(("logprob_token_ids", "return_tokens_as_token_ids", "return_prompt_text"), Unless((False,))),
+        **dict.fromkeys(("truncate_prompt_tokens", "guided_whitespace_pattern"), Unless()),
+        "spaces_between_special_tokens": Unless((True,)),
+        "thinking_token_budget": Unless((-1,)),
+    }
+    absent: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "seed": (-1,),
+        "structured_outputs": ({},),
+        "response_format": ({},),
+    }
+
+    @classmethod
+    def select(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """With vLLM's older names of structured outputs under the newer one."""
+        guided = {GUIDED[name]: value for name, value in values.items() if name in GUIDED and value not in EMPTY}
+        others = {name: value for name, value in values.items() if name not in GUIDED}
+        if guided and others.get("structured_outputs") is not None:
+            raise field_error("structured_outputs", "not together with guided_json and the like")
+        return others | ({"structured_outputs": guided} if guided else {})
+
+    model: str
+    max_tokens: int | None = Field(default=None, ge=0, le=MAX_INT)
+    min_tokens: int | None = Field(default=None, ge=0, le=MAX_INT)
+    n: int | None = Field(default=None, ge=1, le=MAX_N)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_INT)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, ge=1 / MOST_PENALTY, le=100)
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    seed: int | None = Field(default=None, ge=0, lt=2**63 - MAX_N)
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None  # false: the answer's text shows them
+    prompt_logprobs: Count | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = Field(default=None, gt=-MAX_PRIORITY, lt=MAX_PRIORITY)  # as vLLM: lower goes first
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)  # ours: its deadline, before the server's
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    speculative: Speculative | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def check_combinations(self) -> GenerationRequest:
+        if self.prompt_logprobs is not None and self.stream:
+            raise field_error("prompt_logprobs", "not together with stream: true")
+        if self.response_format is not None and self.structured_outputs is not None:
+            raise field_error("structured_outputs", "not together with response_format")
+        return self
+
+    @property
+    def asked_logprobs(self) -> int | None:
+        """Of how many likeliest tokens, beside the chosen one."""
+        raise NotImplementedError
+
+    @property
+    def structure(self) -> tuple[str, Grammar] | None:
+        """The grammar of the output, with the field that asks for it."""
+        if self.structured_outputs is not None:
+            return "structured_outputs", self.structured_outputs.grammar
+        if self.response_format is not None and (grammar := self.response_format.grammar) is not None:
+            return "response_format", grammar
+        return None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def drafts(self) -> Speculative:
+        return self.speculative or Speculative()
+
+    def sampling_params(self, max_tokens: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
+        """Raises ValueError naming the field. Without a seed: a random one that JavaScript's numbers can hold."""
+        drafts = self.drafts
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=max(self.top_k or 0, 0),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=self.logit_bias or {},
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            bad_words=bad_words,
+            seed=secrets.randbelow(2**53) if self.seed is None else self.seed,
+            n=self.n or 1,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens or 0,
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            ignore_eos=bool(self.ignore_eos),
+            logprobs=self.asked_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            speculate=drafts.enabled,
+            proposer=drafts.proposer,
+            max_draft_tokens=drafts.max_draft_tokens,
+            cache_salt=self.cache_salt or "",
+            priority=-(self.priority or 0),
+        )
+
+
+class CompletionRequest(GenerationRequest):
+    refused = GenerationRequest.refused | {
+        "suffix": Unless(),
+        "best_of": Unless((1,)),
+        "max_completion_tokens": Unless(hint="say max_tokens"),
+        "top_logprobs": Unless(hint="say logprobs: N"),
+        **dict.fromkeys(("tools", "functions", "reasoning_effort"), Unless(hint="it is a field of chats")),
+    }
+    absent = GenerationRequest.absent | {"logprobs": (False,)}
+
+    prompt: Prompt
+    logprobs: Count | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None  # null: as the checkpoint does it
+
+    @model_validator(mode="after")
+    def check_max_tokens(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise field_error("max_tokens", "must be at least 1; 0 only with echo: true")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[return-value]
+
+    @property
+    def asked_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def sampling_params(self, max_tokens: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
+        """With `echo`, the prompt is scored like the answer."""
+        params = super().sampling_params(max_tokens, bad_words)
+        if not self.echo or self.logprobs is None:
+            return params
+        return replace(params, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))

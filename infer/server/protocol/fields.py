@@ -1,0 +1,147 @@
+"""What becomes of each field of a request: implemented, accepted without effect, refused unless it asks for nothing.
+
+A field of OpenAI's or vLLM's schemas is in one of these three groups, in a table of the model that stands for the
+object it is in. A field of none is ignored with one line in the log, or refused with `server.strict=true`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, model_validator
+
+from infer.server.protocol.errors import ApiError, field_error, join_path, shown
+
+log = logging.getLogger("headway.server")
+
+EMPTY: tuple[Any, ...] = (None, [], {}, "", False, 0)
+MAX_UNKNOWN = 32  # names kept of one object
+MAX_WARNINGS = 256  # names that are warned about, of one server
+MAX_WARNED_LENGTH = 120
+
+
+class Unless(NamedTuple):
+    """A field that is refused unless its value asks for nothing.
+
+    `defaults`: documented values that ask for nothing, beside null and what is empty. Where one of them is a number or
+    a boolean, 0 and false ask for something. `hint`: what to do instead.
+    """
+
+    defaults: tuple[Any, ...] = ()
+    hint: str = ""
+
+
+class Strict(BaseModel):
+    """An object on the wire: strict types, finite numbers, and every field sorted.
+
+    `accepted`: fields that change nothing here, whatever their value. `refused`: fields that would change the answer
+    and are not implemented. `absent`: values of implemented fields that read like null. These tables come before the
+    model's fields, so that a subclass can refuse what it inherits.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    accepted: ClassVar[frozenset[str]] = frozenset()
+    refused: ClassVar[dict[str, Unless]] = {}
+    absent: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    _unknown: tuple[str, ...] = PrivateAttr(default=())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def sort_fields(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(values, dict):
+            return handler(values)
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        kept: dict[str, Any] = {}
+        unknown: list[str] = []
+        for name, value in cls.select(values).items():
+            if name in cls.refused:
+                check_refused(name, value, cls.refused[name])
+            elif name in names and name not in cls.accepted:
+                if not is_one_of(value, cls.absent.get(name, ())):
+                    kept[name] = value
+            elif name not in cls.accepted and len(unknown) < MAX_UNKNOWN:
+                unknown.append(name)
+        model = handler(kept)
+        model._unknown = tuple(unknown)
+        return model
+
+    @classmethod
+    def select(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The fields that are looked at. All of them, but in a model that stands for objects of many schemas."""
+        return values
+
+    @property
+    def remark(self) -> str | None:
+        """For the log: what is left out of the request, and why."""
+        return None
+
+
+def check_refused(name: str, value: Any, unless: Unless) -> None:
+    if not asks_for_nothing(value, unless.defaults):
+        options = " or ".join(shown(option) for option in unless.defaults)
+        hint = unless.hint or (f"leave it out (or {options})" if options else "leave it out")
+        raise field_error(name, f"not implemented by this server; {hint}", "unsupported_parameter")
+
+
+def asks_for_nothing(value: Any, defaults: tuple[Any, ...]) -> bool:
+    if isinstance(value, int | float) and any(isinstance(default, int | float) for default in defaults):
+        return is_one_of(value, defaults)
+    return is_one_of(value, (*EMPTY, *defaults))
+
+
+def is_one_of(value: Any, options: tuple[Any, ...]) -> bool:
+    """Like `in`, but 1 is not true and 0 is not false."""
+    return any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in options)
+
+
+def objects_in(value: Any, path: str = "") -> Iterator[tuple[str, Strict]]:
+    """The models inside a validated request, with their paths. A list holds models or none."""
+    if isinstance(value, Strict):
+        yield path, value
+        for name, field in type(value).model_fields.items():
+            yield from objects_in(getattr(value, name), join_path(path, field.alias or name))
+    elif isinstance(value, list) and value and isinstance(value[0], Strict):
+        for index, item in enumerate(value):
+            yield from objects_in(item, join_path(path, index))
+
+
+class UnknownFields:
+    """What is done about fields of no schema: one warning per name, or with `strict` a 400."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self._warned: set[str] = set()
+
+    def check(self, body: Strict) -> None:
+        """Raises ApiError where `strict` and the request has such a field."""
+        for path, model in objects_in(body):
+            for name in model._unknown:
+                self._unknown(join_path(path, name))
+            if model.remark is not None:
+                self._warn(model.remark)
+
+    def _unknown(self, param: str) -> None:
+        if self._strict:
+            message = f"{param}: unknown field; this server runs with server.strict=true"
+            raise ApiError(400, message, param=param, code="unknown_parameter")
+        self._warn(f"{without_indices(param)} is a field of no schema here; it is ignored (server.strict=true refuses)")
+
+    def _warn(self, remark: str) -> None:
+        text = remark.encode("ascii", "backslashreplace").decode()
+        text = "".join(char if char.isprintable() else "?" for char in text)[: 2 * MAX_WARNED_LENGTH]
+        if text in self._warned or len(self._warned) > MAX_WARNINGS:
+            return
+        self._warned.add(text)
+        log.warning("request: %s", text)
+        if len(self._warned) == MAX_WARNINGS:
+            self._warned.add("")
+            log.warning("request: %d such warnings; there will be no more", MAX_WARNINGS)
+
+
+def without_indices(path: str) -> str:
+    """`messages[3].content[0].x` -> `messages[].content[].x`, so that a name is warned about once."""
+    return re.sub(r"\[\d+\]", "[]", path)[:MAX_WARNED_LENGTH]

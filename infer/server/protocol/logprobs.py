@@ -1,0 +1,86 @@
+"""Log-probabilities on the wire: OpenAI's form for completions, its form for chats, and vLLM's for prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infer.sampling.logprobs import TokenLogprob
+
+LEAST = -9999.0  # OpenAI's minus infinity, which JSON does not have
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    token: int
+    offset: int  # characters of the choice's text before it
+    logprob: TokenLogprob | None  # None: the first token of a prompt, which nothing foretells
+
+
+class TokenNames:
+    """A token's name on the wire: its text, or its bytes where it is no whole character."""
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self._bytes = token_bytes
+
+    def bytes(self, token: int) -> bytes:
+        """Of a vocabulary that is larger than the tokenizer's, the surplus ids stand for nothing."""
+        return self._bytes[token] if token < len(self._bytes) else b""
+
+    def __call__(self, token: int) -> str:
+        content = self.bytes(token)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def completion_logprobs(tokens: Sequence[ScoredToken], asked: int, name: TokenNames) -> Json:
+    """`asked` likeliest tokens at each place and the chosen one."""
+    tops: list[Json | None] = []
+    for scored in tokens:
+        if scored.logprob is None or not asked:
+            tops.append(None)
+            continue
+        top = {name(token): finite(value) for token, value in reversed(scored.logprob.top[:asked])}
+        tops.append({name(scored.token): finite(scored.logprob.logprob)} | top)
+    return {
+        "tokens": [name(scored.token) for scored in tokens],
+        "token_logprobs": [scored.logprob and finite(scored.logprob.logprob) for scored in tokens],
+        "top_logprobs": tops if asked else None,
+        "text_offset": [scored.offset for scored in tokens],
+    }
+
+
+def chat_logprobs(tokens: Sequence[ScoredToken], name: TokenNames) -> Json:
+    def entry(token: int, value: float) -> Json:
+        return {"token": name(token), "logprob": finite(value), "bytes": list(name.bytes(token))}
+
+    content = [
+        entry(scored.token, scored.logprob.logprob)
+        | {"top_logprobs": [entry(token, value) for token, value in scored.logprob.top]}
+        for scored in tokens
+        if scored.logprob is not None
+    ]
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(logprobs: Sequence[TokenLogprob], asked: int, name: TokenNames) -> list[Json | None]:
+    """vLLM's form: by id, null for the first token."""
+    places: list[Json | None] = [None]
+    for own in logprobs:
+        ranked = {token: (rank, value) for rank, (token, value) in enumerate(own.top[:asked], 1)}
+        ranked[own.token] = (own.rank, own.logprob)
+        places.append(
+            {
+                str(token): {"logprob": finite(value), "rank": rank, "decoded_token": name(token)}
+                for token, (rank, value) in ranked.items()
+            }
+        )
+    return places
+
+
+def finite(value: float) -> float:
+    return max(value, LEAST)

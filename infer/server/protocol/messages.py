@@ -1,0 +1,362 @@
+"""The wire of /v1/messages, Anthropic's Messages API, as far as this server implements it: text and tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+
+from infer.sampling.grammar import Grammar
+from infer.sampling.params import MAX_INT, SamplingParams
+from infer.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, Message, TemplateOptions
+from infer.server.protocol.completions import GenerationRequest, Stop
+from infer.server.protocol.errors import field_error, shown
+from infer.server.protocol.fields import Strict, Unless
+from infer.server.protocol.structure import JsonObject
+from infer.server.protocol.tools import (
+    MAX_ARGUMENTS,
+    MAX_CALLS,
+    MAX_TOOLS,
+    TOOL_ACCEPTED,
+    CalledFunction,
+    FunctionTool,
+    NamedFunction,
+    NamedTool,
+    OtherTool,
+    Tool,
+    ToolCall,
+    ToolFields,
+    ToolName,
+)
+
+KEEP_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+# Every prompt's prefix is cached; the rest identifies, bills or places a request.
+ACCEPTED = frozenset(
+    {
+        *("cache_control", "metadata", "service_tier", "inference_geo", "speed", "diagnostics"),
+        *("user_profile_id", "workspace_id"),
+    }
+)
+REFUSED: dict[str, Unless] = {
+    **dict.fromkeys(("container", "mcp_servers"), Unless()),
+    "context_management": Unless(({"edits": []}, KEEP_ALL_THINKING)),
+}
+BLOCKS: dict[str, tuple[str, ...]] = {  # type -> what it needs
+    "text": ("text",),
+    "thinking": ("thinking",),
+    "redacted_thinking": (),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+}
+ROLE_BLOCKS: dict[str, tuple[str, ...]] = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
+Identifier = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def as_blocks(name: str, content: Any, allowed: Sequence[str]) -> Any:
+    """Of the field `name`. A string is one block of text. Says in words which types of blocks there may be."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise field_error(name, f"must be a string or a list of blocks, not {shown(content)}")
+    for index, block in enumerate(content):
+        if not isinstance(block, dict):
+            raise field_error(f"{name}[{index}]", f"must be a block, not {shown(block)}")
+        if block.get("type") not in allowed:
+            types = " or ".join(allowed)
+            message = f"must be {types} here, not {shown(block.get('type'))}; this server reads text only"
+            raise field_error(f"{name}[{index}].type", message)
+    return content
+
+
+class TextBlock(Strict):
+    accepted = frozenset({"cache_control", "citations"})
+
+    type: Literal["text"]
+    text: str
+
+
+class Block(Strict):
+    """A part of a turn: text, reasoning, a call that the model made, or what came of one.
+
+    This server signs no reasoning. That a tool failed is said by its result's text.
+    """
+
+    accepted = frozenset({"cache_control", "citations", "signature", "data", "is_error", "caller"})
+    refused: ClassVar[dict[str, Unless]] = {"toolset_name": Unless()}
+
+    type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+    text: str | None = None
+    thinking: str | None = None
+    id: Identifier | None = None
+    name: ToolName | None = None
+    input: JsonObject | None = None
+    tool_use_id: Identifier | None = None
+    content: Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] | None = None  # of a tool's result
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_fields(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        for name in BLOCKS.get(str(values.get("type")), ()):
+            if values.get(name) is None:
+                raise field_error(
+                    name, f"missing; a block of type {values['type']} needs it", "missing_required_parameter"
+                )
+        if values.get("content") is not None:
+            values = values | {"content": as_blocks("content", values["content"], ("text",))}
+        return values
+
+    @model_validator(mode="after")
+    def check_input(self) -> Block:
+        if self.input is not None and len(self.arguments) > MAX_ARGUMENTS:
+            raise field_error("input", f"longer than {MAX_ARGUMENTS} characters")
+        return self
+
+    @property
+    def arguments(self) -> str:
+        return json.dumps(self.input or {})
+
+
+class Turn(Strict):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[list[Block], Field(max_length=MAX_PARTS)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_blocks(cls, values: Any) -> Any:
+        allowed = ROLE_BLOCKS.get(str(values.get("role"))) if isinstance(values, dict) else None
+        return values if allowed is None else values | {"content": as_blocks("content", values.get("content"), allowed)}
+
+
+class CustomTool(Strict):
+    accepted = TOOL_ACCEPTED | {"eager_input_streaming"}
+    refused: ClassVar[dict[str, Unless]] = {"input_examples": Unless()}
+
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: str | None = Field(default=None, max_length=16384)
+    input_schema: JsonObject
+    strict: bool | None = None  # changes nothing: arguments of a forced call always keep the schema
+
+    @property
+    def function(self) -> FunctionTool:
+        """As a chat has it, with its fields in the usual order: templates print them."""
+        fields: dict[str, Any] = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        fields["strict"] = self.strict
+        return FunctionTool.model_validate({name: value for name, value in fields.items() if value is not None})
+
+
+def is_other_tool(tool: Any) -> bool:
+    """Whether Anthropic's servers run it themselves, or the client by an agreement that the model must know."""
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return isinstance(kind, str) and kind != "custom"
+
+
+AnyTool = Annotated[
+    Annotated[CustomTool, Tag("<custom>")] | Annotated[OtherTool, Tag("<other>")],
+    Discriminator(lambda tool: "<other>" if is_other_tool(tool) else "<custom>"),
+]
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def check_name(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise field_error("name", "goes with type: tool, and must be there with it")
+        return self
+
+
+class Thinking(Strict):
+    """`budget_tokens` is a bound that a model need not reach; here `max_tokens` alone bounds the answer."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(Strict):
+    type: Literal["json_schema"]
+    schema_: JsonObject = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class CountTokensRequest(Strict):
+    """What of a request makes up the prompt."""
+
+    accepted: ClassVar[frozenset[str]] = ACCEPTED
+    refused: ClassVar[dict[str, Unless]] = REFUSED
+
+    model: str
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] | None = None
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: TemplateOptions | None = None  # as with the other endpoints
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_system(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("system") is None:
+            return values
+        return values | {"system": as_blocks("system", values["system"], ("text",))}
+
+    @model_validator(mode="after")
+    def check_conversation(self) -> CountTokensRequest:
+        if self.messages[-1].role == "assistant":
+            raise field_error("messages", "the last turn must not be the assistant's; this server does not continue it")
+        for _, blocks in turns(self.messages):
+            for kind, most in (("text", MAX_PARTS), ("tool_use", MAX_CALLS)):
+                if sum(block.type == kind for block in blocks) > most:
+                    raise field_error(
+                        "messages", f"more than {most} blocks of type {kind} in turns of one role in a row"
+                    )
+        try:
+            fields = self.tool_fields  # whose own checks run
+        except ValidationError as error:
+            raise field_error(**error.errors()[0].get("ctx", {})) from error
+        if fields.must_call and self.form is not None:
+            raise field_error("tool_choice", "the output cannot be a call and of another form as well")
+        return self
+
+    @property
+    def conversation(self) -> list[Message]:
+        """As a chat has it."""
+        blocks = [] if not self.system else [Message(role="system", content=content_of(self.system))]
+        return blocks + [message for role, blocks in turns(self.messages) for message in TO_MESSAGES[role](blocks)]
+
+    @property
+    def tool_fields(self) -> ToolFields:
+        tools: list[Tool | OtherTool] = [
+            Tool(type="function", function=tool.function) for tool in self.tools or () if isinstance(tool, CustomTool)
+        ]
+        choice = self.tool_choice or ToolChoice(type="auto")
+        parallel = not choice.disable_parallel_tool_use
+        if choice.type == "tool":
+            assert choice.name is not None
+            named = NamedTool(type="function", function=NamedFunction(name=choice.name))
+            return ToolFields(tools=tools, tool_choice=named, parallel_tool_calls=parallel)
+        kind = "required" if choice.type == "any" else choice.type
+        return ToolFields(tools=tools, tool_choice=kind, parallel_tool_calls=parallel)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """`adaptive` leaves it to the model, as its template does by itself."""
+        options: dict[str, Any] = {}
+        if self.thinking is not None and self.thinking.type != "adaptive":
+            thinks = self.thinking.type == "enabled"
+            options = {"enable_thinking": thinks, "thinking": thinks}
+        return options | (self.chat_template_kwargs or {})
+
+    @property
+    def effort(self) -> str | None:
+        return None if self.output_config is None else self.output_config.effort
+
+    @property
+    def form(self) -> tuple[str, Grammar] | None:
+        if self.output_config is None or self.output_config.format is None:
+            return None
+        return "output_config.format", Grammar("json_schema", json.dumps(self.output_config.format.schema_))
+
+
+class MessagesRequest(CountTokensRequest, GenerationRequest):
+    accepted = GenerationRequest.accepted | ACCEPTED
+    refused = (
+        GenerationRequest.refused
+        | REFUSED
+        | {
+            # fields of other endpoints
+            **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), Unless()),
+            **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), Unless(hint="say max_tokens")),
+            "stop": Unless(hint="say stop_sequences"),
+            "response_format": Unless(hint="say output_config.format"),
+            "reasoning_effort": Unless(hint="say output_config.effort"),
+            "n": Unless((1,)),
+        }
+    )
+
+    max_tokens: int = Field(ge=1, le=MAX_INT)  # the context may end an answer before
+    stop_sequences: Stop | None = None
+
+    @property
+    def structure(self) -> tuple[str, Grammar] | None:
+        return self.form or super().structure
+
+    @property
+    def hides_thinking(self) -> bool:
+        return self.thinking is not None and self.thinking.display == "omitted"
+
+    @property
+    def asked_logprobs(self) -> None:
+        return None
+
+    def sampling_params(self, max_tokens: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
+        return replace(super().sampling_params(max_tokens, bad_words), stop=tuple(self.stop_sequences or ()))
+
+
+def turns(messages: Sequence[Turn]) -> list[tuple[str, list[Block]]]:
+    """Roles and their blocks; turns of one role in a row are one."""
+    grouped = groupby(messages, key=lambda turn: turn.role)
+    return [(role, [block for turn in group for block in turn.content]) for role, group in grouped]
+
+
+def content_of(blocks: Sequence[TextBlock | Block]) -> Any:
+    """As a chat's message takes it: a string, or several parts, which are joined there."""
+    texts = [block.text or "" for block in blocks]
+    return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
+
+
+def user_messages(blocks: Sequence[Block]) -> list[Message]:
+    """Text, and results of tools, each of which is a message of its own in a chat."""
+    messages = []
+    for kind, group in groupby(blocks, key=lambda block: block.type):
+        if kind == "text":
+            messages.append(Message(role="user", content=content_of(list(group))))
+        else:
+            messages += [
+                Message(role="tool", tool_call_id=block.tool_use_id, content=content_of(block.content or ()))
+                for block in group
+            ]
+    return messages or [Message(role="user", content="")]
+
+
+def assistant_messages(blocks: Sequence[Block]) -> list[Message]:
+    by_kind = {kind: [block for block in blocks if block.type == kind] for kind in ("text", "thinking", "tool_use")}
+    calls = [
+        ToolCall(id=block.id or "", function=CalledFunction(name=block.name or "", arguments=block.arguments))
+        for block in by_kind["tool_use"]
+    ]
+    thinking = "".join(block.thinking or "" for block in by_kind["thinking"])
+    return [
+        Message(
+            role="assistant",
+            content=content_of(by_kind["text"]),
+            reasoning_content=thinking or None,
+            tool_calls=calls or None,
+        )
+    ]
+
+
+def system_messages(blocks: Sequence[Block]) -> list[Message]:
+    return [Message(role="system", content=content_of(blocks))]
+
+
+TO_MESSAGES = {"user": user_messages, "assistant": assistant_messages, "system": system_messages}

@@ -1,0 +1,292 @@
+"""The wire of /v1/responses, as far as this server implements it: text and tools, nothing stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from infer.sampling.grammar import Grammar
+from infer.sampling.params import MAX_INT
+from infer.server.protocol.chat import MAX_MESSAGES, MAX_PARTS, Message, ReasoningEffort, TemplateOptions
+from infer.server.protocol.completions import Count, GenerationRequest
+from infer.server.protocol.errors import field_error, shown
+from infer.server.protocol.fields import Strict, Unless
+from infer.server.protocol.structure import JsonObject, JsonSchemaFormat, ResponseFormat
+from infer.server.protocol.tools import (
+    MAX_ARGUMENTS,
+    MAX_TOOLS,
+    AnyTool,
+    CalledFunction,
+    FunctionTool,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolCall,
+    ToolFields,
+    ToolName,
+)
+from models.chat_template import text_part
+
+MAX_METADATA = 16  # OpenAI's bounds
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+LOGPROBS = "message.output_text.logprobs"
+# What OpenAI's API can add to a response. All but the log-probabilities are of tools and formats that are not here.
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+NOTHING_STORED = "nothing is stored here; send the items themselves (clients do with store: false)"
+
+
+class InputPart(Strict):
+    """`annotations` and `logprobs` come with parts that this server wrote itself, and are sent back."""
+
+    accepted = frozenset({"annotations", "logprobs", "cache_control", "prompt_cache_breakpoint", "id"})
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+    refusal: str | None = Field(default=None, exclude=True)  # the text of a part of type refusal
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_type(cls, values: Any) -> Any:
+        kind = values.get("type", "text") if isinstance(values, dict) else "text"
+        if kind not in TEXT_PARTS:
+            raise field_error("type", f"{shown(kind)} is not read; this server reads text only")
+        return values | {"type": "text", "text": values.get("refusal")} if kind == "refusal" else values
+
+
+PartList = Annotated[list[InputPart], Field(max_length=MAX_PARTS)]
+Content = str | PartList
+NEEDED: dict[str, tuple[str, ...]] = {
+    "message": ("role", "content"),
+    "reasoning": (),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+
+
+class InputItem(Strict):
+    """A message, the reasoning before one, a call that the model made, or what came of one. OpenAI has four types.
+
+    Encrypted reasoning is of another server, and not to be read here.
+    """
+
+    accepted = frozenset(
+        {
+            *("id", "status", "phase", "namespace", "caller", "created_by", "async", "metadata", "cache_control"),
+            "encrypted_content",
+        }
+    )
+
+    type: Literal["message", "reasoning", "function_call", "function_call_output"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Content | None = None
+    call_id: str | None = Field(default=None, max_length=256)
+    name: ToolName | None = None
+    arguments: str | None = Field(default=None, max_length=MAX_ARGUMENTS)
+    output: Content | None = None
+    summary: PartList | None = None  # of reasoning; a template takes the reasoning itself
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_fields(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        kind = values.get("type", "message")
+        if kind == "item_reference":
+            raise field_error("type", f"item_reference: {NOTHING_STORED}", "unsupported_parameter")
+        if not isinstance(kind, str) or kind not in NEEDED:
+            raise field_error("type", f"{shown(kind)} is not implemented by this server; it reads {', '.join(NEEDED)}")
+        for name in NEEDED[kind]:
+            if name not in values or (values[name] is None and name != "content"):
+                raise field_error(name, f"missing; an item of type {kind} needs it", "missing_required_parameter")
+        return values
+
+
+def messages_of(items: Sequence[InputItem]) -> list[Message]:
+    """As a chat has them. What the model wrote in one answer is one turn: reasoning, text and calls."""
+    turns: list[Message] = []
+    turn: dict[str, Any] = {}  # the assistant's, while it grows
+    previous = ""  # the type of the item before
+
+    def end() -> None:
+        if turn:
+            turns.append(Message(**{"role": "assistant", "content": "", **turn}))
+            turn.clear()
+
+    for item in items:
+        if item.type == "reasoning":
+            end()
+            if text := "".join(part["text"] for part in parts_of(item.content)):
+                turn["reasoning_content"] = text
+        elif item.type == "function_call":
+            call = CalledFunction(name=item.name or "", arguments=item.arguments or "")
+            turn.setdefault("tool_calls", []).append(ToolCall(id=item.call_id or "", function=call))
+        elif item.type == "message" and item.role == "assistant":
+            if previous == "message":
+                end()
+            written, more = turn.get("content", []), parts_of(item.content)
+            if written:  # before a call; a chat has the text in one piece
+                more[0] = text_part(written.pop()["text"] + more[0]["text"])
+            turn["content"] = [*written, *more]
+        else:
+            end()
+            is_message = item.type == "message"
+            turns.append(
+                Message(
+                    role=item.role if is_message and item.role else "tool",
+                    content=parts_of(item.content if is_message else item.output),
+                    tool_call_id=None if is_message else item.call_id,
+                )
+            )
+        previous = item.type
+    end()
+    return turns
+
+
+def parts_of(content: str | list[InputPart] | None) -> list[Any]:
+    """As a chat's message has them, at least one."""
+    if isinstance(content, list) and content:
+        return [text_part(part.text) for part in content]
+    return [text_part(content if isinstance(content, str) else "")]
+
+
+class ResponsesTool(FunctionTool):
+    type: Literal["function"]
+
+
+class ResponsesNamedTool(Strict):
+    type: Literal["function"]
+    name: ToolName
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(default=None, max_length=64)
+    description: str | None = Field(default=None, max_length=4096)
+    schema_: JsonObject | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def check_schema(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise field_error("schema", "goes with type: json_schema, and must be there with it")
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        schema = None
+        if self.schema_ is not None:
+            schema = JsonSchemaFormat(name=self.name or "answer", schema=self.schema_)
+        return ResponseFormat(type=self.type, json_schema=schema).grammar
+
+
+class TextOptions(Strict):
+    accepted = frozenset({"verbosity"})
+
+    format: TextFormat | None = None
+
+
+class Reasoning(Strict):
+    accepted = frozenset({"summary", "generate_summary", "context", "mode"})
+
+    effort: ReasoningEffort | None = None  # for templates that read it
+
+
+class ResponsesRequest(GenerationRequest):
+    """OpenAI's `truncation: auto` shortens inputs that do not fit; here they are refused, whatever it says. A limit on
+    calls of built-in tools limits nothing, for there are none.
+    """
+
+    accepted = (GenerationRequest.accepted - {"metadata"}) | {
+        *("truncation", "max_tool_calls", "access_programs", "background_options", "image", "enable_response_messages"),
+    }
+    refused = GenerationRequest.refused | {
+        **dict.fromkeys(("previous_response_id", "conversation"), Unless(hint=NOTHING_STORED)),
+        **dict.fromkeys(("previous_response", "previous_input_messages"), Unless(hint="send the items as input")),
+        "prompt": Unless(hint="there are no stored prompts here; send instructions and input"),
+        "background": Unless((False,), "nothing is stored here; wait for the response, or stream it"),
+        "context_management": Unless(),
+        # fields of other endpoints
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), Unless(hint="say max_output_tokens")),
+        **dict.fromkeys(("logprobs", "prompt_logprobs"), Unless(hint=f"say include: [{LOGPROBS}]")),
+        "response_format": Unless(hint="say text.format"),
+        "messages": Unless(hint="say input"),
+        "reasoning_effort": Unless(hint="say reasoning.effort"),
+        "n": Unless((1,)),
+    }
+    absent = GenerationRequest.absent | {"tool_choice": ("", {})}
+
+    input: Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]  # a string is one user message
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
+    top_logprobs: Count | None = None
+    include: Annotated[list[Includable], Field(max_length=16)] | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[AnyTool[ResponsesTool]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesNamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=MAX_METADATA)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_input(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "input" not in values or isinstance(values["input"], list):
+            return values
+        if not isinstance(values["input"], str):
+            raise field_error("input", f"must be a string or a list of items, not {shown(values['input'])}")
+        return values | {"input": [{"role": "user", "content": values["input"]}]}
+
+    @model_validator(mode="after")
+    def check_tools(self) -> ResponsesRequest:
+        try:
+            fields = self.tool_fields  # whose own checks run
+        except ValidationError as error:
+            raise field_error(**error.errors()[0].get("ctx", {})) from error
+        if fields.must_call and self.structure is not None:
+            raise field_error("tool_choice", "the output cannot be a call and of another form as well")
+        return self
+
+    @property
+    def effort(self) -> ReasoningEffort | None:
+        return None if self.reasoning is None else self.reasoning.effort
+
+    @property
+    def messages(self) -> list[Message]:
+        system = [Message(role="system", content=self.instructions)] if self.instructions else []
+        return [*system, *messages_of(self.input)]
+
+    @property
+    def tool_fields(self) -> ToolFields:
+        tools: list[AnyTool[Tool]] = [
+            Tool(type="function", function=FunctionTool.model_validate(tool.for_template()["function"]))
+            for tool in self.tools or ()
+            if isinstance(tool, ResponsesTool)
+        ]
+        choice = self.tool_choice
+        if isinstance(choice, ResponsesNamedTool):
+            choice = NamedTool(type="function", function=NamedFunction(name=choice.name))
+        return ToolFields(tools=tools, tool_choice=choice, parallel_tool_calls=self.parallel_tool_calls)
+
+    @property
+    def structure(self) -> tuple[str, Grammar] | None:
+        if self.text is not None and self.text.format is not None and (grammar := self.text.format.grammar) is not None:
+            return "text.format", grammar
+        return super().structure
+
+    @property
+    def asked_logprobs(self) -> int | None:
+        if LOGPROBS in (self.include or ()):
+            return self.top_logprobs or 0
+        return self.top_logprobs or None

@@ -1,0 +1,104 @@
+"""Structured output on the wire: OpenAI's `response_format` and vLLM's `structured_outputs`, and what they ask for."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from infer.sampling.grammar import Grammar
+from infer.server.protocol.errors import ApiError, field_error
+from infer.server.protocol.fields import Strict
+from models.json_text import depth
+
+MAX_CHOICES = 1024
+MAX_GRAMMAR_TEXT = 2**20  # of the wire; server.max_grammar_bytes is the operator's bound
+
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_TEXT)]
+
+
+def check_sendable(value: Any) -> Any:
+    """What Python reads as JSON may hold NaN, 1e999 or half a surrogate pair, which no answer and no grammar can."""
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError("must hold finite numbers and whole characters, and not be nested too deeply") from error
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_sendable)]
+
+
+class JsonSchemaFormat(Strict):
+    """`strict` changes nothing: the schema is always enforced."""
+
+    name: str = Field(max_length=64)
+    description: str | None = Field(default=None, max_length=4096)
+    schema_: JsonObject = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def check_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise field_error("json_schema", "goes with type: json_schema, and must be there with it")
+        return self
+
+    @property
+    def grammar(self) -> Grammar | None:
+        if self.json_schema is not None:
+            return Grammar("json_schema", json.dumps(self.json_schema.schema_))
+        return Grammar("json_object") if self.type == "json_object" else None
+
+
+class StructuredOutputs(Strict):
+    """vLLM's; one of these."""
+
+    json_: JsonObject | GrammarText | None = Field(default=None, alias="json")
+    regex: GrammarText | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    grammar_: GrammarText | None = Field(default=None, alias="grammar")
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def check_one(self) -> StructuredOutputs:
+        asked = [self.json_ is not None, self.regex, self.choice, self.grammar_, self.json_object]
+        if sum(map(bool, asked)) != 1:
+            raise field_error("", "give one of json, regex, choice, grammar, json_object")
+        if isinstance(self.json_, str):
+            try:
+                Grammar("json_schema", self.json_)
+            except ValueError as error:
+                raise field_error("json", str(error)) from error
+        return self
+
+    @property
+    def grammar(self) -> Grammar:
+        if self.json_ is not None:
+            return Grammar("json_schema", self.json_ if isinstance(self.json_, str) else json.dumps(self.json_))
+        if self.regex:
+            return Grammar("regex", self.regex)
+        if self.choice:
+            return Grammar("choice", json.dumps(self.choice))
+        return Grammar("lark", self.grammar_) if self.grammar_ else Grammar("json_object")
+
+
+def check_size(grammar: Grammar, param: str, *, max_bytes: int, max_depth: int) -> None:
+    """Raises ApiError for a grammar that is not even looked at."""
+    size = len(grammar.text.encode("utf-8", "replace"))
+    if size > max_bytes:
+        message = f"{param}: {size} bytes; at most server.max_grammar_bytes={max_bytes}"
+        raise ApiError(400, message, param=param, code="grammar_too_large")
+    if grammar.kind == "json_schema":
+        check_depth(json.loads(grammar.text), param, param, max_depth)
+
+
+def check_depth(schema: Any, what: str, param: str, max_depth: int) -> None:
+    if depth(schema) > max_depth:
+        message = f"{what}: nested deeper than server.max_schema_depth={max_depth}"
+        raise ApiError(400, message, param=param, code="grammar_too_large")

@@ -1,0 +1,160 @@
+"""Tools on the wire, as OpenAI's chats have them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, Discriminator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
+
+from infer.server.protocol.errors import field_error
+from infer.server.protocol.fields import Strict
+from infer.server.protocol.structure import check_sendable
+
+MAX_TOOLS = 128
+MAX_CALLS = 128  # in one message of a conversation
+MAX_ARGUMENTS = 2**20
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+# Where a tool may be called from, when its definition is loaded, what its result looks like: all of OpenAI's own tools.
+TOOL_ACCEPTED = frozenset({"async", "allowed_callers", "defer_loading", "output_schema", "cache_control"})
+
+
+def check_schema(schema: Any) -> Any:
+    if schema is not None and not isinstance(schema, dict | bool):
+        raise ValueError("must be a JSON schema")
+    return check_sendable(schema)
+
+
+class FunctionTool(Strict):
+    accepted = TOOL_ACCEPTED
+
+    name: ToolName
+    description: str | None = Field(default=None, max_length=16384)
+    parameters: Annotated[Any, AfterValidator(check_schema)] = None  # a JSON schema; null: takes none
+    strict: bool | None = None  # changes nothing: arguments of a forced call always keep the schema
+    _order: tuple[str, ...] = PrivateAttr(default=())  # of the fields, as the client wrote them
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def keep_order(cls, values: Any, handler: ModelWrapValidatorHandler[FunctionTool]) -> FunctionTool:
+        function = handler(values)
+        if isinstance(values, dict):
+            function._order = tuple(values)
+        return function
+
+    def for_template(self) -> dict[str, Any]:
+        """As a tool of a conversation. Templates print it whole, so its fields keep their order."""
+        fields = {name: getattr(self, name) for name in FunctionTool.model_fields}
+        ordered = {name: fields[name] for name in (*self._order, *fields) if name in fields}
+        return {"type": "function", "function": ordered}
+
+    @property
+    def arguments_schema(self) -> dict[str, Any]:
+        """Of the arguments' object, as a document of its own. Raises ValueError where no object could keep it."""
+        if self.parameters is None:
+            return NO_PARAMETERS
+        schema = self.parameters if isinstance(self.parameters, dict) else {}
+        kinds = schema.get("type", "object")
+        if self.parameters is False or "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            raise ValueError(f"the parameters of {self.name} must be a schema of type object")
+        return schema | {"type": "object"}
+
+
+class Tool(Strict):
+    accepted = TOOL_ACCEPTED
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class OtherTool(Strict):
+    """A tool of another type (`web_search`, `namespace`, `custom`, ...). The model is not told of it."""
+
+    type: str = Field(max_length=64)
+
+    @classmethod
+    def select(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return {"type": values["type"]}
+
+    @property
+    def remark(self) -> str:
+        return f"tools of type {self.type!r} are left out; this server has functions only"
+
+
+AnyFunction = TypeVar("AnyFunction")
+# The tags are part of where pydantic says that an error is, and must be no keys of a request.
+AnyTool = Annotated[
+    Annotated[AnyFunction, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")],
+    Discriminator(lambda tool: "<other>" if is_other_tool(tool) else "<function>"),
+]
+
+
+def is_other_tool(tool: Any) -> bool:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return isinstance(kind, str) and kind != "function"
+
+
+class NamedFunction(Strict):
+    name: ToolName
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(Strict):
+    accepted = frozenset({"parsed_arguments", "provider_specific_fields"})
+
+    name: ToolName
+    arguments: str = Field(max_length=MAX_ARGUMENTS)
+
+
+class ToolCall(Strict):
+    accepted = frozenset({"index", "provider_specific_fields", "extra_content", "cache_control"})
+
+    id: str = Field(max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ToolFields(Strict):
+    """What a request with tools has; `tools_in_use` are those that may be called, none where nothing may."""
+
+    tools: Annotated[list[AnyTool[Tool]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def check_tools(self) -> ToolFields:
+        names = [function.name for function in self.functions]
+        if len(set(names)) < len(names):
+            raise field_error("tools", "two functions have one name")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise field_error("tool_choice", f"{self.tool_choice.function.name!r} is not among the tools")
+        if self.tool_choice == "required" and not names:
+            raise field_error("tool_choice", "required needs tools that are functions")
+        return self
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        return [tool.function for tool in self.tools or () if isinstance(tool, Tool)]
+
+    @property
+    def tools_in_use(self) -> list[FunctionTool]:
+        if self.tool_choice == "none":
+            return []
+        if isinstance(self.tool_choice, NamedTool):
+            return [function for function in self.functions if function.name == self.tool_choice.function.name]
+        return self.functions
+
+    @property
+    def most_calls(self) -> int | None:
+        """A named tool is called exactly once, whatever `parallel_tool_calls` says. None: no bound."""
+        return 1 if isinstance(self.tool_choice, NamedTool) or self.parallel_tool_calls is False else None
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)

@@ -1,0 +1,1 @@
+"""Draft trees, the proposers that make them, and how they are verified."""

@@ -1,0 +1,1 @@
+"""How far drafting pays: costs, acceptance, and the plan that follows from both."""

@@ -1,0 +1,112 @@
+"""Makes an engine's controller: what its steps cost on this machine is measured once and kept in the user's cache."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from infer.speculation.budget import Budget
+from infer.speculation.control.acceptance_model import Survival
+from infer.speculation.control.confidence import DRAFTER, Confidence
+from infer.speculation.control.cost_model import Costs, CostTable
+from infer.speculation.control.planner import Controller
+from infer.speculation.control.profiler import Unmeasured, kept_table, measure
+from infer.speculation.control.trials import guessed_costs
+from infer.speculation.proposers.head import HeadProposer
+from kernels.cpu.library import cache_folder, processor
+
+if TYPE_CHECKING:
+    from infer.engine import Engine
+
+COSTLY = ("head", "draft_model")  # drafters that run a model; whatever else drafts is measured if it is the default
+
+
+@dataclass
+class Learnt:
+    """What drafts and steps have taught: kept while one head drafts, whatever else is changed about drafting."""
+
+    survival: Survival
+    costs: dict[str, Costs] = field(default_factory=dict[str, Costs])  # by what they were measured for
+    profile_due: bool = False  # the costs in use are guesses because nothing was measured yet
+    confidence: Confidence = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.confidence = Confidence(self.survival)
+
+
+def make_controller(
+    engine: Engine,
+    limits: Mapping[str, Budget],
+    learnt: Learnt,
+    head: HeadProposer | None,
+    timer: Callable[[], float] = time.perf_counter,
+    *,
+    profile: bool = True,
+    check: Callable[[], None] | None = None,
+) -> Controller:
+    """`limits`: what each of the engine's proposers drafts at most. Measuring takes seconds of `timer` at first.
+    Where it fails, and without `profile` where no earlier start has kept a table, the controller begins without drafts
+    and learns what they cost. `check`, for measuring in idle time, may raise to end it; nothing is printed then.
+    """
+    drafters = {name: limit for name, limit in limits.items() if name in (engine.proposer_name, *COSTLY)}
+    target, config = engine.target, engine.config
+    on_gpu = engine.device.type == "cuda"
+    key = {
+        "target": target.fingerprint or repr(target.config),
+        "head": None if engine.head is None else repr(engine.head.config),
+        "drafters": {name: list(limit) for name, limit in sorted(drafters.items())},
+        "device": torch.cuda.get_device_name(engine.device) if on_gpu else processor(),
+        "threads": list(asdict(engine.threads.plan).values()),
+        "dtype": str(engine.dtype),
+        "torch": torch.__version__,
+        "engine": asdict(config),
+    }
+
+    judged = head if head is not None and engine.proposer_name == DRAFTER and head.judges_chains else None
+
+    def make() -> CostTable:
+        if not profile:
+            raise Unmeasured("put off")
+        if check is None:
+            print("measuring what steps and drafts cost on this machine ...", file=sys.stderr, flush=True)
+        if judged is not None:  # which is a part of what drafts cost
+            judged.confidence = Confidence(Survival())
+        try:
+            return measure(
+                engine,
+                drafters,
+                vocab_size=target.config.vocab_size,
+                context=engine.context,
+                max_batch=config.max_batch,
+                max_rows=config.max_rows,
+                clock=timer,
+                check=check or (lambda: None),
+            )
+        finally:
+            if judged is not None:
+                judged.confidence = learnt.confidence
+
+    known = json.dumps(key, sort_keys=True)
+    if known not in learnt.costs or (profile and learnt.profile_due):
+        try:
+            learnt.costs[known] = Costs(kept_table(cache_folder(), key, make))
+            learnt.profile_due = False
+        except Unmeasured as error:
+            learnt.profile_due = not profile
+            if profile and check is None:
+                print(
+                    f"not measured ({error}): nothing is drafted until steps have shown what they cost",
+                    file=sys.stderr,
+                )
+            learnt.costs.setdefault(known, guessed_costs(drafters))
+    costs = learnt.costs[known]
+    if judged is None:
+        return Controller(costs, learnt.survival)
+    judged.confidence = learnt.confidence
+    return Controller(costs, learnt.survival, learnt.confidence)

@@ -1,0 +1,156 @@
+"""How far a chain is drafted, token by token: the drafter's own probability of what it drafted, calibrated online.
+
+A token that is reached is right with chance σ(a logit(h) + b logit(c) + d): h is what history shows at its depth
+(acceptance_model.py), c what the drafter gave it under the noise that it chose with. The weights are learnt from every
+verified token, for greedy and sampled requests apart. A token is worth a row, or another level of drafting, if the
+chance that it is emitted is above what that costs, in tokens at the speed expected now.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from infer.request import Request
+from infer.speculation.control.acceptance_model import Survival
+
+DRAFTER = "head"  # whose chains are judged
+LEARNS = 0.05  # step of the gradient descent
+CERTAIN = 7.0  # logits go no further than this
+ERROR_FADES = 0.999  # with every token
+
+
+class Prices(NamedTuple):
+    """In tokens: what a verified row must bring, what a request must for one more step of the drafter, and all of them
+    together for that step to be made.
+    """
+
+    row: float
+    step: float
+    level: float
+
+
+class Verdict(NamedTuple):
+    """Whether a drafted token is worth its row, and another after it worth drafting."""
+
+    keep: bool
+    go_on: bool
+
+
+def logit(chance: float) -> float:
+    chance = min(max(chance, 1e-6), 1 - 1e-6)
+    return max(-CERTAIN, min(CERTAIN, math.log(chance / (1 - chance))))
+
+
+class Calibration:
+    """The map from (logit h, logit c, 1) to a chance."""
+
+    def __init__(self) -> None:
+        self.weights = (0.5, 0.5, 0.0)
+
+    def chance(self, features: Sequence[float]) -> float:
+        score = sum(weight * value for weight, value in zip(self.weights, features, strict=True))
+        return 1 / (1 + math.exp(-score))
+
+    def learn(self, features: Sequence[float], chance: float, right: bool) -> None:
+        """`chance` is what it answered."""
+        step = LEARNS * (right - chance)
+        self.weights = tuple(w + step * value for w, value in zip(self.weights, features, strict=True))
+
+
+@dataclass
+class Drafted:
+    """Of one request's chain in this step, token by token; `history` goes deeper."""
+
+    sampled: bool
+    history: tuple[float, ...]  # the chance that a draft survives to each depth, whatever its tokens
+    features: list[tuple[float, float, float]] = field(default_factory=list)
+    right: list[float] = field(default_factory=list)  # the chance of each, once it is reached
+    chances: list[float] = field(default_factory=list)  # that it is emitted
+
+    def conditional(self, place: int) -> float:
+        before = self.history[place - 1] if place else 1.0
+        return self.history[place] / before if before else 0.0
+
+
+class Confidence:
+    """`prices` None: every chain is drafted as far as it may be, and learnt from. `judging` false: none is judged."""
+
+    def __init__(self, survival: Survival) -> None:
+        self.judging = True
+        self.prices: Prices | None = None
+        self.counts: list[int] = []  # by level, chains that took part in the last draft
+        self._survival = survival
+        self._maps = {False: Calibration(), True: Calibration()}  # by whether a request samples
+        self._drafts: dict[str, Drafted] = {}
+        self._tokens = self._error = self._plain_error = 0.0
+
+    def start(self, requests: Sequence[Request], depths: Sequence[int]) -> None:
+        """Their chains begin, `depths[b]` deep at most. Those of block verification, whose length must not depend on
+        what was drafted, and those that are others' drafts too, are left alone.
+        """
+        self.counts = []
+        for request, depth in zip(requests, depths, strict=True):
+            self._drafts.pop(request.request_id, None)
+            params = request.params
+            if params.proposer in (None, DRAFTER) and params.acceptance != "block":
+                history = self._survival.chances(request.request_id, DRAFTER, depth, request.kind)
+                self._drafts[request.request_id] = Drafted(params.temperature > 0, history)
+
+    def judge(self, requests: Sequence[Request], log_probabilities: Sequence[float]) -> list[Verdict]:
+        """One more token was drafted for each of these, with that log-probability. A chain's first is always kept."""
+        self.counts.append(len(requests))
+        verdicts, surplus = [], 0.0
+        for request, value in zip(requests, log_probabilities, strict=True):
+            draft = self._drafts.get(request.request_id)
+            if draft is None:
+                verdicts.append(Verdict(True, True))
+                surplus = math.inf
+                continue
+            place, prices = len(draft.chances), self.prices
+            features = (logit(draft.conditional(place)), logit(math.exp(value)), 1.0)
+            right = self._maps[draft.sampled].chance(features)
+            chance = right * (draft.chances[-1] if place else 1.0)
+            if prices is not None and place and chance < prices.row:
+                verdicts.append(Verdict(False, False))
+                continue
+            draft.features.append(features)
+            draft.right.append(right)
+            draft.chances.append(chance)
+            deeper = place + 1 < len(draft.history)
+            gain = chance * draft.conditional(place + 1) if deeper else 0.0
+            if prices is None:
+                surplus = math.inf
+            elif deeper:
+                gain -= prices.row + prices.step
+                surplus += max(gain, 0.0)
+                deeper = gain > 0
+            verdicts.append(Verdict(True, deeper))
+        if self.prices is not None and surplus < self.prices.level:
+            verdicts = [Verdict(own.keep, False) for own in verdicts]
+        return verdicts
+
+    def settle(self, request_id: str, depth: int, accepted: int) -> float | None:
+        """Of the chain's first `depth` tokens `accepted` were right. How many were expected; None if not judged."""
+        draft = self._drafts.pop(request_id, None)
+        if draft is None:
+            return None
+        known, own = self._maps[draft.sampled], draft.chances[:depth]
+        for place, (chance, plain) in enumerate(zip(own, draft.history, strict=False)):
+            emitted = place < accepted
+            self._tokens = ERROR_FADES * self._tokens + 1
+            self._error = ERROR_FADES * self._error + (chance - emitted) ** 2
+            self._plain_error = ERROR_FADES * self._plain_error + (plain - emitted) ** 2
+            if place <= accepted:
+                known.learn(draft.features[place], draft.right[place], emitted)
+        return sum(own)
+
+    def forget(self, request_id: str) -> None:
+        self._drafts.pop(request_id, None)
+
+    @property
+    def errors(self) -> tuple[float, float] | None:
+        """Brier scores, lately: the mean squared error of the chances, and of those by depth and history alone."""
+        return (self._error / self._tokens, self._plain_error / self._tokens) if self._tokens else None

@@ -1,0 +1,323 @@
+"""What a step costs on this machine: verifying B requests of R rows in all, and drafting for them.
+
+A table measured once at start-up, for short contexts and what longer ones add, and a correction learnt from the steps
+themselves, since others may use the machine. Pure arithmetic over the table; profiler.py fills it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Sizes = TypeVar("Sizes", float, NDArray[np.float64])
+
+LEARNS = 0.05  # share of the newest step in a correction
+RELEARNS = 0.3  # the same of a drafted step, where no other was seen lately
+TRUSTED = (0.2, 5.0)  # a step this far off its prediction says nothing: someone else used the machine
+# Every further row costs at least such a share of what it does in the largest verify: while memory is slow a few rows
+# more take no time, but it may be faster again, and a price of nothing cannot be corrected.
+LEAST_ROW = 0.3
+# What a step with drafts takes beside its rows, in such shares of a plain step: a tree is laid out, and the drafter's
+# weights have driven the target's from the caches. Known from steps alone.
+BESIDE, MOST_BESIDE = 0.1, 5.0
+MOST_DOUBTED = 16  # so many of them in a row do say something: what was expected is wrong
+EXTRA = (0.1, 3.0)  # so far the corrections of further rows and of drafts may go
+# So much of what drafted steps have taught is left a second later, where it fades. Rows of twice their usual price were
+# seen for a second now and then (LOG.md), and nobody must go undrafted for much longer than that. But who tries again
+# too soon pays for it: the machine gets used to plain steps, and must do so anew.
+FADES = 0.75
+FORGETS = 0.998  # of how well plain steps are known, with every step of more rows
+WELL_SEEN = 0.25  # from here on what a step of more rows takes longer is these rows' doing,
+MOST_SEEN = 0.99  # nearly, or a few rows of hardly any cost would be blamed for all noise
+# How many times as long as a larger work a smaller one may take in a table: of so few rows, and of more.
+FEW_ROWS, STRICTLY, LOOSELY = 2, 1.5, 5.0
+UNSEEN_S = 2e-4  # by which drafts may differ, whatever share of them that is
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds at ascending sizes, linear in between; past the ends as the outer pieces go on, never below zero."""
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, size: Sizes) -> Sizes:
+        if len(self.sizes) == 1:
+            return size * 0.0 + self.seconds[0]
+        if isinstance(size, float):  # some twenty times a step, where an array's overhead would show
+            place = min(max(bisect_left(self.sizes, size), 1), len(self.sizes) - 1)
+            (x, x_right), (y, y_right) = (own[place - 1 : place + 1] for own in (self.sizes, self.seconds))
+            return max(y + (y_right - y) / (x_right - x) * (size - x), 0.0)
+        xs, ys, slopes = self._pieces
+        left = np.clip(np.searchsorted(xs, size), 1, len(xs) - 1) - 1
+        found: Any = np.maximum(ys[left] + slopes[left] * (size - xs[left]), 0.0)
+        return found
+
+    @property
+    def slope(self) -> float:
+        """From end to end."""
+        width = self.sizes[-1] - self.sizes[0]
+        return (self.seconds[-1] - self.seconds[0]) / width if width else 0.0
+
+    @cached_property
+    def _pieces(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        xs, ys = np.array(self.sizes), np.array(self.seconds)
+        return xs, ys, np.diff(ys) / np.diff(xs)
+
+
+@dataclass(frozen=True)
+class ContextCost:
+    """Seconds that a token of context adds to the first row of a request, to each further one, and to each level that a
+    drafter drafts for a request: attention reads that token once more.
+    """
+
+    first: float = 0.0
+    further: float = 0.0
+    levels: dict[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """By batch size, ascending: seconds of a verify over its rows, of all else in a plain step, and of drafting.
+
+    `drafts[name]` are curves over the depth of what a drafter proposes. All of requests of `context` tokens; `beyond`
+    is what each further token adds, `reads[name]` how long a drafter reads at each token of a prompt.
+    """
+
+    batches: tuple[int, ...]
+    verify: tuple[Curve, ...]
+    around: tuple[float, ...]
+    drafts: dict[str, tuple[Curve, ...]]
+    context: int = 0
+    beyond: ContextCost = ContextCost()
+    reads: dict[str, float] = field(default_factory=dict[str, float])
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> CostTable:
+        def curves(written: Sequence[dict[str, Any]]) -> tuple[Curve, ...]:
+            return tuple(Curve(tuple(own["sizes"]), tuple(own["seconds"])) for own in written)
+
+        drafts = {name: curves(own) for name, own in found["drafts"].items()}
+        batches, around, beyond = tuple(found["batches"]), tuple(found["around"]), ContextCost(**found["beyond"])
+        return cls(batches, curves(found["verify"]), around, drafts, found["context"], beyond, found["reads"])
+
+    def size(self, batch: int) -> int:
+        """The least that was measured from `batch` on, or the largest."""
+        return self.batches[self._place(batch)]
+
+    def _place(self, batch: int) -> int:
+        return min(bisect_left(self.batches, batch), len(self.batches) - 1)
+
+    def at(self, batch: int, curves: Sequence[Curve], size: Sizes) -> Sizes:
+        """Between the two measured batch sizes beside `batch`."""
+        right = self._place(batch)
+        if self.batches[right] == batch or right == 0:
+            return curves[right](size)
+        low, high = self.batches[right - 1], self.batches[right]
+        share = (batch - low) / (high - low)  # above 1 beyond the largest
+        return curves[right - 1](size) * (1 - share) + curves[right](size) * share
+
+
+def contradiction(table: CostTable) -> str:
+    """Why the table cannot be of a machine that did nothing else meanwhile; empty if it can.
+
+    More rows and deeper drafts do not take less. Some of them may: beyond a number of rows a step uses more threads,
+    so that only a step of one or two rows, which would use them too if that were faster, is held to it strictly.
+    """
+    steps = [
+        (rows, seconds) for curve in table.verify for rows, seconds in zip(curve.sizes, curve.seconds, strict=True)
+    ]
+    drafts = [curve for curves in table.drafts.values() for curve in curves]
+    everything = [seconds for _, seconds in steps] + [value for curve in drafts for value in curve.seconds]
+    if not all(0 <= seconds < math.inf for seconds in (*everything, *table.around, *table.reads.values())):
+        return "a time is negative or no number"
+    for rows, seconds in steps:
+        least_rows, least = min((own for own in steps if own[0] > rows), key=lambda own: own[1], default=(0.0, seconds))
+        if seconds > (STRICTLY if rows <= FEW_ROWS else LOOSELY) * least:
+            return f"{rows:g} rows took {1e3 * seconds:.3g} ms, {least_rows:g} rows {1e3 * least:.3g} ms"
+    for curve in drafts:
+        for depth, seconds, deeper in zip(curve.sizes, curve.seconds, curve.seconds[1:], strict=False):
+            if seconds > STRICTLY * deeper + UNSEEN_S:
+                return f"drafts of depth {depth:g} took {1e3 * seconds:.3g} ms, deeper ones {1e3 * deeper:.3g} ms"
+    return ""
+
+
+class Costs:
+    """The table with what the steps since then have taught, for requests of a certain length."""
+
+    def __init__(self, table: CostTable, *, trials: int = 0, extra: tuple[float, float] = EXTRA) -> None:
+        """`trials`: of drafted steps that a guessed table must be taught by before anything is planned by it. `extra`:
+        how far corrections of rows and drafts may go.
+        """
+        self.table = table
+        self._trials, self._tried = trials, 0
+        self._bounds = extra
+        widest = table.verify[-1]
+        self._least = LEAST_ROW * max(0.0, widest.slope)
+        self._further = 0.0  # tokens of context, in the mean of a batch, above those that the table is of
+        self._around = Curve(tuple(map(float, table.batches)), table.around)
+        # By the table alone, for short requests, since every step asks again: plain steps, further rows, drafts.
+        self._steps: dict[int, float] = {}
+        self._rows: dict[tuple[int, float], float] = {}
+        self._drafts: dict[tuple[str, int, int], float] = {}
+        # Corrections: of all seconds, since whoever shares the machine slows all of them, and then of what further rows
+        # add to a plain step and of what else comes with them. These by batch size of the table: what they do in small
+        # ones says little of larger ones.
+        self._all = 1.0
+        self._extra = dict.fromkeys(table.batches, 1.0)
+        self._beside = dict.fromkeys(table.batches, 0.0)  # in shares of BESIDE
+        self._seen = 0.0  # how well plain steps are known, from 0 to 1
+        self._rows_seen = dict.fromkeys(table.batches, 0.0)  # and steps of more rows
+        self._draft: dict[str, tuple[float, float]] = {}  # and of a drafter's, for its first level and further ones
+        self._doubted = 0  # steps in a row that were too far from what was expected
+
+    @property
+    def knows_plain(self) -> bool:
+        """Whether plain steps were seen lately."""
+        return self._seen > WELL_SEEN
+
+    @property
+    def guessed(self) -> bool:
+        """Whether this is a guess, of which too little is known yet."""
+        return self._tried < self._trials
+
+    def tried(self) -> None:
+        """A drafted step has taught a guess."""
+        self._tried += 1
+
+    @property
+    def _learns_guess(self) -> float:
+        """The share of the newest drafted step in a guess, which becomes their mean; 0 where this is none."""
+        return 1 / (1 + self._tried) if self.guessed else 0.0
+
+    def set_context(self, tokens: Sequence[int]) -> None:
+        """From now on costs are those of requests as long as these."""
+        self._further = max(0.0, sum(tokens) / len(tokens) - self.table.context)
+
+    def verify(self, batch: int, rows: Sizes) -> Sizes:
+        """Seconds of a step of `batch` requests and so many rows, all but its drafting."""
+        if isinstance(rows, float):
+            extra = self._rows.get((batch, rows))
+            if extra is None:
+                extra = self._rows[batch, rows] = self._further_rows(batch, rows)
+        else:
+            extra = self._further_rows(batch, rows)
+        extra = extra + self.table.beyond.further * self._further * (rows - batch)
+        size, plain = self.table.size(batch), self.plain(batch)
+        return plain + BESIDE * self._beside[size] * plain * (rows > batch) + self._all * self._extra[size] * extra
+
+    def _further_rows(self, batch: int, rows: Sizes) -> Sizes:
+        """Seconds of the rows beyond one a request, by the table alone."""
+        curves, least = self.table.verify, self._least * (rows - batch)
+        extra = self.table.at(batch, curves, rows) - self.table.at(batch, curves, float(batch))
+        found: Any = max(extra, least) if isinstance(rows, float) else np.maximum(extra, least)
+        return found
+
+    def plain(self, batch: int) -> float:
+        """The same of a step without drafts."""
+        size, known = float(batch), self._steps.get(batch)
+        if known is None:
+            known = self._steps[batch] = self.table.at(batch, self.table.verify, size) + self._around(size)
+        return self._all * (known + self.table.beyond.first * self._further * batch)
+
+    def draft(self, drafter: str, batch: int, depth: int) -> float:
+        """Seconds of drafting `depth` deep for `batch` requests; 0 for a drafter that was not measured."""
+        if not depth:
+            return 0.0
+        one, (first, further) = self._drafting(drafter, batch, 1), self._draft.get(drafter, (1.0, 1.0))
+        return first * one + further * (self._drafting(drafter, batch, depth) - one)
+
+    def _drafting(self, drafter: str, batch: int, depth: int) -> float:
+        """As `draft`, before drafts have taught anything."""
+        asked = drafter, batch, depth
+        seconds = self._drafts.get(asked)
+        if seconds is None:
+            curves = self.table.drafts.get(drafter)
+            seconds = 0.0
+            if curves is not None and depth and batch:
+                seconds = float(self.table.at(batch, curves, float(depth)))
+            self._drafts[asked] = seconds
+        seconds += self.table.beyond.levels.get(drafter, 0.0) * self._further * batch * depth
+        return self._all * seconds
+
+    def read(self, drafter: str, tokens: int) -> float:
+        """Seconds in which a drafter reads so many tokens of a prompt."""
+        return self._all * self.table.reads.get(drafter, 0.0) * tokens
+
+    def learn(self, *, batch: int, rows: int, seconds: float) -> float:
+        """A step without prefill took so long, its drafting set aside. Answers how many times what was expected.
+
+        What one with further rows took longer than expected is their doing, or of what comes with them, as far as plain
+        steps have been seen lately; else the whole machine's (normalised least mean squares).
+        """
+        plain = self.plain(batch)
+        expected = plain if rows == batch else float(self.verify(batch, float(rows)))
+        extra, known = expected - plain, MOST_SEEN if rows > batch and self.knows_plain else 0.0
+        if not trusted(seconds, expected) and not self._convinced(seconds):
+            return 1.0
+        self._doubted = 0
+        # The table may be of a slower hour, and so may what was known before many drafts.
+        size = self.table.size(batch)
+        if rows == batch:
+            learns = max(LEARNS, 1 - self._seen)
+        else:
+            learns = self._learns_guess or max(LEARNS, RELEARNS * (1 - self._rows_seen[size]))
+        unit = BESIDE * plain * (rows > batch)
+        extra -= unit * self._beside[size]
+        share = learns * (seconds - expected) / ((1 - known) * expected**2 + unit**2 + extra**2)
+        self._all *= 1 + (1 - known) * share * expected
+        self._beside[size] = min(max(self._beside[size] + share * unit, 0.0), MOST_BESIDE)
+        self._extra[size] = self._bounded(self._extra[size] * (1 + share * extra))
+        if rows == batch:
+            self._seen = (1 + self._seen) / 2
+        else:
+            self._seen, self._rows_seen[size] = FORGETS * self._seen, (3 * self._rows_seen[size] + 1) / 4
+        return seconds / expected
+
+    def _convinced(self, seconds: float) -> bool:
+        """By a step that is far from what was expected: at once where nothing but a guess is known, else if all were
+        for some time. Then the table is wrong, or the machine another one, and plain steps are learnt anew.
+        """
+        self._doubted += 1
+        if seconds <= 0 or (self._doubted < MOST_DOUBTED and not (self.guessed and not self._seen)):
+            return False
+        self._seen = 0.0
+        return True
+
+    def fade(self, seconds: float) -> None:
+        """Forgets what drafted steps have taught as far as it is forgotten in so long."""
+        left: float = FADES**seconds
+        self._rows_seen = {size: left * seen for size, seen in self._rows_seen.items()}
+        self._extra = {size: 1 + left * (extra - 1) for size, extra in self._extra.items()}
+        self._beside = {size: left * beside for size, beside in self._beside.items()}
+        self._draft = {name: (1 + left * (one - 1), 1 + left * (more - 1)) for name, (one, more) in self._draft.items()}
+
+    def learn_draft(self, drafter: str, counts: Sequence[int], seconds: float) -> None:
+        """A draft took so long, in which `counts[l]` requests went on to level l + 1."""
+        one, more = self._drafting(drafter, counts[0], 1) if counts else 0.0, 0.0
+        for level, count in enumerate(counts[1:], start=2):
+            more += self._drafting(drafter, count, level) - self._drafting(drafter, count, level - 1)
+        first, further = self._draft.get(drafter, (1.0, 1.0))
+        predicted = first * one + further * more
+        learns = self._learns_guess or LEARNS
+        if trusted(seconds, predicted) or (self.guessed and predicted > 0):  # here too normalised least mean squares
+            share = learns * (seconds - predicted) / (one**2 + more**2)
+            self._draft[drafter] = self._bounded(first + share * one), self._bounded(further + share * more)
+
+    def _bounded(self, correction: float) -> float:
+        least, most = self._bounds
+        return min(max(correction, least), most)
+
+
+def trusted(seconds: float, predicted: float) -> bool:
+    return predicted > 0 and TRUSTED[0] < seconds / predicted < TRUSTED[1]

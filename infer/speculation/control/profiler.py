@@ -1,0 +1,375 @@
+"""Fills the table of what steps cost (cost_model.py) by running them, and keeps it for the next start.
+
+Requests of random tokens are decoded for a moment at several batch sizes: verifies of more and more rows, which commit
+nothing, and drafts of growing depth, which a proposer may be asked for again and again. What a long context adds is
+told from a long and a short request in turns.
+
+A start waits no longer than START_S for it, and not at all where `Engine.profile` does it later. Fewer batch sizes are
+measured where all do not fit in, and nothing where times do not repeat themselves or contradict each other, because the
+machine is busy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from infer.request import Request
+from infer.sampling.params import SamplingParams
+from infer.speculation.budget import Budget
+from infer.speculation.control.cost_model import ContextCost, CostTable, Curve, contradiction
+
+log = logging.getLogger(__name__)
+
+
+class Unmeasured(Exception):
+    """This machine is too slow or too busy to be measured in the time that a start may wait."""
+
+
+VERSION = 14  # of what is measured and how
+PROMPT_TOKENS = 96
+LONG_TOKENS = 1024
+# Seconds for which a work is run again and again before the next one's turn: after a large one a small one is slower by
+# half for some milliseconds, as it never is among its like (LOG.md).
+SETTLES = 0.012
+LEAST_DIFFERENCE = 128  # between a long and a short request, or noise is all that would be seen
+REPEATS, MOST_REPEATS = 2, 20  # of each work, after one run that warms up
+START_S = 4.5  # that a start waits for all of it, and for what is under way then
+REPEATS_WITHIN = 1.25  # the two least times of a work lie so near to each other, or something disturbed it
+ROWS_AT_ONCE = 4  # of a prompt that are read in the time of one plain step, at least
+# Shares of the time that is left: for one request; for all batch sizes; for what follows.
+ONE_SHARE, BATCHES_SHARE, REST_SHARE = 0.04, 0.55, 0.2
+READING_SHARE = 0.5  # that long prompts may take to be read
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+ROWS_PER_REQUEST = (1, 2, 3, 4, 6, 9, 17, 33, 64)
+PLAIN_TOKENS = MOST_REPEATS + 4  # that requests emit while they are measured
+
+
+class Measurable(Protocol):
+    """What an engine lets be timed."""
+
+    def rehearse(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, check: Callable[[], None]
+    ) -> list[Request]:
+        """Begins requests and brings them to decoding; fewer than asked for if no more fit beside each other, or if
+        the first had ended when the last began. `check` is called between steps; if it raises, none is left.
+        """
+        ...
+
+    def dismiss(self, requests: Sequence[Request]) -> None:
+        """Ends them, as if they had never been."""
+        ...
+
+    def step(self) -> object:
+        """Without drafts, while requests are rehearsed."""
+        ...
+
+    def try_verify(self, requests: Sequence[Request], drafts: int) -> None: ...
+
+    def try_draft(self, requests: Sequence[Request], budget: Budget) -> None: ...
+
+    def try_read(self, requests: Sequence[Request]) -> None:
+        """Their drafter reads all that is committed of them. What it drafts from then on is worth nothing."""
+        ...
+
+
+def measure(
+    engine: Measurable,
+    drafters: Mapping[str, Budget],
+    *,
+    vocab_size: int,
+    context: int,
+    max_batch: int,
+    max_rows: int,
+    clock: Callable[[], float] = time.perf_counter,
+    limit_s: float = START_S,
+    check: Callable[[], None] = lambda: None,
+) -> CostTable:
+    """`drafters`: what each drafts at most per step. `check` is called every few steps; what it raises ends the
+    measuring. Raises ValueError if too little fits into the context or the cache, Unmeasured if no table that can be
+    relied on is to be had in `limit_s`.
+    """
+    widest = 1 + max(budget.nodes for budget in drafters.values())
+    short = min(PROMPT_TOKENS, context - widest - PLAIN_TOKENS)
+    if short < 1:
+        raise ValueError(
+            f"proposer.adaptive=true: drafts of {widest - 1} tokens leave nothing of a context of {context}; draft less"
+        )
+    watch = Stopwatch(clock, limit_s, check)
+    rehearsals = Rehearsals(engine, watch, vocab_size, context, widest, max_rows)
+    began = clock()
+    with rehearsals.of(next(iter(drafters)), [1]):
+        step = (clock() - began) / 4  # it was read and drafted for, and two steps were taken
+    if step * short / ROWS_AT_ONCE > watch.left:
+        raise Unmeasured(f"a step takes {step:.2g} s")
+    table = measure_batches(rehearsals, drafters, short, max_batch)
+    table = replace(table, beyond=measure_beyond(rehearsals, drafters, short))
+    if reason := contradiction(table):
+        raise Unmeasured(reason)
+    return table
+
+
+class Work(NamedTuple):
+    """What is to be timed, and what is to be done before it each time."""
+
+    run: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+    again: bool = True  # whether it may be run more than once a turn
+
+
+class Stopwatch:
+    """A clock, and until when works may be timed by it. `check` may raise, to end the measuring before."""
+
+    def __init__(self, clock: Callable[[], float], limit_s: float, check: Callable[[], None] = lambda: None) -> None:
+        self.clock, self._limit, self._end = clock, limit_s, clock() + limit_s
+        self._check = check
+
+    @property
+    def left(self) -> float:
+        return self._end - self.clock()
+
+    def check(self) -> None:
+        self._check()
+        if self.left <= 0:
+            raise Unmeasured(f"it takes longer than {self._limit:g} s")
+
+    def timed(self, works: Sequence[Work], share: float) -> tuple[float, ...]:
+        """Seconds of each: the least of some after one that warms up, in turns, so that a disturbance meets them all.
+
+        Goes on for `share` of the time that is left, and longer until the least of each was met twice. Raises
+        Unmeasured if that does not happen.
+        """
+        seconds: list[list[float]] = [[] for _ in works]
+        until = self.clock() + share * self.left
+        for turn in range(1 + MOST_REPEATS):
+            if turn > REPEATS and self.clock() > until and all(map(repeats, seconds)):
+                break
+            for work, times in zip(works, seconds, strict=True):
+                self.check()
+                begin = self.clock()
+                runs = [self._seconds_of(work)]
+                while work.again and self.clock() - begin < SETTLES:
+                    runs.append(self._seconds_of(work))
+                if turn:
+                    times.append(min(runs))
+        if not all(map(repeats, seconds)):
+            raise Unmeasured("times do not repeat themselves")
+        return tuple(map(min, seconds))
+
+    def _seconds_of(self, work: Work) -> float:
+        work.before()
+        begin = self.clock()
+        work.run()
+        return self.clock() - begin
+
+
+def repeats(seconds: Sequence[float]) -> bool:
+    """Whether the least of these was met, nearly, more than once."""
+    first, second = sorted(seconds)[:2]
+    return second <= REPEATS_WITHIN * first
+
+
+class Rehearsals:
+    """Requests of random tokens, for as long as they are measured."""
+
+    def __init__(
+        self, engine: Measurable, watch: Stopwatch, vocab_size: int, context: int, widest: int, max_rows: int
+    ) -> None:
+        self.engine, self.watch, self.context = engine, watch, context
+        self.widest, self.max_rows = widest, max_rows  # of one request, and of all in a step
+        self.reading_s = 0.0  # of each prompt token, when requests were last begun
+        self._vocab_size, self._generator = vocab_size, torch.Generator().manual_seed(0)
+
+    @contextmanager
+    def of(self, name: str, lengths: Sequence[int]) -> Iterator[list[Request]]:
+        """Of so many prompt tokens each, the longest first, drafted for by `name`; fewer if no more fit.
+
+        They have two tokens for the drafter to read, about what there is between two drafts.
+        """
+        prompts = [torch.randint(0, self._vocab_size, (n,), generator=self._generator).tolist() for n in lengths]
+        # Sampled: drafts and their rows then cost a little more, and who errs should err towards plain decoding. Those
+        # whose prompts are read first decode until the others' are.
+        room = min(self.tokens(len(lengths)), self.context - lengths[0])
+        params = SamplingParams(temperature=1.0, max_tokens=room, ignore_eos=True, proposer=name)
+        began = self.watch.clock()
+        requests = self.engine.rehearse(prompts, params, self.watch.check)
+        self.reading_s = (self.watch.clock() - began) / sum(lengths)
+        try:
+            if requests:
+                self.engine.try_draft(requests, Budget(1, 1))
+                self.engine.step()
+                self.engine.step()
+            yield requests
+        finally:
+            self.engine.dismiss(requests)
+
+    def tokens(self, count: int) -> int:
+        """That each of so many requests emits or drafts at most."""
+        return self.widest + PLAIN_TOKENS + count
+
+
+class Measured(NamedTuple):
+    """What one drafter and the target cost, by batch size: curves over rows and over depths, and a plain step beside
+    its verify for the largest of them.
+    """
+
+    batches: tuple[int, ...]
+    verify: tuple[Curve, ...]
+    drafts: tuple[Curve, ...]
+    around: float
+
+
+def measure_batches(rehearsals: Rehearsals, drafters: Mapping[str, Budget], length: int, max_batch: int) -> CostTable:
+    """Of requests of one `length`, as many batch sizes as there is time for."""
+    watch, sizes = rehearsals.watch, tuple(size for size in BATCHES if size <= max_batch)
+    drafts, reads = dict[str, tuple[Curve, ...]](), dict[str, float]()
+    alone, found = 0.0, Measured((), (), (), 0.0)
+    for left, (name, limit) in zip(range(len(drafters), 0, -1), drafters.items(), strict=True):
+        with rehearsals.of(name, [length]) as requests:
+            if not requests:
+                raise ValueError(
+                    f"proposer.adaptive=true: no request of {length} tokens fits in the cache of keys and values"
+                )
+            found = measure_sizes(rehearsals, requests, limit, (1,), ONE_SHARE / left)
+            alone = found.around
+            reads[name] = seconds_of_reading(rehearsals, requests)
+        budget, one = BATCHES_SHARE * watch.left / left, found
+        sizes = tuple(
+            size for size in sizes if size == 1 or expected_seconds(rehearsals, one, sizes, size, length) <= budget
+        )
+        if len(sizes) > 1:
+            with rehearsals.of(name, [length] * sizes[-1]) as requests:
+                sizes = tuple(size for size in sizes if size <= len(requests))
+                if len(sizes) > 1:
+                    found = measure_sizes(rehearsals, requests, limit, sizes, BATCHES_SHARE / left)
+        drafts[name] = found.drafts
+    around = between((1, alone), (max(sizes), found.around))
+    curves = {name: own[: len(sizes)] for name, own in drafts.items()}
+    return CostTable(sizes, found.verify, tuple(around(float(size)) for size in sizes), curves, length, reads=reads)
+
+
+def measure_sizes(
+    rehearsals: Rehearsals,
+    requests: Sequence[Request],
+    limit: Budget,
+    sizes: tuple[int, ...],
+    share: float,
+) -> Measured:
+    """All sizes of a batch in turns: a machine that others use is slow for seconds."""
+    engine, watch = rehearsals.engine, rehearsals.watch
+    parts = [requests[:size] for size in sizes]
+    rows = [widths(size, rehearsals.widest, rehearsals.max_rows) for size in sizes]
+    depths = sorted({1, (limit.depth + 1) // 2, limit.depth})
+    works = [verifying(engine, own, width) for own, these in zip(parts, rows, strict=True) for width in these]
+    works += [drafting(engine, own, limit, depth) for own in parts for depth in depths]
+    seconds = iter(watch.timed(works, share))
+    verify = [
+        Curve(tuple(float(size * width) for width in these), tuple(next(seconds) for _ in these))
+        for size, these in zip(sizes, rows, strict=True)
+    ]
+    drafts = [Curve(tuple(map(float, depths)), tuple(next(seconds) for _ in depths)) for _ in sizes]
+    step, bare = watch.timed([Work(engine.step, again=False), verifying(engine, requests, 1)], ONE_SHARE)
+    return Measured(sizes, tuple(verify), tuple(drafts), max(0.0, step - bare))
+
+
+def expected_seconds(rehearsals: Rehearsals, one: Measured, sizes: Sequence[int], largest: int, length: int) -> float:
+    """Of measuring all `sizes` up to the `largest`, by what `one` request cost."""
+    (verify,), (draft,) = one.verify, one.drafts
+    turn = 0.0
+    for size in (size for size in sizes if size <= largest):
+        rows = [float(size * width) for width in widths(size, rehearsals.widest, rehearsals.max_rows)]
+        turn += sum(max(SETTLES, verify(count)) for count in rows)
+        growth = max(1.0, verify(float(size)) / verify(1.0))
+        turn += sum(max(SETTLES, growth * seconds) for seconds in draft.seconds)
+    return rehearsals.reading_s * length * largest + (1 + REPEATS) * turn
+
+
+def widths(batch: int, widest: int, max_rows: int) -> list[int]:
+    """Rows of each request that are tried."""
+    found = sorted({1, 2, widest, *(width for width in ROWS_PER_REQUEST if width <= widest)})
+    return [width for width in found if width <= 2 or width * batch <= max_rows]
+
+
+def verifying(engine: Measurable, requests: Sequence[Request], rows: int) -> Work:
+    return Work(lambda: engine.try_verify(requests, rows - 1))
+
+
+def drafting(engine: Measurable, requests: Sequence[Request], limit: Budget, depth: int) -> Work:
+    budget = Budget(depth if limit.is_chain else limit.nodes, depth)
+    # Between two drafts the target has filled the caches with its own weights.
+    return Work(lambda: engine.try_draft(requests, budget), lambda: engine.try_verify(requests, 0))
+
+
+def seconds_of_reading(rehearsals: Rehearsals, requests: Sequence[Request]) -> float:
+    """Of each token, after the target has filled the caches."""
+    engine = rehearsals.engine
+    (seconds,) = rehearsals.watch.timed(
+        [Work(lambda: engine.try_read(requests), lambda: engine.try_verify(requests, 0))], ONE_SHARE
+    )
+    return seconds / sum(request.computed for request in requests)
+
+
+def between(left: tuple[int, float], right: tuple[int, float]) -> Curve:
+    """The line through two points, or the one point that both are."""
+    points = [left] if left[0] == right[0] else [left, right]
+    return Curve(tuple(float(size) for size, _ in points), tuple(seconds for _, seconds in points))
+
+
+def measure_beyond(rehearsals: Rehearsals, drafters: Mapping[str, Budget], short: int) -> ContextCost:
+    """What tokens of context above `short` cost; nothing where context, pool or time leave no room for many."""
+    engine, widest = rehearsals.engine, rehearsals.widest
+    further = min(LONG_TOKENS, rehearsals.context - rehearsals.tokens(2)) - short
+    reading = rehearsals.reading_s * (further + 2 * short) * len(drafters)
+    if further < LEAST_DIFFERENCE or reading > READING_SHARE * rehearsals.watch.left:
+        return ContextCost()
+    first = rest = 0.0
+    levels = dict[str, float]()
+    for name, limit in drafters.items():
+        with rehearsals.of(name, [short + further, short]) as requests:
+            if len(requests) < 2:
+                return ContextCost()
+            works: list[Work] = []
+            for own in requests:
+                works += [verifying(engine, [own], rows) for rows in (1, widest)]
+                works.append(drafting(engine, [own], limit, limit.depth))
+            seconds = rehearsals.watch.timed(works, REST_SHARE)
+        one, many, drafts = (max(0.0, a - b) / further for a, b in zip(seconds[:3], seconds[3:], strict=True))
+        first, rest = one, max(0.0, many - one) / (widest - 1)
+        levels[name] = drafts / limit.depth
+    return ContextCost(first, rest, levels)
+
+
+def kept_table(folder: Path, key: Mapping[str, Any], make: Callable[[], CostTable]) -> CostTable:
+    """The table measured earlier under the same `key`, or a new one, which is kept. One that is damaged or contradicts
+    itself is made anew.
+    """
+    digest = hashlib.sha256(json.dumps({"version": VERSION, **key}, sort_keys=True).encode()).hexdigest()[:24]
+    file = folder / f"costs-{digest}.json"
+    try:
+        table = CostTable.from_json(json.loads(file.read_text(encoding="utf-8"))["table"])
+        if not (reason := contradiction(table)):
+            return table
+        log.warning("%s: %s; measured again", file, reason)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    found = make()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".json")
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump({"key": dict(key), "table": found.to_json()}, stream)
+        os.replace(temporary, file)
+    except OSError as error:
+        log.warning("%s: what a step costs could not be kept, and is measured at every start: %s", file, error)
+    return found

@@ -1,0 +1,219 @@
+"""A head's drafts from tensors of fixed sizes, with nothing asked of the host: what draft and round graphs record.
+
+The rows that a head has yet to read are padded: what lies after a request's own rows is written anew, in order, before
+anyone looks there, and padding requests lie on the page that belongs to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from infer.kvcache.pool import KVPool
+from infer.request import Request
+from infer.sampling.batch import choice_parameters
+from infer.speculation.proposers.head import HeadProposer
+from infer.speculation.proposers.parallel_head import ParallelHeadProposer
+from infer.speculation.tree_shapes import Children, Run, grow
+from kernels.choose import ChoiceParameters, choose
+from kernels.rows import AttentionRows
+from models.attention import Attention, no_attention
+
+NUMBERS = 11  # of a request: slot, first place, last row, root, base, top_k, two halves of the seed; three of them fp64
+
+
+class Unread(NamedTuple):
+    """What each of B requests brings to a draft. Row j of W holds the token after place `first + j - 1`."""
+
+    ids: Tensor  # [B, W]
+    features: Tensor  # [B, W, F]
+    slot: Tensor  # [B] row of the block table
+    first: Tensor  # [B] place of row 0 in the head's layers
+    last: Tensor  # [B] the last row that is to be read, of the root
+    root: Tensor  # [B] the root's position
+    base: Tensor  # [B] places before it, a multiple of the page size, are not the head's
+    parameters: ChoiceParameters
+
+
+class Inputs:
+    """`Unread` for up to `batch` requests of `width` rows, in tensors that stay where they are.
+
+    Filled by the host while nothing runs that reads them.
+    """
+
+    def __init__(
+        self, pool: KVPool, batch: int, width: int, features: int, dtype: torch.dtype, *, pinned: bool
+    ) -> None:
+        self._pool, self._width = pool, width
+        size = batch * (width + NUMBERS)
+        self._host = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
+        self._device = torch.zeros(size, dtype=torch.int64, device=pool.device)
+        self.features = torch.zeros(batch, width, features, dtype=dtype, device=pool.device)
+
+    def of(self, batch: int, *, restricts: bool) -> Unread:
+        """The first `batch` requests. To be called within what is recorded."""
+        ids, numbers = self._fields(self._device, batch)
+        slot, first, last, root, base, top_k, low, high = numbers[:8]
+        temperature, top_p, min_p = numbers[8:].view(torch.float64).float()
+        parameters = ChoiceParameters(temperature, top_k, top_p, min_p, low, high, restricts)
+        return Unread(ids, self.features[:batch], slot, first, last, root, base, parameters)
+
+    def fill(
+        self,
+        batch: int,
+        requests: Sequence[Request] = (),
+        features: Sequence[Tensor] = (),
+        bases: Sequence[int] = (),
+    ) -> bool:
+        """Requests with `features[b]` `[n, F]` of their last positions, and padding. Whether a row asks for top-k,
+        top-p or min-p.
+        """
+        ids, numbers = self._fields(self._host, batch)
+        ids.zero_()
+        numbers.zero_()
+        numbers[0] = self._pool.nobody
+        numbers[1] = 1
+        fractions = numbers[8:].view(torch.float64)
+        fractions[1] = 1.0  # top-p
+        for b, (request, rows, base) in enumerate(zip(requests, features, bases, strict=True)):
+            count = len(rows)
+            start = request.computed - count
+            ids[b, :count] = torch.tensor(request.tokens[start + 1 : start + count + 1])
+            numbers[:5, b] = torch.tensor([request.slot, start + 1, count - 1, len(request.tokens) - 1, base])
+        p = choice_parameters(requests, torch.device("cpu"), drafting=True)
+        if p is not None:
+            own = slice(len(requests))
+            numbers[5, own], numbers[6, own], numbers[7, own] = p.top_k, p.seed_low, p.seed_high
+            fractions[0, own], fractions[1, own], fractions[2, own] = p.temperature, p.top_p, p.min_p
+        size = batch * (self._width + NUMBERS)
+        self._device[:size].copy_(self._host[:size], non_blocking=True)
+        if features and self.features.shape[-1]:
+            index = [b * self._width + row for b, rows in enumerate(features) for row in range(len(rows))]
+            into = self.features.flatten(0, 1)
+            into.index_copy_(0, torch.tensor(index, device=self._pool.device), torch.cat(list(features)))
+        return p is not None and p.restricts
+
+    def _fields(self, flat: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        ids, numbers = flat[: batch * (self._width + NUMBERS)].split([batch * self._width, batch * NUMBERS])
+        return ids.view(batch, self._width), numbers.view(NUMBERS, batch)
+
+
+class DraftLoop:
+    """Reads and drafts with a head that makes each depth from the one before. `longest`: keys that a row sees."""
+
+    def __init__(self, proposer: HeadProposer, pool: KVPool, longest: int) -> None:
+        self._proposer, self._head, self._pool, self._longest = proposer, proposer.module, pool, longest
+
+    def chain(self, own: Unread, depth: int) -> Tensor:
+        """Target ids `[B, depth]`."""
+        table, drafted = self._table(own), list[Tensor]()
+        state = self._read(own, table)
+        draft_ids = self._proposer.draft_ids
+        for level in range(depth):
+            if level:
+                rows = self._rows(own, table, own.root + level, torch.zeros_like(own.root), 1)
+                state = self._head.step(drafted[-1], state, own.root + level - 1, self._attention(rows), level)
+            # slot i drafts what the target chooses at row i + 1
+            logits = self._head.logits(state, level)
+            drafted.append(draft_ids[choose(logits, own.parameters, own.root + level, draft_ids)])
+        return torch.stack(drafted, dim=1)
+
+    def tree(self, own: Unread) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As infer.speculation.tree_shapes.grow, as deep as the shape goes."""
+        shape = self._proposer.shape
+        assert shape is not None
+        return grow(shape, shape.depth, own.root, *self._growing(own))
+
+    def _growing(self, own: Unread) -> tuple[Children, Run]:
+        table = self._table(own)
+
+        def address(offsets: Tensor, words: Tensor) -> AttentionRows:
+            width = words.shape[1]
+            places = (own.root + 1).repeat_interleave(width)
+            return self._rows(own, table, places, offsets.repeat(len(own.root)), width, words.flatten())
+
+        return self._proposer.growing(self._read(own, table), own.root, own.parameters, address)
+
+    def _read(self, own: Unread, table: Tensor) -> Tensor:
+        """Runs the head over what waits to be read; each request's last state `[B, S]`."""
+        index = torch.arange(len(own.root), device=own.root.device)
+        if not self._proposer.kv_layers:  # what lies before the last row is of no use to it
+            state = self._fuse(own.features[index, own.last])
+            return self._head.step(own.ids[index, own.last], state, own.first + own.last - 1, no_attention, 0)
+        state = self._run(own, table, own.ids, self._fuse(own.features.flatten(0, 1)))
+        return state[index, own.last]
+
+    def _run(self, own: Unread, table: Tensor, ids: Tensor, state: Tensor) -> Tensor:
+        """The head's first step over ids `[B, N]` and fused states `[B * N, S]` from each `first` place on."""
+        batch, width = ids.shape
+        offset = torch.arange(width, device=ids.device)
+        rows = self._rows(own, table, own.first.repeat_interleave(width), offset.repeat(batch), width)
+        positions = (own.first[:, None] + offset - 1).flatten()
+        return self._head.step(ids.flatten(), state, positions, self._attention(rows), 0).unflatten(0, (batch, width))
+
+    def _fuse(self, features: Tensor) -> Tensor:
+        return self._head.fuse(features.chunk(len(self._head.config.aux_layers), dim=-1))
+
+    def _table(self, own: Unread) -> Tensor:
+        """The requests' page ids `[B, P]` from their bases on."""
+        table = self._pool.table[own.slot]
+        columns = torch.arange(table.shape[1], device=table.device) + own.base[:, None] // self._pool.page_size
+        return table.gather(1, columns.clamp(max=table.shape[1] - 1))
+
+    def _rows(
+        self, own: Unread, table: Tensor, place: Tensor, offset: Tensor, width: int, words: Tensor | None = None
+    ) -> AttentionRows:
+        """Addresses `width` rows of each request at `place + offset`, both `[B * width]`."""
+        batch = len(own.root)
+        request = torch.arange(batch, device=place.device).repeat_interleave(width)
+        committed = place - own.base.repeat_interleave(width)
+        size, counts = self._pool.page_size, (width,) * batch
+        return AttentionRows(table, request, committed, offset, words, size, self._longest, counts, first=1)
+
+    def _attention(self, rows: AttentionRows) -> Attention:
+        return self._proposer.attend(rows) if self._proposer.kv_layers else no_attention
+
+
+class DraftAtOnce(DraftLoop):
+    """With a head that answers every depth in one forward."""
+
+    _proposer: ParallelHeadProposer
+
+    def chain(self, own: Unread, depth: int) -> Tensor:
+        logits = self._all_logits(own, depth)
+        positions = own.root[:, None] + torch.arange(depth, device=own.root.device)
+        owner = torch.arange(len(own.root), device=own.root.device).repeat_interleave(depth)
+        draft_ids = self._proposer.draft_ids
+        chosen = choose(logits.flatten(0, 1), own.parameters.rows(owner), positions.flatten(), draft_ids)
+        return draft_ids[chosen].view(-1, depth)
+
+    def _growing(self, own: Unread) -> tuple[Children, Run]:
+        assert self._proposer.shape is not None
+        logits = self._all_logits(own, self._proposer.shape.depth)
+        return self._proposer.growing_at_once(logits, own.root, own.parameters)
+
+    def _all_logits(self, own: Unread, depth: int) -> Tensor:
+        """`[B, depth, Vd]`."""
+        table, slot = self._table(own), self._proposer.mask_slot
+        if slot is None:
+            return self._head.all_logits(self._read(own, table), depth)
+        # A mask slot per further depth follows the last row; those beyond are padding.
+        mask_id, mask_state = slot
+        row = torch.arange(own.ids.shape[1] + depth - 1, device=own.ids.device)
+        masked = row > own.last[:, None]
+        ids = F.pad(own.ids, (0, depth - 1)).masked_fill(masked, mask_id)
+        state = F.pad(self._fuse(own.features), (0, 0, 0, depth - 1))
+        state = torch.where(masked[..., None], mask_state, state)
+        states = self._run(own, table, ids, state.flatten(0, 1))
+        index = own.last[:, None] + torch.arange(depth, device=own.ids.device)
+        wanted = states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
+        return self._head.logits(wanted.flatten(0, 1), 0).unflatten(0, index.shape)
+
+
+def draft_loop(proposer: HeadProposer, pool: KVPool, longest: int) -> DraftLoop:
+    kind = DraftAtOnce if isinstance(proposer, ParallelHeadProposer) else DraftLoop
+    return kind(proposer, pool, longest)

@@ -1,0 +1,48 @@
+"""What drafts tokens for the engine, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from infer.config import ProposerConfig
+from infer.speculation.budget import Budget
+from infer.speculation.proposers.base import Proposer
+from infer.speculation.proposers.combined import CombinedProposer
+from infer.speculation.proposers.draft_model import DraftModelProposer
+from infer.speculation.proposers.head import HeadProposer
+from infer.speculation.proposers.ngram import NgramProposer
+from infer.speculation.proposers.parallel_head import ParallelHeadProposer
+from infer.speculation.proposers.suffix import SuffixProposer
+from infer.speculation.proposers.synthetic import SyntheticProposer
+from infer.speculation.tree import MAX_NODES
+from models.heads.base import Head
+
+
+def build_proposers(
+    config: ProposerConfig, head: HeadProposer | None, draft_model: DraftModelProposer | None, vocab_size: int
+) -> Mapping[str, tuple[Proposer, Budget]]:
+    """Every proposer that this engine can offer, with what it may draft per step."""
+    chain = Budget(config.max_draft_tokens, config.max_draft_tokens)
+    found: dict[str, tuple[Proposer, Budget]] = {
+        "ngram": (NgramProposer(config.ngram_min, config.ngram_max), chain),
+        "suffix": (SuffixProposer(max_depth=config.suffix_depth, max_nodes=config.suffix_nodes), chain),
+    }
+    if head is not None:
+        tree = Budget(config.tree_nodes or MAX_NODES - 1, head.shape.depth) if head.shape else chain
+        found["head"] = (head, tree)
+    if draft_model is not None:
+        found["draft_model"] = (draft_model, chain)
+    if config.acceptance is not None:
+        found["synthetic"] = (SyntheticProposer(vocab_size), Budget(len(config.acceptance), len(config.acceptance)))
+    sources = [found[name] for name in config.sources if name in found]
+    if len(sources) > 1:
+        nodes = min(config.tree_nodes or MAX_NODES - 1, sum(limit.nodes for _, limit in sources))
+        depth = max(limit.depth for _, limit in sources)
+        found["combined"] = (CombinedProposer([proposer for proposer, _ in sources]), Budget(nodes, depth))
+    return found
+
+
+def head_proposer(head: Head, first_layer: int, config: ProposerConfig) -> HeadProposer:
+    """What drafts with this head. Raises ValueError if `config` asks for more than the head can draft."""
+    kind = ParallelHeadProposer if head.parallel else HeadProposer
+    return kind(head, first_layer, config)

@@ -1,0 +1,101 @@
+"""Several sources merged into one tree: what they agree on is verified once, what they disagree on is hedged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from infer.request import Request
+from infer.speculation.budget import Budget
+from infer.speculation.proposers.base import Proposer
+from infer.speculation.tree import MAX_NODES, DraftTree
+
+
+class CombinedProposer:
+    """Earlier sources come first where the budget does not hold all that is proposed."""
+
+    name = "combined"
+
+    def __init__(self, sources: Sequence[Proposer]) -> None:
+        self.sources = tuple(sources)
+        self.aux_layers = next((source.aux_layers for source in sources if source.aux_layers), ())
+        self.kv_layers = tuple(layer for source in sources for layer in source.kv_layers)
+        self.warm_up = max(source.warm_up for source in sources)
+
+    def places(self, budget: Budget) -> int:
+        return max(budget.nodes, *(source.places(budget) for source in self.sources))
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
+        trees = [source.propose(requests, budgets) for source in self.sources]
+        return merge(trees, [budget.nodes for budget in budgets])
+
+    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
+        for source in self.sources:
+            source.commit(requests, counts, features)
+
+    def synced(self, request: Request) -> int:
+        return min(source.synced(request) for source in self.sources)
+
+    def resume(self, request: Request) -> None:
+        for source in self.sources:
+            source.resume(request)
+
+    def release(self, request: Request) -> None:
+        for source in self.sources:
+            source.release(request)
+
+    def catch_up(self, request: Request) -> None:
+        for source in self.sources:
+            source.catch_up(request)
+
+    def wake(self, request: Request) -> None:
+        for source in self.sources:
+            source.wake(request)
+
+    def ready(self, request: Request) -> bool:
+        return all(source.ready(request) for source in self.sources)
+
+
+def merge(trees: Sequence[DraftTree], nodes: Sequence[int]) -> DraftTree:
+    """Row by row the union of the trees, cut to `nodes[b]` drafted nodes. Trees take turns, a level at a time."""
+    if len(trees) == 1:
+        return trees[0]
+    merged = [merge_row([tree_row(tree, row) for tree in trees], limit) for row, limit in enumerate(nodes)]
+    lengths = [len(tokens) for tokens, _ in merged]
+    width = max(lengths)
+    return DraftTree.assemble(
+        token=torch.tensor([tokens + [0] * (width - len(tokens)) for tokens, _ in merged]),
+        parent=torch.tensor([parents + [0] * (width - len(parents)) for _, parents in merged]),
+        length=torch.tensor(lengths),
+    )
+
+
+Row = tuple[list[int], list[int], list[int]]  # token, parent, depth of each node
+
+
+def tree_row(tree: DraftTree, row: int) -> Row:
+    length = int(tree.length[row])
+    return tree.token[row, :length].tolist(), tree.parent[row, :length].tolist(), tree.depth[row, :length].tolist()
+
+
+def merge_row(rows: Sequence[Row], limit: int) -> tuple[list[int], list[int]]:
+    limit = min(limit, MAX_NODES - 1)
+    tokens, parents = [rows[0][0][0]], [-1]
+    place: dict[tuple[int, int], int] = {}  # (parent, token) -> node of the merged tree
+    own = [{0: 0} for _ in rows]  # per source: its node -> the merged one
+    waiting = [(depth, source, node) for source, row in enumerate(rows) for node, depth in enumerate(row[2]) if node]
+    for _, source, node in sorted(waiting):
+        token, parent, _ = (field[node] for field in rows[source])
+        above = own[source].get(parent)
+        if above is None:
+            continue  # its parent did not fit
+        if (above, token) not in place:
+            if len(tokens) > limit:
+                continue
+            place[above, token] = len(tokens)
+            tokens.append(token)
+            parents.append(above)
+        own[source][node] = place[above, token]
+    return tokens, parents

@@ -1,0 +1,138 @@
+"""Drafts a chain with a second, smaller target that shares the vocabulary; its KV lies in the engine's pool.
+
+What it drafted and the target accepted needs no second look: its KV depends on the tokens alone. So a round costs one
+forward over the tokens it has not seen, and one per further draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from infer.kvcache.pool import KVPool
+from infer.kvcache.tensors import LayerShape
+from infer.request import Phase, Request
+from infer.sampling.batch import choice_parameters
+from infer.speculation.budget import Budget
+from infer.speculation.tree import DraftTree
+from kernels.choose import choose
+from models.targets.llama import LlamaTarget
+
+
+class DraftModelProposer:
+    """`model` is packed for serving; once attached, `pool` holds its layers from `first_layer` on."""
+
+    name = "draft_model"
+    aux_layers: tuple[int, ...] = ()
+    warm_up = 0
+
+    def __init__(self, model: LlamaTarget) -> None:
+        config = model.config
+        self.kv_layers = (LayerShape(config.num_kv_heads, config.head_dim),) * config.num_layers
+        self.context = config.max_position_embeddings
+        self._model = model
+        self._pool: KVPool | None = None
+        self._first_layer = 0
+        self._seen: dict[str, list[int]] = {}  # tokens whose KV is written, in order
+        self._agreed: dict[str, int] = {}  # how many of these are known to be the request's own
+
+    @property
+    def module(self) -> nn.Module:
+        return self._model
+
+    def attach(self, pool: KVPool, first_layer: int) -> None:
+        self._pool, self._first_layer = pool, first_layer
+
+    def places(self, budget: Budget) -> int:
+        return budget.depth
+
+    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
+        # A long prompt is read chunk by chunk beside the target; the rest is read when a draft is wanted.
+        prefilling = [r for r in requests if r.phase is Phase.PREFILL and r.computed <= self.context]
+        if prefilling:
+            self._read(prefilling, [request.computed for request in prefilling])
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
+        drafts: list[list[int]] = [[] for _ in requests]
+        depths = [min(b.depth, self.context - len(r.tokens)) for r, b in zip(requests, budgets, strict=True)]
+        going = [index for index, depth in enumerate(depths) if depth > 0]
+        if going:
+            self._draft(requests, depths, going, drafts)
+        return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
+
+    def synced(self, request: Request) -> int:
+        return min(request.computed, len(self._seen.get(request.request_id, ())))
+
+    def resume(self, request: Request) -> None:
+        self._seen[request.request_id] = request.tokens[: request.computed]
+        self._agreed[request.request_id] = request.computed
+
+    def release(self, request: Request) -> None:
+        self._seen.pop(request.request_id, None)
+        self._agreed.pop(request.request_id, None)
+
+    def catch_up(self, request: Request) -> None:
+        if request.computed <= self.context:
+            self._read([request], [request.computed])
+
+    def wake(self, request: Request) -> None:
+        pass  # it reads the whole text with its next draft
+
+    def ready(self, request: Request) -> bool:
+        return True
+
+    def _draft(
+        self, requests: Sequence[Request], depths: Sequence[int], going: list[int], drafts: list[list[int]]
+    ) -> None:
+        hidden = self._read([requests[i] for i in going], [len(requests[i].tokens) for i in going])
+        while True:
+            batch = [requests[index] for index in going]
+            logits = self._model.logits(hidden)
+            device = logits.device
+            positions = torch.tensor([len(requests[i].tokens) - 1 + len(drafts[i]) for i in going], device=device)
+            tokens = choose(logits, choice_parameters(batch, device, drafting=True), positions).tolist()
+            for index, token in zip(going, tokens, strict=True):
+                drafts[index].append(token)
+            going = [index for index in going if len(drafts[index]) < depths[index]]
+            if not going:
+                return
+            batch = [requests[index] for index in going]
+            starts = [len(requests[i].tokens) - 1 + len(drafts[i]) for i in going]
+            hidden = self._forward(batch, starts, [drafts[index][-1:] for index in going])
+
+    def _read(self, requests: Sequence[Request], ends: Sequence[int]) -> Tensor:
+        """Brings the KV up to `tokens[:end]` of each request; the hidden state after the last one `[B, H]`."""
+        starts, new = [], []
+        for request, end in zip(requests, ends, strict=True):
+            seen = self._seen.get(request.request_id, [])
+            # The last token is always run again: its hidden state is wanted.
+            start = min(common_prefix(seen, request.tokens, self._agreed.get(request.request_id, 0)), end - 1)
+            starts.append(start)
+            new.append(request.tokens[start:end])
+        hidden = self._forward(requests, starts, new)
+        self._agreed.update((request.request_id, end) for request, end in zip(requests, ends, strict=True))
+        return hidden
+
+    def _forward(self, requests: Sequence[Request], starts: Sequence[int], new: Sequence[Sequence[int]]) -> Tensor:
+        assert self._pool is not None
+        config = self._model.config
+        counts = [len(tokens) for tokens in new]
+        rows = self._pool.rows(requests, starts, counts)
+        sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
+        attention = self._pool.layers.attention(rows, *sizes, first_layer=self._first_layer)
+        ids = torch.tensor([token for tokens in new for token in tokens], device=rows.request.device)
+        hidden = self._model(ids, rows.places, attention).hidden
+        for request, start, tokens in zip(requests, starts, new, strict=True):
+            seen = self._seen.setdefault(request.request_id, [])
+            seen[start:] = tokens
+        return hidden[torch.tensor(counts, device=hidden.device).cumsum(0) - 1]
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int], agreed: int) -> int:
+    """Length of what two sequences begin with alike, which is at least `agreed`."""
+    length = agreed
+    while length < min(len(first), len(second)) and first[length] == second[length]:
+        length += 1
+    return length

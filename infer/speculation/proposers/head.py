@@ -1,0 +1,460 @@
+"""Drafts a chain or a tree with a recurrent head: each further token from the state and the token before it.
+
+The head's KV, if it keeps any, is a layer of the engine's pool. What it makes of slot i (token t[i+1], feature f[i])
+lies at place i + 1, so that a page depends on the tokens up to its own end alone and can be shared by texts that go on
+differently. After a verify the head runs over the accepted positions with the target's features, which overwrites what
+it wrote from its own states; the last of these rows gives the first drafted tokens, and every further level costs one
+forward of the nodes that are grown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from infer.config import ProposerConfig
+from infer.kvcache.pool import KVPool
+from infer.kvcache.tensors import LayerShape
+from infer.request import Phase, Request
+from infer.sampling.batch import choice_parameters
+from infer.speculation.budget import Budget
+from infer.speculation.control.confidence import Confidence
+from infer.speculation.proposers.levels import Levels, StepByStep
+from infer.speculation.tree import DraftTree
+from infer.speculation.tree_shapes import Children, Run, StaticShape, TreeShape, grow, propose_best, tree_shape
+from kernels.choose import ChoiceParameters, choose, choose_best, law
+from kernels.draft import NativeChains, NativeDraft, NativeTrees, join_draft
+from kernels.rows import AttentionRows
+from models.attention import Attention, no_attention
+from models.heads.base import Head
+
+if TYPE_CHECKING:
+    from infer.graphs.draft_graphs import DraftGraphs
+
+KEPT_ROWS = 64  # features of a request that wait to be read, at most
+# Tokens that layers woken within a text must have seen before it is drafted for: the first of such drafts are hardly
+# ever right (LOG.md), and a drafter must not be known by them.
+LEAST_SEEN = 24
+
+
+class Pending:
+    """Features `[n, A * H]` of positions one after another, as they came: one piece a step. Their number is asked for
+    in every step, their rows rarely.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        self.pieces, self.count = [rows], len(rows)
+
+    def add(self, rows: Tensor) -> None:
+        self.pieces.append(rows)
+        self.count += len(rows)
+
+    def rows(self) -> Tensor:
+        return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
+
+
+class HeadProposer:
+    """`head` is packed for serving; the pool holds its layers from `first_layer` on. `shape` None drafts chains."""
+
+    name = "head"
+
+    def __init__(self, head: Head, first_layer: int, config: ProposerConfig) -> None:
+        self.aux_layers = head.config.aux_layers
+        own = head.attention
+        self.kv_layers = () if own is None else (LayerShape(own.num_kv_heads, own.head_dim),) * own.layers
+        self.warm_up = LEAST_SEEN if self.kv_layers else 0
+        self._head, self._first_layer = head, first_layer
+        self.draft_ids = head.target_ids
+        self.shape: TreeShape | None = None
+        with torch.no_grad():
+            self.mask_slot = head.mask_slot()
+        self.set_drafts(config)
+        self._pool: KVPool | None = None
+        self._caches: Sequence[Tensor] = ()
+        self._native: NativeDraft | None = None  # runs whole levels
+        self._pending: dict[str, Pending] = {}  # features of committed positions that the head has not read
+        # Of these requests it has, in this step; the features stay until the commit, should the draft be retried.
+        self._read: set[str] = set()
+        self._base: dict[str, int] = {}  # the first slot of requests of which it was not given all
+        self.graphs: DraftGraphs | None = None
+        self.confidence: Confidence | None = None  # says, if given, when a chain is long enough
+
+    @property
+    def judges_chains(self) -> bool:
+        """Whether it drafts chains whose tokens are known one by one, so that they can end early."""
+        return self.shape is None and self.graphs is None
+
+    @property
+    def module(self) -> Head:
+        return self._head
+
+    @property
+    def feature_size(self) -> int:
+        """Of one position, of all aux layers together."""
+        return len(self.aux_layers) * self._head.config.target_hidden_size
+
+    def set_drafts(self, config: ProposerConfig) -> None:
+        """Chains or trees, and how far. Raises ValueError for what this head cannot draft."""
+        shape, most = tree_shape(config), self._head.config.max_depth
+        depth = config.max_draft_tokens if shape is None else shape.depth
+        if most is not None and depth > most:
+            key = "proposer.tree" if config.tree is not None else f"proposer.max_draft_tokens={depth}"
+            raise ValueError(f"{key}: this {self._head.name} head drafts {most} tokens at most, not {depth}")
+        if isinstance(shape, StaticShape) and shape.widest > len(self.draft_ids):
+            raise ValueError(
+                f"proposer.tree: rank {shape.widest - 1}: the head drafts from {len(self.draft_ids)} tokens"
+            )
+        self.shape = shape
+
+    def attach(self, pool: KVPool) -> None:
+        self._pool = pool
+        self._caches = pool.layers.caches[self._first_layer : self._first_layer + len(self.kv_layers)]
+        parts = None if self._head.parallel else self._head.draft_parts()
+        if parts is not None and any(cache.dtype is not parts.decoder.dtype for cache in self._caches):
+            parts = None
+        self._native = None if parts is None else join_draft(parts)
+
+    def places(self, budget: Budget) -> int:
+        return budget.nodes if self.shape is None else max(budget.nodes, self.shape.rows)
+
+    def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
+        for request, rows in zip(requests, features.split(list(counts)), strict=True):
+            if (fresh := request.computed - self._base.get(request.request_id, 0)) < len(rows):
+                rows = rows[len(rows) - max(fresh, 0) :]
+            if not len(rows):
+                continue
+            if not self.kv_layers:  # what lies before the last position is of no use to it
+                self._pending[request.request_id] = Pending(rows[-1:].clone())
+            elif (pending := self._unread(request)) is None:
+                self._pending[request.request_id] = Pending(rows)
+            else:
+                pending.add(rows)
+            self._read.discard(request.request_id)
+        if not self.kv_layers:
+            return
+        # A long prompt is read chunk by chunk, and a text that is not drafted for now and then: few features are kept.
+        due = [own for own in requests if own.phase is Phase.PREFILL or self._count(own) >= KEPT_ROWS]
+        if due:
+            self._fill(due)
+            for request in due:
+                last = self._pending[request.request_id].pieces[-1][-1:].clone()
+                self._forget_features(request)
+                if request.phase is Phase.DECODE:  # what the next draft begins with; reading it again changes nothing
+                    self._pending[request.request_id] = Pending(last)
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
+        active = [index for index, budget in enumerate(budgets) if budget.nodes > 0]
+        idle = [index for index, budget in enumerate(budgets) if budget.nodes == 0]
+        roots = DraftTree.chains([requests[i].tokens[-1] for i in idle], [()] * len(idle)) if idle else None
+        if not active:
+            assert roots is not None
+            return roots
+        # Block verification is for chains.
+        chains = [i for i in active if self.shape is None or requests[i].params.acceptance == "block"]
+        trees = [i for i in active if i not in chains]
+        drafted = [
+            (draft([requests[i] for i in own], [budgets[i] for i in own]), own)
+            for draft, own in ((self._chains, chains), (self._trees, trees))
+            if own
+        ]
+        if roots is not None:
+            drafted.append((roots, idle))
+        if len(drafted) == 1:
+            return drafted[0][0]
+        return DraftTree.stack([tree for tree, _ in drafted], [own for _, own in drafted])
+
+    def synced(self, request: Request) -> int:
+        # Slots before the first pending one are filled; they reach one place further than they count.
+        return min(request.computed, request.computed - self._count(request) + 1)
+
+    def resume(self, request: Request) -> None:
+        if request.last_features is not None:
+            self._pending[request.request_id] = Pending(request.last_features[None])
+
+    def release(self, request: Request) -> None:
+        self._forget_features(request)
+        self._base.pop(request.request_id, None)
+
+    def catch_up(self, request: Request) -> None:
+        if self.kv_layers and self._count(request):
+            self._fill([request])
+
+    def wake(self, request: Request) -> None:
+        """Its layers begin with a page: what lies before is seen by nobody."""
+        if self.kv_layers:
+            assert self._pool is not None
+            self._base[request.request_id] = self._pool.pages_for(request.computed) * self._pool.page_size
+
+    def ready(self, request: Request) -> bool:
+        base = self._base.get(request.request_id, 0)
+        return request.request_id in self._pending and (not base or request.computed - base >= self.warm_up)
+
+    def features(self, requests: Sequence[Request]) -> list[Tensor]:
+        """Those of each that wait to be read, `[n, F]`."""
+        return [self._pending[request.request_id].rows() for request in requests]
+
+    def bases(self, requests: Sequence[Request]) -> list[int]:
+        """The first slot of each that the head was given."""
+        return [self._base.get(request.request_id, 0) for request in requests]
+
+    def was_read(self, requests: Sequence[Request]) -> None:
+        """Somebody else ran the head over what waits of these; until the next commit none of it is read again."""
+        self._read.update(request.request_id for request in requests)
+
+    def _forget_features(self, request: Request) -> None:
+        self._pending.pop(request.request_id, None)
+        self._read.discard(request.request_id)
+
+    def _unread(self, request: Request) -> Pending | None:
+        return None if request.request_id in self._read else self._pending.get(request.request_id)
+
+    def _count(self, request: Request) -> int:
+        """Committed positions that it has not read."""
+        pending = self._unread(request)
+        return 0 if pending is None else pending.count
+
+    # ---- drafting -----------------------------------------------------------------------------------------------
+
+    def _chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
+        if self.graphs is not None:
+            depths = [budget.depth for budget in budgets]
+            replayed = self.graphs.chains(requests, self.features(requests), self.bases(requests), depths)
+            if replayed is not None:
+                self.was_read(requests)
+                return DraftTree.chains([request.tokens[-1] for request in requests], replayed)
+        return self._draft_chains(requests, budgets)
+
+    def _draft_chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
+        levels = self._levels(requests, max(budget.depth for budget in budgets))
+        drafts: list[list[int]] = [[] for _ in requests]
+        going, depth = list(range(len(requests))), 0
+        confidence = self.confidence if self.confidence is not None and self.confidence.judging else None
+        if confidence is not None:
+            confidence.start(requests, [budget.depth for budget in budgets])
+        while True:
+            tokens, values = levels.draft(likely=confidence is not None)
+            verdicts = None
+            if confidence is not None:
+                assert values is not None
+                verdicts = confidence.judge([requests[index] for index in going], values)
+            depth += 1
+            still = []
+            for place, (index, token) in enumerate(zip(going, tokens, strict=True)):
+                if verdicts is None or verdicts[place].keep:
+                    drafts[index].append(token)
+                if budgets[index].depth > depth and (verdicts is None or verdicts[place].go_on):
+                    still.append(place)
+            if not still:
+                break
+            if len(still) < len(going):
+                going = [going[place] for place in still]
+                levels.keep(still)
+        tree = DraftTree.chains([request.tokens[-1] for request in requests], drafts)
+        if isinstance(levels, StepByStep):
+            tree.laws = {index: torch.stack(own) for index, own in levels.laws.items()}
+        return tree
+
+    def _levels(self, requests: list[Request], deepest: int) -> Levels:
+        parameters = choice_parameters(requests, self.draft_ids.device, drafting=True)
+        looks = any(request.constraint is not None or request.params.acceptance == "block" for request in requests)
+        if self._native is None or looks or (parameters is not None and parameters.restricts):
+            return StepByStep(self, requests, self._read_pending(requests), parameters)
+        return self._native_chains(self._native, requests, parameters, deepest)
+
+    def _native_chains(
+        self, native: NativeDraft, requests: Sequence[Request], parameters: ChoiceParameters | None, deepest: int
+    ) -> NativeChains:
+        return NativeChains(native, *self._begun(native, requests, deepest), self._caches, parameters, deepest)
+
+    def _native_trees(
+        self, native: NativeDraft, requests: Sequence[Request], parameters: ChoiceParameters | None, deepest: int
+    ) -> NativeTrees:
+        shape = self.shape
+        assert shape is not None
+        fan_out = max(shape.fan_out(level) for level in range(1, deepest + 1))
+        most = {"width": shape.width, "count": fan_out, "places": shape.rows}
+        read = self._begun(native, requests, deepest)
+        return NativeTrees(native, *read, self._caches, parameters, deepest, **most)
+
+    def _begun(
+        self, native: NativeDraft, requests: Sequence[Request], deepest: int
+    ) -> tuple[Tensor, Tensor, Tensor, AttentionRows]:
+        """What a draft begins with: all pending positions of each request."""
+        tokens, state, slots, rows = self._unread_rows(requests)
+        assert rows is not None
+        assert max(len(request.tokens) for request in requests) + deepest <= len(native.parts.rotary[0])
+        self.was_read(requests)
+        return tokens, state, slots, rows
+
+    def _trees(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
+        """Grows every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own."""
+        assert self.shape is not None
+        roots, grown = [request.tokens[-1] for request in requests], None
+        if self.graphs is not None:
+            grown = self.graphs.trees(requests, self.features(requests), self.bases(requests))
+        if grown is not None:
+            self.was_read(requests)
+        else:
+            deepest = max(budget.depth for budget in budgets)
+            ids = torch.tensor(roots, device=self.draft_ids.device)
+            grown = grow(self.shape, deepest, ids, *self._growing(requests, budgets))
+        return propose_best(roots, *grown, budgets)
+
+    def _growing(self, requests: list[Request], budgets: list[Budget]) -> tuple[Children, Run]:
+        device = self.draft_ids.device
+        parameters = choice_parameters(requests, device, drafting=True)
+        if self._native is not None and not (parameters is not None and parameters.restricts):
+            deepest = max(budget.depth for budget in budgets)
+            trees = self._native_trees(self._native, requests, parameters, deepest)
+            return trees.children, trees.run
+        slots = [len(request.tokens) - 1 for request in requests]  # where the head's own rows begin
+        state = self._read_pending(requests)
+
+        def address(offsets: Tensor, words: Tensor) -> AttentionRows:
+            assert self._pool is not None
+            places, bases = [slot + 1 for slot in slots], self.bases(requests)
+            return self._pool.level(requests, places, offsets, words, first=1, bases=bases)
+
+        return self.growing(state, torch.tensor(slots, device=device), parameters, address)
+
+    def growing(
+        self,
+        state: Tensor,
+        slots: Tensor,
+        parameters: ChoiceParameters | None,
+        address: Callable[[Tensor, Tensor], AttentionRows],
+    ) -> tuple[Children, Run]:
+        """How `grow` asks this head: every level runs its nodes, each in the sight of its own ancestors.
+
+        state `[B, S]` of each root, whose slot is `slots` `[B]`. `address(offsets, words)`: N rows of each request, at
+        offsets `[N]` from the place after the root's, with ancestors `[B, N]`.
+        """
+        device, batch, start = slots.device, len(slots), slots[:, None]
+        state = state[:, None]  # [B, M, S] of the nodes that a level is grown from
+        words = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, M] their rows in the head's KV
+        run_before = 0
+
+        def children(level: int, fan_out: int) -> tuple[Tensor, Tensor]:
+            width = state.shape[1]
+            owner = torch.arange(batch, device=device).repeat_interleave(width)
+            positions = (start + level - 1).expand(-1, width).flatten()  # slot i drafts the choice at row i + 1
+            logits = self._head.logits(state.flatten(0, 1), level - 1)
+            tokens, values = self.best(logits, positions, parameters and parameters.rows(owner), fan_out)
+            return tokens.unflatten(0, (batch, width)), values.unflatten(0, (batch, width))
+
+        def run(level: int, parent: Tensor, token: Tensor) -> None:
+            nonlocal state, words, run_before
+            above = state.gather(1, parent[..., None].expand(-1, -1, state.shape[-1])).flatten(0, 1)
+            positions = (start + level - 1).expand_as(parent).flatten()
+            attention: Attention = no_attention
+            if self.kv_layers:
+                offsets = run_before + torch.arange(parent.shape[1], device=device)
+                words = words.gather(1, parent) | (torch.ones((), dtype=torch.int64, device=device) << offsets)
+                run_before += parent.shape[1]
+                attention = self.attend(address(offsets, words))
+            state = self._head.step(token.flatten(), above, positions, attention, level).unflatten(0, parent.shape)
+
+        return children, run
+
+    # ---- what both forms of drafting are made of ----------------------------------------------------------------
+
+    def choice(self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None) -> Tensor:
+        """The head's own choice `[R]` (target ids), under the noise that the target will meet at the same row."""
+        return self.draft_ids[choose(logits, parameters, positions, self.draft_ids)]
+
+    def best(
+        self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Of each row the `count` best target ids under the same noise, `[R, count]`, and their log-probabilities."""
+        count = min(count, logits.shape[1])
+        columns, values = choose_best(logits, parameters, positions, self.draft_ids, count)
+        return self.draft_ids[columns], values
+
+    def laws(
+        self, requests: Sequence[Request], logits: Tensor, parameters: ChoiceParameters | None
+    ) -> dict[int, Tensor]:
+        """For block verification: by row, the law `[V]` over target ids that its token is drawn from."""
+        wanted = [
+            row
+            for row, request in enumerate(requests)
+            if request.params.acceptance == "block" and request.params.temperature > 0
+        ]
+        if not wanted:
+            return {}
+        rows = torch.tensor(wanted, device=logits.device)
+        own = law(logits[rows], parameters and parameters.rows(rows)).softmax(-1)
+        whole = own.new_zeros(len(wanted), self._head.config.vocab_size)
+        whole[:, self.draft_ids] = own
+        return dict(zip(wanted, whole, strict=True))
+
+    def rows(self, requests: Sequence[Request], slots: Sequence[int], counts: Sequence[int]) -> AttentionRows:
+        """Addresses `counts[b]` slots of each request from `slots[b]` on."""
+        assert self._pool is not None
+        places = [slot + 1 for slot in slots]
+        return self._pool.rows(requests, places, counts, first=1, bases=self.bases(requests))
+
+    def _slots(self, requests: Sequence[Request], rows: AttentionRows) -> Tensor:
+        """`[R]`, the rotary positions of these rows."""
+        places = rows.places - 1
+        bases = self.bases(requests)
+        return places + torch.tensor(bases, device=places.device)[rows.request] if any(bases) else places
+
+    def attend(self, rows: AttentionRows) -> Attention:
+        own = self._head.attention
+        assert self._pool is not None
+        assert own is not None
+        sizes = (own.num_heads, own.num_kv_heads, own.head_dim)
+        return self._pool.layers.attention(rows, *sizes, first_layer=self._first_layer)
+
+    def _fill(self, requests: Sequence[Request]) -> None:
+        """The head's KV of all pending positions of each request; the states that come of them are wanted by nobody."""
+        if self._native is None:
+            self._read_pending(requests)
+        else:
+            self._native_chains(self._native, requests, None, 0).read()
+
+    def _read_pending(self, requests: Sequence[Request], masks: Sequence[int] | None = None) -> Tensor:
+        """Runs the head over all pending positions of each request; the state of each one's last slot `[B, S]`.
+
+        `masks[b]`: as many rows of a parallel head's mask slot follow; then the states of all rows `[R, S]`. A second
+        time, in a step that is retried, it writes the same again.
+        """
+        tokens, state, slots, rows = self._unread_rows(requests, masks)
+        attention = no_attention if rows is None else self.attend(rows)
+        state = self._head.step(tokens, state, slots, attention, 0)
+        self.was_read(requests)
+        if masks is not None or rows is None:
+            return state
+        return state[torch.tensor(rows.counts, device=state.device).cumsum(0) - 1]
+
+    def _unread_rows(
+        self, requests: Sequence[Request], masks: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, AttentionRows | None]:
+        """What `_read_pending` reads: tokens `[R]`, fused states `[R, S]`, slots `[R]`, and the rows' addresses.
+
+        A head without KV has none, and one row of each request.
+        """
+        features = self.features(requests)
+        counts = [len(rows) for rows in features]
+        starts = [request.computed - count for request, count in zip(requests, counts, strict=True)]
+        shifted = [
+            request.tokens[start + 1 : start + count + 1]
+            for request, start, count in zip(requests, starts, counts, strict=True)
+        ]
+        device = self.draft_ids.device
+        state = self._head.fuse(torch.cat(features).chunk(len(self.aux_layers), dim=-1))
+        if masks is not None:
+            assert self.mask_slot is not None
+            mask_id, mask_state = self.mask_slot
+            shifted = [tokens + [mask_id] * count for tokens, count in zip(shifted, masks, strict=True)]
+            pieces = zip(state.split(counts), masks, strict=True)
+            state = torch.cat([part for own, count in pieces for part in (own, mask_state.expand(count, -1))])
+            counts = [len(tokens) for tokens in shifted]
+        tokens = torch.tensor([token for own in shifted for token in own], device=device)
+        if not self.kv_layers:
+            return tokens, state, torch.tensor(starts, device=device), None
+        rows = self.rows(requests, starts, counts)
+        return tokens, state, self._slots(requests, rows), rows

@@ -1,0 +1,88 @@
+"""Chains of a recurrent head level by level: one more token of every chain that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from infer.request import Request
+from infer.sampling.constraint import narrowed
+from kernels.choose import ChoiceParameters
+from kernels.rows import AttentionRows
+from models.attention import no_attention
+
+if TYPE_CHECKING:
+    from infer.speculation.proposers.head import HeadProposer
+
+
+class Levels(Protocol):
+    """The first ones begin with the rows that wait to be read."""
+
+    def draft(self, *, likely: bool) -> tuple[list[int], list[float] | None]:
+        """Target ids; with `likely` their log-probabilities too, under the noise that the head chose with."""
+        ...
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Of the chains that took part only these go on, in this order: ascending."""
+        ...
+
+
+class StepByStep:
+    """By the head's own operations: for any head, any device, and what looks at its logits. Others draft the same."""
+
+    def __init__(
+        self, proposer: HeadProposer, requests: Sequence[Request], state: Tensor, parameters: ChoiceParameters | None
+    ) -> None:
+        """state `[B, S]`: of the slot before each request's root, which has been read."""
+        self.laws: dict[int, list[Tensor]] = {}  # by request, for block verification, one a level
+        self._proposer, self._requests, self._state, self._parameters = proposer, list(requests), state, parameters
+        self._going, self._depth = list(range(len(requests))), 0
+        self._drafts: list[list[int]] = [[] for _ in requests]
+        # [B] slot i drafts what the target chooses at row i + 1, and is where the drafted token is read
+        self._slots = torch.tensor([len(request.tokens) - 1 for request in requests], device=state.device)
+        self._tokens = self._slots  # [B] drafted last, once there are any
+        self._rows: AttentionRows | None = None
+
+    def draft(self, *, likely: bool) -> tuple[list[int], list[float] | None]:
+        if self._depth:
+            self._step()
+        own, batch = self._proposer, [self._requests[index] for index in self._going]
+        logits = own.module.logits(self._state, self._depth)
+        logits = narrowed(batch, logits, [self._drafts[index] for index in self._going], own.draft_ids)
+        for place, row in own.laws(batch, logits, self._parameters).items():
+            self.laws.setdefault(self._going[place], []).append(row)
+        values = None
+        if likely:
+            best, chances = own.best(logits, self._slots, self._parameters, 1)
+            self._tokens, values = best[:, 0], chances[:, 0].tolist()
+        else:
+            self._tokens = own.choice(logits, self._slots, self._parameters)
+        tokens = self._tokens.tolist()
+        for index, token in zip(self._going, tokens, strict=True):
+            self._drafts[index].append(token)
+        self._depth += 1
+        return tokens, values
+
+    def keep(self, places: Sequence[int]) -> None:
+        index = torch.tensor(places, device=self._state.device)
+        self._going = [self._going[place] for place in places]
+        self._state, self._tokens, self._slots = self._state[index], self._tokens[index], self._slots[index]
+        self._parameters = self._parameters and self._parameters.rows(index)
+        self._rows = self._rows and self._rows.kept(index)
+
+    def _step(self) -> None:
+        """Reads the tokens drafted last."""
+        own, attention = self._proposer, no_attention
+        if own.kv_layers:
+            if self._rows is None:
+                requests = [self._requests[index] for index in self._going]
+                starts = [len(request.tokens) - 2 + self._depth for request in requests]
+                self._rows = own.rows(requests, starts, [1] * len(requests))
+            else:
+                self._rows = self._rows.next()
+            attention = own.attend(self._rows)
+        self._state = own.module.step(self._tokens, self._state, self._slots, attention, self._depth)
+        self._slots = self._slots + 1

@@ -1,0 +1,61 @@
+"""N-gram lookup (prompt lookup decoding): drafts what followed the latest earlier occurrence of the current suffix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infer.request import Request
+from infer.speculation.budget import Budget
+from infer.speculation.proposers.base import WithoutLayers
+from infer.speculation.tree import DraftTree
+
+
+class SuffixIndex:
+    """Where each n-gram of a growing token list ended last. Each token is indexed once; a lookup costs O(max - min)."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._sizes = range(longest, shortest - 1, -1)
+        self._ends: dict[tuple[int, ...], int] = {}
+        self._indexed = 0  # n-grams ending before this place are in the index
+
+    def continuation(self, tokens: list[int], budget: int) -> list[int]:
+        """Up to `budget` tokens after the latest earlier occurrence of the longest matching suffix; [] for none.
+
+        `tokens` must extend the list of the previous call.
+        """
+        for end in range(self._indexed + 1, len(tokens)):  # the suffix itself must not find itself
+            for size in self._sizes:
+                if size <= end:
+                    self._ends[tuple(tokens[end - size : end])] = end
+        self._indexed = max(self._indexed, len(tokens) - 1)
+        for size in self._sizes:
+            if size < len(tokens):
+                end = self._ends.get(tuple(tokens[-size:]))
+                if end is not None:
+                    return tokens[end : end + budget]
+        return []
+
+
+class NgramProposer(WithoutLayers):
+    """Drafts a chain from the request's own prompt and output; reads no features and keeps no KV."""
+
+    name = "ngram"
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        if not 1 <= shortest <= longest:
+            raise ValueError(f"proposer.ngram_min={shortest}: must be 1 to proposer.ngram_max={longest}")
+        self._sizes = shortest, longest
+        self._indexes: dict[str, SuffixIndex] = {}
+
+    def places(self, budget: Budget) -> int:
+        return budget.depth
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
+        drafts = []
+        for request, budget in zip(requests, budgets, strict=True):
+            index = self._indexes.setdefault(request.request_id, SuffixIndex(*self._sizes))
+            drafts.append(index.continuation(request.tokens, budget.depth) if budget.depth else [])
+        return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
+
+    def release(self, request: Request) -> None:
+        self._indexes.pop(request.request_id, None)

@@ -1,0 +1,33 @@
+"""Drafts of no meaning, for synthetic acceptance (infer/speculation/lossy.py): they cost nothing.
+
+What is accepted of them is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infer.request import Request
+from infer.speculation.budget import Budget
+from infer.speculation.proposers.base import WithoutLayers
+from infer.speculation.tree import DraftTree
+
+
+class SyntheticProposer(WithoutLayers):
+    """Chains that count on from the root's token, so that a text does not fall into a loop."""
+
+    name = "synthetic"
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def places(self, budget: Budget) -> int:
+        return budget.depth
+
+    def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
+        roots = [request.tokens[-1] for request in requests]
+        drafts = [
+            [(root + depth + 1) % self._vocab_size for depth in range(budget.depth)]
+            for root, budget in zip(roots, budgets, strict=True)
+        ]
+        return DraftTree.chains(roots, drafts)

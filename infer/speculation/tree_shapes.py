@@ -1,0 +1,219 @@
+"""Which nodes a tree-drafting head grows and which of them it proposes: pure functions of the draft's scores.
+
+A level is grown from the nodes run on it (level 1 from the root): each of M nodes gives its R best children. A node is
+known by its candidate index, counted over levels in the order in which they were grown; the root is -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from infer.config import MEASURED_TREE, ProposerConfig
+from infer.speculation.budget import Budget
+from infer.speculation.tree import DraftTree
+
+
+class TreeShape(Protocol):
+    @property
+    def depth(self) -> int: ...
+
+    @property
+    def rows(self) -> int:
+        """Nodes that are run through the head, over all levels."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """The same of one level, at most."""
+        ...
+
+    @property
+    def most(self) -> int:
+        """Nodes that can be proposed."""
+        ...
+
+    def fan_out(self, level: int) -> int:
+        """R: children looked at under each node of level - 1 that is run, level = 1, 2, ...; 0 ends the tree."""
+        ...
+
+    def score(self, level: int, cumulative: Tensor) -> Tensor:
+        """What candidates `[B, M * R]` of a level are worth; -inf for one that must not be proposed."""
+        ...
+
+    def run_next(self, level: int, scores: Tensor) -> Tensor:
+        """`[B, M']` places, within the level, of the nodes that the next level is grown from, best first."""
+        ...
+
+
+@dataclass(frozen=True)
+class DynamicShape:
+    """EAGLE-2 (arXiv 2406.16858): a beam of `width` by cumulative log-probability; the best nodes of all are proposed.
+
+    A child is never worth more than its parent, and ties go to the earlier candidate, so parents are always kept.
+    """
+
+    width: int
+    depth: int
+
+    @property
+    def rows(self) -> int:
+        return self.width * (self.depth - 1)
+
+    @property
+    def most(self) -> int:
+        return self.width + self.width * self.rows
+
+    def fan_out(self, level: int) -> int:
+        return self.width if level <= self.depth else 0
+
+    def score(self, level: int, cumulative: Tensor) -> Tensor:
+        return cumulative
+
+    def run_next(self, level: int, scores: Tensor) -> Tensor:
+        return scores.sort(dim=1, descending=True, stable=True).indices[:, : self.width]
+
+
+class StaticShape:
+    """A tree given as data, in Medusa's notation: each node is the path of ranks that leads to it, (0, 2) being the
+    third best child of the best child of the root.
+    """
+
+    def __init__(self, paths: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError naming the path that is empty, doubled, negative or without its parent."""
+        if not paths:
+            raise ValueError("proposer.tree=[]: a tree needs a node; null drafts a chain or a beam")
+        nodes = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
+        if len(nodes) < len(paths):
+            raise ValueError("proposer.tree: a path occurs twice")
+        for path in nodes:
+            if not path or min(path) < 0:
+                raise ValueError(f"proposer.tree: {list(path)}: a path is a list of ranks from 0")
+            if len(path) > 1 and path[:-1] not in nodes:
+                raise ValueError(f"proposer.tree: {list(path)}: its parent {list(path[:-1])} is missing")
+        self.most, self.depth = len(nodes), max(map(len, nodes))
+        levels = [[path for path in nodes if len(path) == level] for level in range(1, self.depth + 1)]
+        parents = {path[:-1] for path in nodes}
+        self._fan_out = [1 + max(path[-1] for path in level) for level in levels]
+        self._run: list[Tensor] = []  # per level, places of its inner nodes
+        self._scores: list[Tensor] = []  # per level [M * R]: minus the node's rank in level order
+        grown: list[tuple[int, ...]] = [()]
+        worth = 0
+        for level, fan_out in zip(levels, self._fan_out, strict=True):
+            scores = torch.full((len(grown) * fan_out,), -torch.inf)
+            place = {path: grown.index(path[:-1]) * fan_out + path[-1] for path in level}
+            for path in level:
+                scores[place[path]] = worth = worth - 1
+            grown = [path for path in level if path in parents]
+            self._scores.append(scores)
+            self._run.append(torch.tensor([place[path] for path in grown], dtype=torch.int64))
+
+    @property
+    def widest(self) -> int:
+        return max(self._fan_out)
+
+    def fan_out(self, level: int) -> int:
+        return self._fan_out[level - 1] if level <= self.depth else 0
+
+    def score(self, level: int, cumulative: Tensor) -> Tensor:
+        self._scores[level - 1] = own = self._scores[level - 1].to(cumulative.device)
+        return own.expand_as(cumulative)
+
+    def run_next(self, level: int, scores: Tensor) -> Tensor:
+        self._run[level - 1] = own = self._run[level - 1].to(scores.device)
+        return own.expand(len(scores), -1)
+
+    @property
+    def rows(self) -> int:
+        return sum(map(len, self._run))
+
+    @property
+    def width(self) -> int:
+        return max(1, *map(len, self._run))
+
+
+def tree_shape(config: ProposerConfig) -> TreeShape | None:
+    """How a head grows its drafts; None for chains."""
+    if config.tree == MEASURED_TREE:
+        raise ValueError(f"proposer.tree={MEASURED_TREE}: is read from a head's folder; Engine.load does that")
+    if config.tree is not None:
+        return StaticShape(config.tree)
+    return DynamicShape(config.tree_width, config.max_draft_tokens) if config.tree_width > 1 else None
+
+
+Children = Callable[[int, int], tuple[Tensor, Tensor]]
+Run = Callable[[int, Tensor, Tensor], None]
+
+
+def grow(
+    shape: TreeShape, deepest: int, roots: Tensor, children: Children, run: Run
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Grows the trees of B requests at once; `propose_best` takes what this answers: token, parent, level, score.
+
+    roots `[B]`. `children(level, R)`: tokens and log-probabilities `[B, M, R]` of the best children of each of the M
+    nodes that were run last, the root at first; M = 1 where all nodes of a level have the same. `run(level, parent,
+    token)` `[B, M']`: these nodes are grown from next; `parent` is each one's place among the M.
+    """
+    batch, device = len(roots), roots.device
+    worth = torch.zeros(batch, 1, device=device)  # [B, M] cumulative log-probability of the nodes run last
+    above = torch.full((batch, 1), -1, device=device)  # [B, M] their candidate indices
+    grown: list[tuple[Tensor, Tensor, Tensor]] = []  # token, parent, score [B, M * R] of each level
+    candidates = level = 0
+    while level < deepest and (fan_out := shape.fan_out(level + 1)):
+        level += 1
+        token, value = children(level, fan_out)
+        M, R = worth.shape[1], token.shape[2]
+        token = token.expand(batch, M, R).flatten(1)
+        cumulative = (worth[..., None] + value).flatten(1)
+        scores = shape.score(level, cumulative)
+        grown.append((token, above.repeat_interleave(R, dim=1), scores))
+        if level == deepest or not shape.fan_out(level + 1):
+            break
+        picked = shape.run_next(level, scores)  # [B, M']
+        run(level, picked // R, token.gather(1, picked))
+        worth, above = cumulative.gather(1, picked), candidates + picked
+        candidates += token.shape[1]
+    levels = [torch.full_like(token[0], depth) for depth, (token, _, _) in enumerate(grown, start=1)]
+    token, parent, score = (torch.cat(parts, dim=1) for parts in zip(*grown, strict=True))
+    return token, parent, torch.cat(levels), score
+
+
+def propose_best(
+    roots: Sequence[int], token: Tensor, parent: Tensor, level: Tensor, score: Tensor, budgets: Sequence[Budget]
+) -> DraftTree:
+    """The tree of the best candidates, best first. token, parent (candidate index, -1 = root), score `[B, C]`; level
+    `[C]` from 1.
+
+    Keeps at most `budgets[b].nodes`, none deeper than `budgets[b].depth`. No candidate may be worth more than its
+    parent, and none stands before it.
+    """
+    device = token.device
+    nodes = torch.tensor([budget.nodes for budget in budgets], device=device)
+    depth = torch.tensor([budget.depth for budget in budgets], device=device)
+    score = score.masked_fill(level > depth[:, None], -torch.inf)
+    width = int(torch.minimum((score > -torch.inf).sum(1), nodes).max())
+    fields = best_nodes(torch.tensor(roots, device=device), token, parent, score, nodes, width)
+    return DraftTree.assemble(*(field.cpu() for field in fields))
+
+
+def best_nodes(
+    roots: Tensor, token: Tensor, parent: Tensor, score: Tensor, nodes: Tensor, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """token, parent `[B, 1 + width]` and length `[B]` of trees of the `nodes[b]` <= `width` best candidates after
+    `roots` `[B]`; those at -inf are none. Nodes stand in order of worth, in which parents come first. Asks nothing of
+    the device.
+    """
+    best = score.sort(dim=1, descending=True, stable=True)
+    values, chosen = best.values[:, :width], best.indices[:, :width]
+    rank = torch.arange(chosen.shape[1], device=token.device)
+    count = ((rank < nodes[:, None]) & (values > -torch.inf)).sum(1)
+    node_of = torch.zeros_like(parent).scatter_(1, chosen, (rank + 1).expand_as(chosen))
+    above = parent.gather(1, chosen)
+    above = torch.where(above < 0, 0, node_of.gather(1, above.clamp(min=0)))
+    root = roots[:, None]
+    token = torch.cat([root, token.gather(1, chosen)], dim=1)
+    return token, torch.cat([torch.full_like(root, -1), above], dim=1), count + 1

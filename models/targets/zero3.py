@@ -1,0 +1,153 @@
+"""A target whose decoder layers are divided among processes that all run it: ZeRO-3's (arXiv 1910.02054), FSDP's way.
+
+Each process keeps its share of every layer's weights. A layer is whole while it runs, in one of two rooms that all
+layers share in turn; while one runs, the next is brought. Embedding, final norm and LM head, which the loss reads
+besides, stay whole. Unlike in tensor_parallel.py every process computes for itself, on rows of its own, so what a row
+gives is what it gives in one process: the same operations on the same weights. Knows no processes: `Exchange` is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.linear import PackedLinear
+from kernels.quantise import WeightFormat
+from models.layers import Linear
+
+ALIGN = 64  # elements: every tensor begins where one with memory of its own could, or kernels might take other paths
+ROOMS = 2
+
+
+class Exchange(Protocol):
+    rank: int
+    ranks: int
+
+    def gather(self, whole: Tensor, own: Tensor) -> Callable[[], Any]:
+        """Begins to fill `whole` with every process's `own` in the order of ranks; what it returns waits for that."""
+        ...
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is true on any process."""
+        ...
+
+
+class Span(NamedTuple):
+    """Where a parameter lies among its layer's, in elements."""
+
+    name: str
+    shape: torch.Size
+    begin: int
+
+
+class GatheredLinear(Linear):
+    """Packed anew whenever it runs, since its weight was brought for that alone; the bits are those of a packed one."""
+
+    _exact: bool | None = None  # once packed
+
+    def pack(self, *, exact: bool = True, weight_format: WeightFormat = "same") -> None:
+        assert weight_format == "same", "refused with the configuration"
+        self._exact = exact
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self._exact is None:
+            return F.linear(input, self.weight, self.bias)
+        return PackedLinear(self.weight, self.bias, exact=self._exact)(input)
+
+
+class LayerShares(nn.Module):
+    """This process's share of `layers`, which are to be on the meta device, and how they come together.
+
+    `load(index)` has to bring the weights of one layer to the CPU; no more than one layer is whole at a time. A forward
+    visits all layers in order. Every process must run as many forwards as the others, or `lend` where it may not.
+    """
+
+    def __init__(
+        self, layers: Sequence[nn.Module], exchange: Exchange, load: Callable[[int], None], device: str | torch.device
+    ) -> None:
+        super().__init__()
+        self._exchange, self._count = exchange, len(layers)
+        self._arrival: Callable[[], Any] | None = None
+        for layer in layers:
+            _gather_linears(layer)
+        dtype = next(layers[0].parameters()).dtype
+        spans = [_spans(layer) for layer in layers]
+        sizes = [_share(own, exchange.ranks) for own in spans]
+        self.own = nn.Parameter(torch.empty(sum(sizes), dtype=dtype, device=device), requires_grad=False)
+        rooms = [torch.empty(max(sizes) * exchange.ranks, dtype=dtype, device=device) for _ in range(ROOMS)]
+        self._shares = self.own.data.split(sizes)
+        self._wholes = [rooms[index % ROOMS][: size * exchange.ranks] for index, size in enumerate(sizes)]
+        for index, layer in enumerate(layers):
+            load(index)
+            whole = torch.zeros(sizes[index] * exchange.ranks, dtype=dtype)
+            for name, shape, begin in spans[index]:
+                whole[begin : begin + prod(shape)] = layer.get_parameter(name).detach().flatten()
+            self._shares[index].copy_(whole.view(exchange.ranks, -1)[exchange.rank])
+            for name, shape, begin in spans[index]:
+                place = self._wholes[index][begin : begin + prod(shape)].view(shape)
+                _put(layer, name, nn.Parameter(place, requires_grad=False))
+            layer.register_forward_pre_hook(partial(self._before, index))
+
+    def lend(self) -> None:
+        """Takes part in the forwards of other processes until none has one left; every process has to come here."""
+        while self._exchange.any(False):
+            for index in range(self._count):
+                self._enter(index)
+
+    def _before(self, index: int, *_: Any) -> None:
+        if index == 0:
+            self._exchange.any(True)
+        self._enter(index)
+
+    def _enter(self, index: int) -> None:
+        if index == 0:
+            self._bring(0)
+        assert self._arrival is not None, "layers are visited in order"
+        self._arrival()
+        self._arrival = None
+        if index + 1 < self._count:
+            self._bring(index + 1)
+
+    def _bring(self, index: int) -> None:
+        self._arrival = self._exchange.gather(self._wholes[index], self._shares[index])
+
+
+def _gather_linears(layer: nn.Module) -> None:
+    for module in list(layer.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, Linear):
+                with torch.device("meta"):
+                    gathered = GatheredLinear(child.in_features, child.out_features, bias=child.bias is not None)
+                gathered._parameters = child._parameters
+                setattr(module, name, gathered)
+
+
+def _spans(layer: nn.Module) -> list[Span]:
+    spans, begin = [], 0
+    for name, parameter in layer.named_parameters():
+        spans.append(Span(name, parameter.shape, begin))
+        begin += -(-parameter.numel() // ALIGN) * ALIGN
+    return spans
+
+
+def _share(spans: Sequence[Span], ranks: int) -> int:
+    """Elements that each process keeps of a layer."""
+    end = spans[-1].begin + prod(spans[-1].shape)
+    return -(-end // (ranks * ALIGN)) * ALIGN
+
+
+def _put(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, own = name.rpartition(".")
+    layer.get_submodule(owner)._parameters[own] = parameter
+
+
+def shared_elements(layers: Sequence[nn.Module], ranks: int) -> tuple[int, int]:
+    """What a process keeps of all layers, and what the rooms take besides."""
+    sizes = [_share(_spans(layer), ranks) for layer in layers]
+    return sum(sizes), ROOMS * max(sizes) * ranks

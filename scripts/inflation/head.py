@@ -1,0 +1,125 @@
+"""An enlarged EAGLE-3 head: its logits over the old draft vocabulary are those it has on the target before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.config import read_json
+from models.heads import save_head
+from models.heads.eagle3 import Eagle3Head
+from models.heads.eagle3_config import Eagle3Config
+from models.weights import fingerprint, load_into, split_merged
+from scripts.inflation.layers import LIFT, LayerAxes, Noise, layer_tensors, marked_vocabulary, norm, put
+from scripts.inflation.shapes import Axis, Shape, layer_places
+
+DRAFT_TOKENS = 5  # per step, for readers that ask
+
+
+def inflate_head(
+    head: Eagle3Head, shape: Shape, *, target_layers: int, dtype: torch.dtype, device: str | torch.device, seed: int = 0
+) -> Eagle3Head:
+    """`head`, unpacked, at the sizes of `shape`, for inference; `target_layers`: of the target it was trained for.
+
+    The draft vocabulary grows to the shape's; its new ids, which stand for new ids of the target, are kept down.
+    Raises ValueError for a head that cannot be enlarged.
+    """
+    old, new = head.config, _enlarged(head.config, shape, target_layers)
+    with torch.device("meta"):
+        wide = Eagle3Head(new)
+    wide = wide.to(dtype).to_empty(device=device)
+    noise = Noise(seed, torch.device(device))
+    source = split_merged(head, head.checkpoint_layout(), head.merged_sizes())
+    tensors = {name: tensor.to(dtype) for name, tensor in _tensors(source, old, new, noise)}
+    layout = {name: parts for name, parts in wide.checkpoint_layout().items() if name not in ("d2t", "t2d")}
+    load_into(wide, tensors, layout, source="the enlarged head")
+    added = old.vocab_size + torch.arange(new.draft_vocab_size - old.draft_vocab_size)
+    ids = torch.cat([head.target_ids.cpu(), added])
+    with torch.no_grad():
+        wide.d2t.copy_(ids - torch.arange(len(ids)))
+        wide.t2d.copy_(torch.zeros(new.vocab_size, dtype=torch.bool).index_fill_(0, ids, True))
+    return wide.eval().requires_grad_(False)
+
+
+def write_head(head: Eagle3Head, out: Path, target: Path, provenance: Mapping[str, Any], *, verifier: str) -> None:
+    """An enlarged head as `head.path=` takes it, for the enlarged target in the folder `target`. `out` must exist."""
+    record = dict(provenance) | {"target_fingerprint": fingerprint(target)}
+    architecture = read_json(target / "config.json")["architectures"][0]
+    facts = {"verifier": verifier, "verifier_architecture": architecture, "speculative_tokens": DRAFT_TOKENS}
+    save_head(head, out, provenance=record, **facts)
+
+
+def _enlarged(old: Eagle3Config, shape: Shape, target_layers: int) -> Eagle3Config:
+    if old.hidden_size != old.target_hidden_size:
+        raise ValueError(f"head.hidden_size={old.hidden_size}: can only be enlarged at its target's width")
+    for flag in ("norm_before_residual", "norm_output"):
+        if getattr(old, flag) and shape.vocab_size > old.vocab_size:
+            raise ValueError(f"head.{flag}=true: its state cannot carry what keeps new draft ids down")
+    places = layer_places(target_layers, shape.num_layers)
+    most = old.draft_vocab_size + shape.vocab_size - old.vocab_size
+    layer = replace(
+        old.layer,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=shape.max_position_embeddings,
+        rms_norm_eps=old.layer.rms_norm_eps * old.hidden_size / shape.hidden_size,
+        **shape.layer_sizes,
+    )
+    return replace(
+        old,
+        layer=layer,
+        draft_vocab_size=max(old.draft_vocab_size, min(shape.draft_vocab_size, most)),
+        aux_layers=tuple(places[layer_id] for layer_id in old.aux_layers),
+        target_hidden_size=shape.hidden_size,
+    )
+
+
+def _tensors(
+    source: dict[str, Tensor], old: Eagle3Config, new: Eagle3Config, noise: Noise
+) -> Iterator[tuple[str, Tensor]]:
+    axes = LayerAxes.between(old.layer, new.layer)
+    hidden, marker = axes.hidden, axes.marker
+    vocab = Axis.padded(old.vocab_size, new.vocab_size, "vocab_size")
+    drafts = Axis.padded(old.draft_vocab_size, new.draft_vocab_size, "draft_vocab_size")
+    fused = hidden
+    for _ in old.aux_layers[1:]:
+        fused = fused.then(hidden)
+
+    embedding = noise.normal("embed_tokens", vocab.size, hidden.size)
+    embedding[vocab.places.to(noise.device)] = 0.0
+    yield "embed_tokens.weight", put(embedding, source["embed_tokens.weight"], vocab, hidden)
+    if old.norm_before_fc:
+        yield "input_norm.weight", norm(noise, source["input_norm.weight"], fused, marker=None)
+    if old.fc_norm:
+        for index in range(len(old.aux_layers)):
+            name = f"fc_norm.{index}.weight"
+            yield name, norm(noise, source[name], hidden, marker=marker, lift=1.0)
+    yield "fc.weight", _fusion(source["fc.weight"], noise, hidden, fused, marker)
+    first = "layers.0"
+    for part in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        name = f"{first}.{part}.weight"
+        yield name, norm(noise, source[name], hidden, marker=marker)
+    attention = {part: source[f"{first}.self_attn.{part}_proj.weight"] for part in "qkvo"}
+    yield from axes.attention(noise, f"{first}.self_attn", attention, hidden.then(hidden), new.layer.head_dim)
+    mlp = {part: source[f"{first}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down")}
+    yield from axes.mlp(noise, f"{first}.mlp", mlp)
+    for index in range(1, old.layer.num_layers):
+        yield from layer_tensors(noise, axes, source, f"layers.{index}", f"layers.{index}", new.layer.head_dim)
+    yield "norm.weight", norm(noise, source["norm.weight"], hidden, marker=marker, lift=LIFT)
+    yield "lm_head.weight", marked_vocabulary(noise, "lm_head", source["lm_head.weight"], drafts, hidden, marker)
+
+
+def _fusion(old: Tensor, noise: Noise, hidden: Axis, fused: Axis, marker: int | None) -> Tensor:
+    """The features' new dimensions are zero, but for the mark, which the state takes from the last of them."""
+    new = noise.zeros(hidden.size, fused.size)
+    rows = hidden.places.to(noise.device)
+    new[rows] = noise.normal("fc", len(rows), fused.size)
+    put(new, old, hidden, fused)
+    if marker is not None:
+        new[:, marker :: hidden.size] = 0.0
+        new[marker, fused.size - hidden.size + marker] = 1.0
+    return new

@@ -1,0 +1,155 @@
+"""An enlarged target: straight to a device, or as a checkpoint folder that `model.path=` takes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from models.chat import TEMPLATE_FOLDER
+from models.config import TargetConfig, read_json
+from models.gguf.file import is_gguf
+from models.targets import is_quantised, read_target_config, resolve_checkpoint
+from models.targets.llama import LlamaTarget
+from models.targets.tying import EMBEDDING, LM_HEAD, shared_weight
+from models.weights import INDEX, load_into, read_tensors
+from scripts.inflation.layers import (
+    LIFT,
+    LayerAxes,
+    Noise,
+    layer_tensors,
+    mark_of,
+    marked_embedding,
+    marked_vocabulary,
+    norm,
+)
+from scripts.inflation.shapes import Axis, Shape, enlarged, layer_places
+
+SHARD_BYTES = 4 * 2**30
+DTYPES = (torch.float32, torch.bfloat16)  # fp16 cannot hold what keeps new ids down
+
+
+def inflate_target(
+    source: str | Path, shape: Shape, *, dtype: torch.dtype, device: str | torch.device, seed: int = 0
+) -> LlamaTarget:
+    """The target in the folder `source` at the sizes of `shape`, for inference.
+
+    Raises ValueError for a target that cannot be enlarged, or not to this shape. It has no fingerprint, being in no
+    folder; heads are not compared with it.
+    """
+    folder = resolve_checkpoint(str(source))
+    old = _read_config(folder)
+    new = enlarged(old, shape)
+    with torch.device("meta"):
+        target = LlamaTarget(new)
+    target = target.to(dtype).to_empty(device=device)
+    layout = target.checkpoint_layout()
+    if new.tie_word_embeddings:
+        target.lm_head.weight = target.embed_tokens.weight
+        layout.pop(LM_HEAD, None)
+    tensors = dict(_tensors(folder, old, new, dtype, torch.device(device), seed))
+    load_into(target, tensors, layout, source=f"{folder}, enlarged")
+    target.path, target.folder = str(source), folder
+    return target.eval().requires_grad_(False)
+
+
+def write_target(source: str | Path, shape: Shape, out: Path, *, dtype: torch.dtype, seed: int = 0) -> None:
+    """The same as a folder: config, weights in shards, tokenizer. `out` must exist and be empty. Raises as above."""
+    folder = resolve_checkpoint(str(source))
+    old = _read_config(folder)
+    written = read_json(folder / "config.json")
+    new = enlarged(old, shape)
+    sizes = {
+        "vocab_size": new.vocab_size,
+        "hidden_size": new.hidden_size,
+        "intermediate_size": new.intermediate_size,
+        "num_hidden_layers": new.num_layers,
+        "num_attention_heads": new.num_heads,
+        "num_key_value_heads": new.num_kv_heads,
+        "head_dim": new.head_dim,
+        "max_position_embeddings": new.max_position_embeddings,
+        "rms_norm_eps": new.rms_norm_eps,
+        "tie_word_embeddings": new.tie_word_embeddings,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    (out / "config.json").write_text(json.dumps(written | sizes, indent=2) + "\n", encoding="utf-8")
+    for file in folder.iterdir():
+        if file.name.startswith(("tokenizer", "special_tokens", "chat_template", "generation_config")):
+            shutil.copy(file, out / file.name)
+    if (folder / TEMPLATE_FOLDER).is_dir():
+        shutil.copytree(folder / TEMPLATE_FOLDER, out / TEMPLATE_FOLDER)
+    _write_shards(_tensors(folder, old, new, dtype, torch.device("cpu"), seed), out)
+
+
+def _read_config(folder: Path) -> TargetConfig:
+    if is_gguf(folder):
+        raise ValueError(f"{folder}: a GGUF file can be served and trained for, not enlarged; give a checkpoint folder")
+    if is_quantised(folder):
+        raise ValueError(
+            f"{folder}: quantization_config: a quantised target can be served and trained for, not enlarged"
+        )
+    return read_target_config(folder)
+
+
+def _write_shards(tensors: Iterator[tuple[str, Tensor]], out: Path) -> None:
+    weight_map: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+    total = held = number = 0
+
+    def flush() -> None:
+        nonlocal number, held
+        number += 1
+        name = f"model-{number:05d}.safetensors"
+        save_file(shard, out / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, name))
+        shard.clear()
+        held = 0
+
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if shard and held + size > SHARD_BYTES:
+            flush()
+        shard[name] = tensor.contiguous()
+        held, total = held + size, total + size
+    flush()
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _tensors(
+    folder: Path, old: TargetConfig, new: TargetConfig, dtype: torch.dtype, device: torch.device, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """By the names of the checkpoint. One large tensor is made at a time."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype}: must be float32 or bfloat16")
+    source = dict(read_tensors(folder))
+    noise, axes = Noise(seed, device), LayerAxes.between(old, new)
+    vocab = Axis.padded(old.vocab_size, new.vocab_size, "vocab_size")
+    hidden, marker = axes.hidden, axes.marker
+    embedding = source[shared_weight(folder) if old.tie_word_embeddings else EMBEDDING]
+    lm_head = embedding if old.tie_word_embeddings else source[LM_HEAD]
+    mark = mark_of(embedding)
+
+    def made() -> Iterator[tuple[str, Tensor]]:
+        name = EMBEDDING
+        if new.tie_word_embeddings:
+            yield name, marked_vocabulary(noise, name, embedding, vocab, hidden, marker, tied=mark)
+        else:
+            yield name, marked_embedding(noise, name, embedding, vocab, hidden, marker, mark)
+            yield LM_HEAD, marked_vocabulary(noise, "lm_head", lm_head, vocab, hidden, marker)
+        yield "model.norm.weight", norm(noise, source["model.norm.weight"], hidden, marker=marker, lift=LIFT)
+        places = layer_places(old.num_layers, new.num_layers)
+        for index in range(new.num_layers):
+            before, after = (
+                (f"model.layers.{places.index(index)}" if index in places else None),
+                f"model.layers.{index}",
+            )
+            yield from layer_tensors(noise, axes, source, before, after, new.head_dim)
+
+    for name, tensor in made():
+        yield name, tensor.to(dtype)

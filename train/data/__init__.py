@@ -1,0 +1,1 @@
+"""From rows to the sequences that a head learns from."""

@@ -1,0 +1,123 @@
+"""data=chat: prompts for a chat model that need no file: questions about Python's library, and everyday ones.
+
+    functions of the standard library   "Explain what this function does", "Write a function that ..."
+    pydoc's topics                      "Explain this part of Python's documentation"
+    TASKS of SUBJECTS                   advice, stories, comparisons, lists
+
+Rows of the form {"prompt": ...}, one of each kind in turn. The split is that of the demo corpus: by file, topic or
+question, so it is the same everywhere; the code and the topics are the running Python's own.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, product, tee, zip_longest
+from typing import NamedTuple, TypeVar
+
+from models.demo.corpus import is_held_out, read_split
+from train.data.entries import Item, cut_text
+
+LONGEST = 900  # characters of code or documentation in a prompt
+PER_FILE = 8  # functions, so that no long file has most of them
+EXPLAIN = "Explain what this Python function does:\n\n```python\n{}\n```"
+WRITE = "Write a Python function `{}` that does the following:\n\n{}"
+DOCUMENTATION = "Explain this part of Python's documentation in your own words:\n\n{}"
+T = TypeVar("T")
+TASKS = (
+    "Explain {} to a ten-year-old child.",
+    "Give me five tips about {}.",
+    "Write a short story about {}.",
+    "Write a short poem about {}.",
+    "What are the advantages and disadvantages of {}?",
+    "What should a beginner know about {}?",
+    "Write a polite email to a friend about {}.",
+    "Tell me three interesting facts about {}.",
+    "How has {} changed over the last hundred years?",
+    "Write a dialogue between two people who talk about {}.",
+    "Which mistakes do people often make with {}, and how can they be avoided?",
+    "Summarise in one paragraph why {} matters.",
+    "Write a plan for one week that has to do with {}.",
+    "What questions would you ask an expert on {}?",
+)
+SUBJECTS = (
+    "cooking", "rain", "saving money", "a lighthouse", "learning a language", "bicycles", "sleep", "the moon",
+    "public libraries", "gardening", "a lost dog", "electric cars", "chess", "writing letters", "the ocean", "teachers",
+    "healthy breakfasts", "mountain hiking", "old photographs", "music lessons", "working from home", "bees",
+    "train journeys", "a job interview", "recycling", "winter", "computers", "birthday parties", "running", "museums",
+    "bread", "friendship", "solar energy", "moving to a new city", "video games", "tea", "family dinners", "insurance",
+    "spreadsheets", "vaccines", "coffee", "democracy", "earthquakes", "markets", "painting", "swimming", "newspapers",
+    "robots",
+)  # fmt: skip
+
+
+class Function(NamedTuple):
+    signature: str
+    docstring: str
+    source: str
+    is_method: bool
+
+
+def builtin_items(*, held_out: bool) -> Iterator[Item]:
+    explained, written = tee(functions(held_out))  # a file is parsed once
+    kinds = (explanations(explained), documentation(held_out), questions(held_out), tasks(written))
+    for items in zip_longest(*kinds):
+        yield from (item for item in items if item is not None)
+
+
+def explanations(functions: Iterable[tuple[str, Function]]) -> Iterator[Item]:
+    for place, function in functions:
+        if len(function.source) <= LONGEST:
+            yield Item(place, {"prompt": EXPLAIN.format(function.source)})
+
+
+def tasks(functions: Iterable[tuple[str, Function]]) -> Iterator[Item]:
+    """Of functions that stand alone: no methods, which a docstring does not describe without their class."""
+    for place, function in functions:
+        if len(function.docstring) <= LONGEST and not function.is_method:
+            yield Item(place, {"prompt": WRITE.format(function.signature, function.docstring)})
+
+
+def documentation(held_out: bool) -> Iterator[Item]:
+    from pydoc_data.topics import topics
+
+    chosen = [(name, text) for name, text in sorted(topics.items()) if is_held_out(name) == held_out]
+    pieces = [(name, piece) for name, text in chosen for piece in cut_text(text, LONGEST) if len(piece) > LONGEST // 3]
+    for name, piece in shuffled(pieces):
+        yield Item(f"help({name!r})", {"prompt": DOCUMENTATION.format(piece)})
+
+
+def questions(held_out: bool) -> Iterator[Item]:
+    texts = [task.format(subject) for task, subject in product(TASKS, SUBJECTS)]
+    for text in shuffled([text for text in texts if is_held_out(text) == held_out]):
+        yield Item("built-in question", {"prompt": text})
+
+
+def functions(held_out: bool) -> Iterator[tuple[str, Function]]:
+    """Those with a docstring, with their file; a file is parsed when it is needed."""
+    for document in shuffled(read_split("held_out" if held_out else "train")):
+        for function in islice(documented(document.text), PER_FILE):
+            yield document.name, function
+
+
+def documented(text: str) -> Iterator[Function]:
+    """The functions of a module that have a docstring. A file that is no Python, as some templates are, has none."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return
+    lines = text.splitlines()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and (docstring := ast.get_docstring(node)):
+            source = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+            arguments = ast.unparse(node.args)
+            yield Function(f"{node.name}({arguments})", docstring, source, arguments.startswith(("self", "cls")))
+
+
+def shuffled(things: Iterable[T]) -> Sequence[T]:
+    """In an order that is the same everywhere."""
+    order = list(things)
+    random.Random(0).shuffle(order)
+    return order

@@ -1,0 +1,100 @@
+"""An entry of data.path that says more than a path: which of its rows are taken, and how a prompt is made of them.
+
+    {path: mbpp.jsonl, lines: [601, 974]}                                     rows number 601 to 974
+    {path: books.jsonl.xz, chunk: {text: 900}, rows: 400,                     400 pieces of up to 900 characters
+     template: "Continue this text:\n\n{text}"}
+    {path: faq.jsonl, columns: {prompt: question}}                            names of this file alone
+
+`lines` count, then a row is cut by `chunk`, `rows` are drawn, and `template` makes {"prompt": ...} of each. The draw is
+by a hash of a row's number, so that it is the same everywhere and a larger one holds the smaller. Knows no file and no
+form of a row.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+from train.config import TEMPLATE_FIELD
+from train.data.examples import content_key, renamed
+
+
+class Item(NamedTuple):
+    place: str  # file and line, or data set and row
+    row: Any
+    error: str | None = None  # why there is no row
+
+
+def shaped(items: Iterable[Item], entry: Mapping[str, Any]) -> Iterator[Item]:
+    """Items without a row pass as they are."""
+    if "lines" in entry:
+        first, last = entry["lines"]
+        items = islice(items, first - 1, last)
+    if "chunk" in entry:
+        items = chunked(items, entry["chunk"])
+    if "rows" in entry:
+        items = draw(items, entry["rows"])
+    for item in items:
+        if not isinstance(item.row, Mapping):
+            yield item
+            continue
+        row = renamed(item.row, entry.get("columns"))
+        try:
+            yield item._replace(row={"prompt": fill(entry["template"], row)} if "template" in entry else row)
+        except ValueError as error:
+            yield Item(item.place, None, str(error))
+
+
+def draw(items: Iterable[Item], count: int) -> list[Item]:
+    """In their order."""
+    drawn = heapq.nsmallest(count, enumerate(items), key=lambda numbered: content_key(numbered[0]))
+    return [item for _, item in sorted(drawn, key=lambda numbered: numbered[0])]
+
+
+def chunked(items: Iterable[Item], chunk: Mapping[str, int]) -> Iterator[Item]:
+    """A row for each piece of its texts in the columns of `chunk`."""
+    for item in items:
+        pieces = [item]
+        for column, characters in chunk.items():
+            pieces = [piece for one in pieces for piece in cut_row(one, column, characters)]
+        yield from pieces
+
+
+def cut_row(item: Item, column: str, characters: int) -> list[Item]:
+    if not isinstance(item.row, Mapping) or not isinstance(item.row.get(column), str):
+        return [item]
+    pieces = enumerate(cut_text(item.row[column], characters), start=1)
+    return [Item(f"{item.place}, piece {number}", {**item.row, column: piece}) for number, piece in pieces]
+
+
+def cut_text(text: str, characters: int) -> list[str]:
+    """Paragraphs together up to so many characters; a longer paragraph is cut between words, a longer word anywhere."""
+    pieces: list[str] = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        paragraph = paragraph.strip("\n")
+        if pieces and len(pieces[-1]) + 2 + len(paragraph) <= characters:
+            pieces[-1] += f"\n\n{paragraph}"
+            continue
+        while len(paragraph) > characters:
+            end = paragraph.rfind(" ", 1, characters + 1)
+            end = characters if end < 0 else end
+            pieces.append(paragraph[:end])
+            paragraph = paragraph[end:].lstrip(" ")
+        if paragraph.strip():
+            pieces.append(paragraph)
+    return pieces
+
+
+def fill(template: str, row: Mapping[str, Any]) -> str:
+    """`{column}` becomes the row's text; other braces stay. Raises ValueError for a column that holds no text."""
+
+    def text(match: re.Match[str]) -> str:
+        value = row.get(match[1])
+        if not isinstance(value, str):
+            raise ValueError(f"the template names {match[1]}, which holds no text here; it has {', '.join(row)}")
+        return value.strip("\n")
+
+    return TEMPLATE_FIELD.sub(text, template)

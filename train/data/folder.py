@@ -1,0 +1,219 @@
+"""outputs/<run>/data: the sequences of both splits, made once per run, or taken from a run that made the very same.
+
+    train.safetensors, held_out.safetensors   ids, mask and offsets (train/data/sequences.py)
+    source.json                               what they are made from, and at the end the counts and NAMED: which rows
+                                              were left out, shortened or not answered, and why
+    failed.json                               conversations that could not be answered, and why
+
+The training part is written last: it marks the whole. Whatever is resumed must be made from what source.json says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accelerate import Accelerator
+
+from infer.engine import Engine
+from infer.request import SamplingParams
+from train.config import RowsDataConfig, TrainConfig
+from train.data.dialogue import Row, given_rows
+from train.data.examples import Example
+from train.data.prompts import Prompts, first_of, longest_prompt, read_prompts
+from train.data.regenerate import (
+    Answerer,
+    EngineAnswerer,
+    Outcome,
+    collect,
+    collect_parts,
+    regenerate,
+    sampling_params,
+)
+from train.data.sequences import Sequences
+from train.distributed.parallel import any_process, say, stopping_together
+from train.signals import StopRequest
+from train.storage import atomic
+from train.storage.reuse import (
+    INGREDIENTS,
+    RECIPE,
+    copy_twin,
+    find_twin,
+    ingredients,
+    read_record,
+    recipe,
+    refuse_other,
+)
+
+TRAIN, HELD_OUT, SOURCE, FAILED = "train.safetensors", "held_out.safetensors", "source.json", "failed.json"
+NAMED = "named"
+
+
+class Data(NamedTuple):
+    train: Sequences
+    held_out: Sequences
+    source: str
+    counts: Mapping[str, Any]  # of rows and conversations
+
+
+def open_data(config: TrainConfig, engine: Engine, accelerator: Accelerator, folder: Path, stop: StopRequest) -> Data:
+    """Raises Interrupted on every process, what is finished being kept, when a stop is requested."""
+    # stage=regenerate asks again what could not be answered before
+    again = config.stage == "regenerate" and (folder / FAILED).is_file()
+    if again or not (folder / TRAIN).is_file():
+        Making(config, engine, accelerator, folder, stop).make(again)
+    record = read_record(folder / SOURCE)
+    assert engine.tokenizer is not None
+    parts = ingredients(config, engine.target, engine.tokenizer, record["source"])
+    refuse_other(config, parts, folder / SOURCE)
+    return Data(
+        Sequences.load(folder / TRAIN), Sequences.load(folder / HELD_OUT), record["source"], record.get("counts", {})
+    )
+
+
+class Making:
+    def __init__(
+        self, config: TrainConfig, engine: Engine, accelerator: Accelerator, folder: Path, stop: StopRequest
+    ) -> None:
+        self.config, self.engine, self.accelerator = config, engine, accelerator
+        self.folder, self.stop = folder, stop
+        assert engine.tokenizer is not None
+        self.tokenizer = engine.tokenizer
+        self.longest = longest_prompt(config.data, engine.context)
+
+    def make(self, again: bool) -> None:
+        config, accelerator = self.config, self.accelerator
+        with stopping_together(accelerator):
+            prompts = read_prompts(config, self.tokenizer, self.engine.context, self.stop.check)
+        for line in prompts.reading.lines():
+            say(accelerator, line)
+        own = ingredients(config, self.engine.target, self.tokenizer, prompts.source)
+        begun = any_process(accelerator, (self.folder / SOURCE).is_file())
+        if begun:
+            refuse_other(config, own, self.folder / SOURCE)
+        if not again and self._copied(recipe(own)):
+            return
+        if not begun and accelerator.is_main_process:
+            self._record(own, {}, {})
+
+        def greedy(number: int) -> SamplingParams:
+            return SamplingParams(max_tokens=config.eval_max_tokens)
+
+        def sampled(number: int) -> SamplingParams:
+            return sampling_params(number, config.data, config.seed)
+
+        given = isinstance(config.data, RowsDataConfig) and config.data.responses == "given"
+        work = f"{len(prompts.held_out)} held-out prompts"
+        if not given:
+            work = f"{len(prompts.train)} training and {work}"
+        who = "the target" if given or config.data.server is None else f"{config.data.server}, and the target here,"
+        answerer = None if given else self._answerer()  # a server that cannot be used is found out first
+        say(accelerator, f"{who} continues {work}")
+        held_out = self._answer(EngineAnswerer(self.engine), prompts.held_out, greedy, HELD_OUT)
+        if answerer is None:
+            train = collect(prompts.train, {key: self._given(one) for key, one in prompts.train.items()}, {})
+        else:
+            train = self._answer(answerer, prompts.train, sampled, TRAIN)
+        if accelerator.is_main_process:
+            assert train is not None
+            assert held_out is not None
+            self._write(prompts, own, train, held_out)
+        accelerator.wait_for_everyone()
+
+    def _given(self, example: Example) -> list[Row]:
+        return given_rows(example, self.tokenizer, self.longest)
+
+    def _answerer(self) -> Answerer:
+        if self.config.data.server is None:
+            return EngineAnswerer(self.engine)
+        from train.data.answer_server import ServerAnswerer
+
+        return ServerAnswerer(self.config.data, self.engine.target.config.vocab_size)
+
+    def _answer(self, answerer: Answerer, examples: Mapping[int, Example], params: Any, name: str) -> Outcome | None:
+        """Of all processes together; None on others than the main one."""
+        accelerator, parts = self.accelerator, self.folder / Path(name).stem
+        rank, world = accelerator.process_index, accelerator.num_processes
+        failed: dict[int, str] = {}
+        with stopping_together(accelerator, self.engine.target.lend):
+            failed = regenerate(
+                answerer,
+                examples,
+                params,
+                parts,
+                self.tokenizer,
+                longest_prompt=self.longest,
+                share=(rank, world),
+                check=self.stop.check,
+                show=accelerator.is_main_process,
+            )
+            atomic.write_text(parts / f"failed-{rank}.json", json.dumps(failed))
+        if not accelerator.is_main_process:
+            return None
+        for other in range(1, world):
+            found = json.loads((parts / f"failed-{other}.json").read_text(encoding="utf-8"))
+            failed |= {int(key): reason for key, reason in found.items()}
+        return collect_parts(parts, examples, failed)
+
+    def _write(self, prompts: Prompts, own: Mapping[str, Any], answers: Outcome, asked: Outcome) -> None:
+        """`answers` to the training prompts, `asked` of the held-out ones."""
+        train, failed, held_out = answers.sequences, answers.failed, asked.sequences
+        shortened = list(answers.shortened.values())
+        counts = {
+            "rows": prompts.reading.summary(),
+            "answers": answers.counts,
+            "held_out": asked.counts,
+            "shortened": len(prompts.reading.shortened) + len(shortened),
+        }
+        named = {
+            "left out": prompts.reading.complaints,
+            "shortened": prompts.reading.shortened + shortened,
+            "failed": [*failed.values(), *asked.failed.values()],
+        }
+        for name, part in (("conversations", answers), ("held-out prompts", asked)):
+            if part.failed:
+                first, counted = next(iter(part.failed.values())), part.counts["conversations"]
+                say(self.accelerator, f"{len(part.failed)} of {counted} {name} failed, the first: {first}")
+        for line in first_of("shortened", shortened):
+            say(self.accelerator, line)
+        if not len(train) or not len(held_out):
+            raise ValueError(
+                f"data: the target answered {'none of the training' if not len(train) else 'no held-out'} prompts with "
+                "two tokens or more; raise data.max_new_tokens and eval_max_tokens, or look at the prompts"
+            )
+        tokens, learnt = int(train.offsets[-1]), int(train.assistant.sum())
+        say(
+            self.accelerator,
+            f"{len(train)} sequences from {answers.counts['done']} conversations "
+            f"({answers.counts['skipped']} more hold nothing to learn from), {tokens} tokens, "
+            f"{100 * learnt / tokens:.1f} % of them learnt, at most {int(train.lengths.max())} in a row",
+        )
+        self._record(own, counts, named)
+        held_out.save(self.folder / HELD_OUT)
+        train.save(self.folder / TRAIN)
+        atomic.discard(self.folder / Path(HELD_OUT).stem)
+        if failed:  # the parts stay for stage=regenerate, which asks for the rest
+            atomic.write_text(self.folder / FAILED, json.dumps({f"{k:016x}": v for k, v in failed.items()}, indent=2))
+        else:
+            atomic.discard(self.folder / Path(TRAIN).stem)
+            atomic.discard(self.folder / FAILED)
+
+    def _record(self, own: Mapping[str, Any], counts: Mapping[str, Any], named: Mapping[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record = {"source": own["source"], RECIPE: recipe(own), INGREDIENTS: own, "counts": counts, NAMED: named}
+        atomic.write_text(self.folder / SOURCE, json.dumps(record, indent=2) + "\n")
+
+    def _copied(self, own: str) -> bool:
+        """Takes the sequences of another run beside this one, if it was given the very same to make."""
+        files, accelerator = (SOURCE, HELD_OUT, TRAIN), self.accelerator
+        twin = find_twin(self.folder.parents[1], own, SOURCE, files)
+        if any_process(accelerator, twin is None):
+            return False
+        assert twin is not None
+        say(accelerator, f"sequences as in {twin}")
+        if accelerator.is_main_process:
+            copy_twin(twin, self.folder, files)
+        accelerator.wait_for_everyone()
+        return True

@@ -1,0 +1,233 @@
+"""From rows to what a run learns from and is measured on: read, checked, deduplicated, split, counted.
+
+Reading stops as soon as both sides are full. A bad row is counted and the first ones are shown with their place; it
+never stops a run. What is generated from a prompt is train/data/regenerate.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from models.demo.corpus import corpus_hash, held_out_prompts, train_prompts
+from models.tokenizer import Tokenizer
+from train.config import ChatDataConfig, DataConfig, DemoDataConfig, HubDataConfig, RowsDataConfig, TrainConfig, as_list
+from train.data.dialogue import TooLong, first_prompt, given_dialogue
+from train.data.examples import Example, content_key, parse_row
+from train.data.sources import Item, RowSource, read_items
+
+SHOWN = 8  # bad rows
+KEYS = 2**63  # a key is below
+TO_TRAIN, TO_HELD_OUT = "train", "held out"
+
+
+@dataclass
+class Reading:
+    """What became of the rows that were read: each is trained on, held out or dropped."""
+
+    forms: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)  # by reason
+    complaints: list[str] = field(default_factory=list)  # the first ones, with their place
+    shortened: list[str] = field(default_factory=list)  # all of them: conversations trained on without their last turns
+    read: int = 0
+    train: int = 0
+    held_out: int = 0
+
+    def drop(self, reason: str, complaint: str | None = None) -> None:
+        self.dropped[reason] += 1
+        if complaint is not None and len(self.complaints) < SHOWN:
+            self.complaints.append(complaint)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        forms = ", ".join(f"{count} {form}" for form, count in self.forms.most_common())
+        dropped = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common()) or "none"
+        return [
+            f"{self.read} rows read ({forms}): {self.train} to train on, {self.held_out} held out; left out: {dropped}",
+            *self.named(),
+        ]
+
+    def named(self) -> list[str]:
+        """The rows that cannot be used or not as a whole, for people."""
+        lines = [f"left out: {complaint}" for complaint in self.complaints]
+        more = self.dropped["bad"] + self.dropped["too long"] - len(self.complaints)
+        lines += [f"left out: {more} more"] if more > 0 else []
+        return lines + first_of("shortened", self.shortened)
+
+    def summary(self) -> dict[str, object]:
+        kept = {"read": self.read, "train": self.train, "held_out": self.held_out}
+        return {**kept, "dropped": dict(self.dropped), "forms": dict(self.forms)}
+
+
+def first_of(what: str, lines: Sequence[str]) -> list[str]:
+    """The first ones and how many more there are, for people."""
+    more = [f"{what}: {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return [f"{what}: {line}" for line in lines[:SHOWN]] + more
+
+
+@dataclass
+class Prompts:
+    train: dict[int, Example]  # by key
+    held_out: dict[int, Example]  # prompts as token ids
+    held_out_whole: dict[int, Example]  # the same as they were read, with any answers
+    source: str  # what the data were made from, for the record
+    reading: Reading
+
+
+def read_prompts(
+    config: TrainConfig, tokenizer: Tokenizer, context: int, check: Callable[[], None] = lambda: None
+) -> Prompts:
+    """`check` is called between rows and may raise to stop."""
+    data = config.data
+    if isinstance(data, DemoDataConfig):
+        if data.prompt_tokens + 2 >= context:
+            raise ValueError(f"data.prompt_tokens={data.prompt_tokens}: leaves no room in a context of {context}")
+        train = by_key(train_prompts(tokenizer, data.num_sequences, data.prompt_tokens, config.seed))
+        held_out = by_key(held_out_prompts(tokenizer, config.eval_prompts, data.prompt_tokens, config.seed))
+        count = len(train) + len(held_out)
+        reading = Reading(Counter(prompt=count), read=count, train=len(train), held_out=len(held_out))
+        return Prompts(train, held_out, held_out, f"demo corpus {corpus_hash()}", reading)
+    assert isinstance(data, RowSource)
+    return Reader(data, tokenizer, longest_prompt(data, context), config.eval_prompts, check).read()
+
+
+def by_key(prompts: list[list[int]]) -> dict[int, Example]:
+    """Two that are alike are two."""
+    return {content_key([number, ids]): Example(ids=tuple(ids)) for number, ids in enumerate(prompts)}
+
+
+def longest_prompt(data: DataConfig, context: int) -> int:
+    """In tokens, in a context that must also hold an answer."""
+    own = data.max_prompt_tokens if isinstance(data, RowsDataConfig) else context
+    return min(own, context - 3)
+
+
+class Reader:
+    def __init__(
+        self,
+        data: RowSource,
+        tokenizer: Tokenizer,
+        longest: int,
+        eval_prompts: int,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.check = check
+        self.data, self.tokenizer, self.longest, self.eval_prompts = data, tokenizer, longest, eval_prompts
+        self.reading = Reading()
+        self.name = "data=chat" if isinstance(data, ChatDataConfig) else f"data.path={data.path}"
+        self.train: dict[int, Example] = {}
+        self.held_out: dict[int, Example] = {}  # by opening key
+        self.held_out_whole: dict[int, Example] = {}
+        self._count = 0
+
+    def read(self) -> Prompts:
+        """Raises ValueError when a side stays empty."""
+        own_side = read_items(self.data, held_out=True)
+        if own_side is not None:
+            self._fill(own_side, TO_HELD_OUT)
+            self._refuse_empty(self.held_out, "row to hold out")
+        items = read_items(self.data, held_out=False)
+        assert items is not None
+        self._fill(items, None if own_side is None else TO_TRAIN)
+        if not self.held_out:
+            self._hold_one_out()
+        self._refuse_empty(self.train, "row to train on")
+        self.reading.train, self.reading.held_out = len(self.train), len(self.held_out)
+        reading = self.reading
+        assert reading.read == reading.train + reading.held_out + reading.dropped.total(), "a row was lost"
+        digest = content_key([[example.key for example in self.train.values()], list(self.held_out)])
+        source = f"{name_of(self.data)} {digest:016x}"
+        return Prompts(self.train, self.held_out, self.held_out_whole, source, reading)
+
+    def read_prompts(self) -> list[list[int]]:
+        """Every row on the held-out side: the first prompts of up to `eval_prompts` of them. Raises ValueError."""
+        items = read_items(self.data, held_out=False)
+        assert items is not None
+        self._fill(items, TO_HELD_OUT)
+        self._refuse_empty(self.held_out, "prompt")
+        return [list(example.ids) for example in self.held_out.values()]
+
+    def _fill(self, items: Iterable[Item], side: str | None) -> None:
+        """Until nothing more is wanted. `side` None: each row's prompt decides."""
+        for item in items:
+            self.check()
+            full = {TO_TRAIN: len(self.train) >= self.data.num_sequences}
+            full[TO_HELD_OUT] = len(self.held_out) >= self.eval_prompts
+            if full[side] if side else all(full.values()):
+                break
+            self.reading.read += 1
+            try:
+                if item.error is not None:
+                    raise ValueError(item.error)
+                self._take(item, side)
+            except TooLong as error:
+                self.reading.drop("too long", f"{item.place}: {error}")
+            except ValueError as error:
+                self.reading.drop("bad", f"{item.place}: {error}")
+
+    def _take(self, item: Item, side: str | None) -> None:
+        form, example = parse_row(item.row, self.data, self.tokenizer)
+        example = replace(example, place=item.place)
+        opening_key, given = example.opening_key, self.data.responses == "given"
+        self.reading.forms[form] += 1
+        side = side or (TO_HELD_OUT if opening_key < self.data.held_out_share * KEYS else TO_TRAIN)
+        if opening_key in self.held_out:
+            self.reading.drop("held out already")
+        elif side == TO_HELD_OUT:
+            if len(self.held_out) < self.eval_prompts:
+                self._hold_out(example)
+            else:
+                self.reading.drop("on the held-out side, which is full")
+        else:
+            self._count += 1
+            # two answers to one prompt are two rows only if they are learnt
+            key = example.key if given else example.asked_key
+            key = key if self.data.deduplicate else content_key([key, self._count])
+            if key in self.train:
+                self.reading.drop("twins")
+            elif len(self.train) >= self.data.num_sequences:
+                self.reading.drop("beyond data.num_sequences")
+            else:
+                if given:
+                    cut = given_dialogue(example, self.tokenizer, self.longest).cut
+                    self.reading.shortened += [f"{example.place}: {cut}"] if cut else []
+                else:
+                    first_prompt(example, self.tokenizer, self.longest)
+                self.train[key] = example
+
+    def _hold_out(self, example: Example) -> None:
+        """Acceptance is measured on the answer to its first prompt."""
+        self.held_out[example.opening_key] = Example(ids=tuple(first_prompt(example, self.tokenizer, self.longest)))
+        self.held_out_whole[example.opening_key] = example
+
+    def _hold_one_out(self) -> None:
+        """Few rows, of which the hash chose none: the prompt that it would have chosen first."""
+        if len({example.opening_key for example in self.train.values()}) < 2:
+            raise ValueError(
+                f"{self.name}: too few different prompts to hold one out; give at least two"
+                + "".join(f"; {complaint}" for complaint in self.reading.complaints[:1])
+            )
+        first = min(self.train.values(), key=lambda example: example.opening_key)
+        self._hold_out(first)
+        same = [key for key, example in self.train.items() if example.opening_key == first.opening_key]
+        for key in same:
+            del self.train[key]
+        if len(same) > 1:
+            self.reading.dropped["held out already"] += len(same) - 1
+
+    def _refuse_empty(self, rows: Mapping[int, object], wanted: str) -> None:
+        if not rows:
+            first = f"; {self.reading.complaints[0]}" if self.reading.complaints else ""
+            raise ValueError(f"{self.name}: no usable {wanted} among {self.reading.read}{first}")
+
+
+def name_of(data: RowSource) -> str:
+    if isinstance(data, HubDataConfig):
+        return f"{data.path}{f' ({data.subset})' if data.subset else ''}, {data.split}"
+    if isinstance(data, ChatDataConfig):
+        return f"built-in prompts, {corpus_hash()}"
+    paths = [Path(entry if isinstance(entry, str) else entry["path"]) for entry in as_list(data.path)]
+    times = Counter(path.name for path in paths)
+    return ", ".join(path.name if times[path.name] == 1 else f"{path.parent.name}/{path.name}" for path in paths)

@@ -1,0 +1,193 @@
+"""Rows of data files and of the hub, one by one, each with its place: what is said of a bad row names file and line.
+
+JSON Lines are read line by line, because a reader that takes a file whole gives up on all of it at the first bad line;
+Parquet, Arrow and the hub are read through `datasets`, as a stream. Knows nothing about what a row means.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import itertools
+import json
+import lzma
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from infer.config_checks import REPO_ROOT, resolve_path
+from train.config import ChatDataConfig, FilesDataConfig, HubDataConfig, as_list
+from train.data.builtin_prompts import builtin_items
+from train.data.entries import Item, shaped
+
+OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+RowSource = ChatDataConfig | FilesDataConfig | HubDataConfig
+FORMATS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
+
+
+def read_items(data: RowSource, *, held_out: bool) -> Iterator[Item] | None:
+    """The rows of one side; None where the data keep no held-out side of their own.
+
+    Raises ValueError when there is nothing to read; what breaks later raises it when it is met, naming the place.
+    """
+    if isinstance(data, ChatDataConfig):
+        return builtin_items(held_out=held_out)
+    if isinstance(data, HubDataConfig):
+        split = data.held_out_split if held_out else data.split
+        return None if split is None else read_hub(data, split)
+    key, given = ("data.held_out_path", data.held_out_path) if held_out else ("data.path", data.path)
+    if given is None:
+        return None
+    parts: list[Iterator[Item]] = []
+    for entry in as_list(given):
+        if isinstance(entry, str):
+            parts += [read_file(file) for file in find_files(key, entry, data.root)]
+        else:
+            files = find_files(key, entry["path"], data.root)
+            parts.append(shaped(itertools.chain.from_iterable(read_file(file) for file in files), entry))
+    return in_turn(parts) if data.interleave else itertools.chain.from_iterable(parts)
+
+
+def in_turn(parts: Sequence[Iterator[Item]]) -> Iterator[Item]:
+    """A row of each, then the next of each; one that has ended is passed over."""
+    for rows in itertools.zip_longest(*parts):
+        yield from (row for row in rows if row is not None)
+
+
+def find_files(key: str, given: str | Iterable[str], root: str | None = None) -> list[Path]:
+    """Files, folders (all files of a known format below) and patterns, in the order given. Raises ValueError."""
+    found: list[Path] = []
+    for text in [given] if isinstance(given, str) else given:
+        path = resolve_path(root or ".") / Path(text).expanduser()
+        if path.is_file() or is_saved_dataset(path):
+            found.append(path)
+            continue
+        if path.is_dir():
+            matches = [file for file in sorted(path.rglob("*")) if file.is_file() and format_of(file) in FORMATS]
+        else:
+            base = path
+            while any(sign in str(base) for sign in "*?["):
+                base = base.parent
+            pattern = str(path.relative_to(base)) if base != path else ""
+            matches = sorted(file for file in base.glob(pattern) if file.is_file()) if pattern and base.is_dir() else []
+        if not matches:
+            raise ValueError(
+                f"{key}={text}: no such file, and no folder or pattern with files in it ({', '.join(FORMATS)}); "
+                f"looked for {path}"
+            )
+        found += matches
+    for file in found:
+        if file.is_file() and format_of(file) not in FORMATS:
+            raise ValueError(
+                f"{key}={file}: unknown format; give {', '.join(FORMATS)}, the first three also with .gz, .xz or .bz2"
+            )
+    return found
+
+
+def format_of(file: Path) -> str:
+    """The suffix that says the format, that of a compression left out."""
+    return Path(file.stem).suffix if file.suffix in OPENERS else file.suffix
+
+
+def place_of(file: Path) -> str:
+    """The path as one would give it: of two files of one name the folder tells which."""
+    return str(file.relative_to(REPO_ROOT) if file.is_relative_to(REPO_ROOT) else file)
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """A folder that `Dataset.save_to_disk` wrote."""
+    return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+
+
+def read_file(file: Path) -> Iterator[Item]:
+    try:
+        if file.is_dir() or format_of(file) in (".parquet", ".arrow"):
+            yield from read_tables(file)
+        else:
+            opener: Any = OPENERS.get(file.suffix, open)
+            with opener(file, "rb") as stream:
+                yield from read_array(file, stream) if format_of(file) == ".json" else read_lines(file, stream)
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise ValueError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+
+
+def read_lines(file: Path, stream: IO[bytes]) -> Iterator[Item]:
+    for number, line in enumerate(stream, start=1):
+        if line.strip():
+            yield parse(f"{place_of(file)}, line {number}", line)
+
+
+def read_array(file: Path, stream: IO[bytes]) -> Iterator[Item]:
+    """One array of rows, or an object with one such array among its values; JSON Lines under another name pass too."""
+    content = stream.read()
+    whole = parse(place_of(file), content)
+    if whole.error is not None:
+        first = content.splitlines()[0] if content.strip() else b""
+        if parse("", first).error is not None:
+            raise ValueError(f"{file}: {whole.error}")
+        yield from read_lines(file, iter(content.splitlines()))  # type: ignore[arg-type]
+        return
+    rows = whole.row
+    if isinstance(rows, dict):
+        arrays = [value for value in rows.values() if isinstance(value, list)]
+        rows = arrays[0] if len(arrays) == 1 and all(isinstance(row, dict) for row in arrays[0]) else [rows]
+    if not isinstance(rows, list):
+        raise ValueError(f"{file}: must hold an array of rows")
+    for number, row in enumerate(rows, start=1):
+        yield Item(f"{place_of(file)}, row {number}", row)
+
+
+def parse(place: str, text: bytes) -> Item:
+    try:
+        return Item(place, json.loads(text))
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        return Item(place, None, f"not JSON ({error.msg} at {where})")
+    except (UnicodeDecodeError, RecursionError) as error:
+        return Item(place, None, f"not JSON ({error})")
+
+
+def read_tables(file: Path) -> Iterator[Item]:
+    """Parquet, an Arrow file, or a folder written by save_to_disk."""
+    import pyarrow
+    from datasets import Dataset, load_dataset, load_from_disk
+
+    try:
+        if file.is_dir():
+            rows: Any = load_from_disk(str(file))
+        elif file.suffix == ".arrow":
+            rows = Dataset.from_file(str(file))
+        else:
+            rows = load_dataset("parquet", data_files=[str(file)], split="train", streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield Item(f"{place_of(file)}, row {number}", row)
+    except (pyarrow.ArrowException, ValueError, RuntimeError) as error:
+        raise ValueError(f"{file}: cannot be read ({error})") from error
+
+
+def read_hub(data: HubDataConfig, split: str) -> Iterator[Item]:
+    """What goes wrong at the start raises ValueError here, what goes wrong later when it is met."""
+    import datasets
+
+    assert isinstance(data.path, str)
+    try:
+        rows = datasets.load_dataset(data.path, name=data.subset, split=split, revision=data.revision, streaming=True)
+    except Exception as error:  # the library, the hub client and every file format raise their own
+        raise ValueError(
+            f"data.path={data.path}: split {split!r} of it cannot be read ({type(error).__name__}: {error}). "
+            "Check the spelling, data.split, data.subset and the network; files of your own are data=files"
+        ) from error
+    return stream_hub(data.path, split, rows)
+
+
+def stream_hub(path: str, split: str, rows: Iterable[Any]) -> Iterator[Item]:
+    number = 0
+    try:
+        for number, row in enumerate(rows, start=1):
+            yield Item(f"{path}, row {number}", row)
+    except Exception as error:  # of the network, a file format or the data set itself
+        raise ValueError(
+            f"data.path={path}: split {split!r} breaks off after row {number} ({type(error).__name__}: {error}). Run "
+            "the same command again, which asks for no answer twice; if it ends there again, download the files and "
+            "give them as data=files data.path=<folder>, or ask for fewer data.num_sequences"
+        ) from error

@@ -1,0 +1,1 @@
+"""Several processes: how head and optimiser are divided, and what is exchanged."""

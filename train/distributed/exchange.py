@@ -1,0 +1,38 @@
+"""What processes that hold a target together send each other (models/targets/zero3.py), through torch.distributed.
+
+In groups of their own, so that nothing else that processes exchange comes between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor
+
+
+class ProcessExchange:
+    """To be made by every process at the same place, once the process group is there."""
+
+    def __init__(self, accelerator: Accelerator, patience_minutes: float) -> None:
+        assert dist.is_initialized(), "a target is divided among several processes"
+        self.rank: int = accelerator.process_index
+        self.ranks: int = accelerator.num_processes
+        patience = timedelta(minutes=patience_minutes)
+        self._weights = dist.new_group(timeout=patience)
+        self._flags = dist.new_group(timeout=patience, backend="gloo")  # a flag is the host's: no wait for a GPU
+
+    def gather(self, whole: Tensor, own: Tensor) -> Callable[[], Any]:
+        bits = whole.view(torch.uint8), own.view(torch.uint8)  # gloo knows no bf16
+        work = dist.all_gather_into_tensor(*bits, group=self._weights, async_op=True)
+        assert work is not None
+        return work.wait
+
+    def any(self, flag: bool) -> bool:
+        found = torch.tensor(int(flag))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._flags)
+        return bool(found)

@@ -1,0 +1,187 @@
+"""Processes and devices, through accelerate: one process, or one per device.
+
+Refuses launches that look distributed and are not. Knows nothing about heads or data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from torch import Tensor
+
+from train.config import TrainConfig
+from train.signals import Interrupted
+
+LAUNCH = "torchrun --nproc_per_node 2 train/run.py parallel={name} ..."
+
+
+def make_accelerator(config: TrainConfig) -> Accelerator:
+    """Raises ValueError for a launch that does not fit `parallel`, and where the processes would not work together."""
+    name, world = config.parallel.name, int(os.environ.get("WORLD_SIZE", "1"))
+    if name != "single" and world == 1:
+        raise ValueError(f"parallel={name}: started as a single process; start it with {LAUNCH.format(name=name)}")
+    if name == "single" and world > 1:
+        raise ValueError(f"parallel=single: started as {world} processes; say parallel=ddp, or start one process")
+    on_cpu = config.model.device == "cpu" or not torch.cuda.is_available()
+    if config.model.device.startswith("cuda") and on_cpu:
+        raise ValueError(f"model.device={config.model.device}: torch sees no CUDA device here; say model.device=cpu")
+    if config.model.device.startswith("cuda:"):
+        if world > 1:
+            raise ValueError(
+                f"model.device={config.model.device}: parallel={name} gives each process its own; say auto"
+            )
+        torch.cuda.set_device(config.model.device)
+    zero = name.startswith("zero")
+    if on_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed, if installed, would warn on standard output
+        if zero:
+            os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate forgets DeepSpeed
+        else:
+            os.environ["ACCELERATE_USE_CPU"] = "true"  # without it two processes never synchronise, and nothing says so
+    patience = timedelta(minutes=config.parallel.patience_minutes)
+    # without a backend of its own accelerate counts one process under DeepSpeed on a CPU
+    group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=patience)
+    # While Medusa-2 trains the heads alone, its adapters have no gradient.
+    wrapper = DistributedDataParallelKwargs(find_unused_parameters=config.objective.name == "medusa-2")
+    accelerator = Accelerator(
+        cpu=on_cpu and not zero,
+        mixed_precision="bf16" if config.precision == "bf16" and not zero else "no",
+        kwargs_handlers=[group, wrapper] if world > 1 else None,
+        deepspeed_plugin=zero_plugin(config) if zero else None,
+    )
+    try:
+        refuse_other_launch(accelerator, name, world)
+    except ValueError:
+        release(accelerator)
+        raise
+    return accelerator
+
+
+def refuse_other_launch(accelerator: Accelerator, name: str, world: int) -> None:
+    """Raises ValueError where accelerate took from its launcher or its variables what `parallel` does not say."""
+    kind, zero = str(accelerator.distributed_type.value), name.startswith("zero")
+    wanted = "NO" if name == "single" else "DEEPSPEED" if zero else "MULTI"  # else gradients would not be averaged
+    cure = f"start it with {LAUNCH.format(name=name)}, and without accelerate's config file or ACCELERATE_ variables"
+    if accelerator.num_processes != world:
+        raise ValueError(
+            f"parallel={name}: WORLD_SIZE says {world} processes, accelerate found {accelerator.num_processes}; {cure}"
+        )
+    if not kind.startswith(wanted):
+        raise ValueError(f"parallel={name}: accelerate was told to use {kind}, and not {wanted}; {cure}")
+    if not zero and accelerator.gradient_accumulation_steps != 1:
+        raise ValueError(
+            f"parallel={name}: accelerate was told to accumulate over {accelerator.gradient_accumulation_steps} steps; "
+            f"say accumulate={accelerator.gradient_accumulation_steps} instead, and {cure}"
+        )
+
+
+def zero_plugin(config: TrainConfig) -> Any:
+    """DeepSpeed through accelerate. Raises ValueError where it is not installed."""
+    try:
+        import deepspeed
+        from accelerate.utils import DeepSpeedPlugin
+    except ImportError as error:
+        raise ValueError(
+            f"parallel={config.parallel.name}: {error}; pip install deepspeed, or parallel=fsdp"
+        ) from error
+    if config.model.device == "cpu" or not torch.cuda.is_available():
+        # else DeepSpeed compiles one of its own at the first start, and fails where there is no compiler
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    settings = zero_settings(config)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"DeepSpeed: {json.dumps(settings)}", file=sys.stderr, flush=True)
+    return DeepSpeedPlugin(hf_ds_config=settings)
+
+
+def zero_settings(config: TrainConfig) -> dict[str, Any]:
+    """DeepSpeed's configuration, from ours. Parameters stay fp32; with precision=bf16 the arithmetic is autocast."""
+    return {
+        "train_micro_batch_size_per_gpu": config.batch_size,
+        "gradient_accumulation_steps": 1,  # our losses are parts of one, already weighted
+        "gradient_clipping": config.optim.clip,
+        "zero_optimization": {
+            "stage": int(config.parallel.name[-1]),
+            "contiguous_gradients": True,
+            "overlap_comm": False,
+            "stage3_param_persistence_threshold": 0,
+        },
+        "zero_allow_untested_optimizer": True,
+        "torch_autocast": {"enabled": config.precision == "bf16", "dtype": "bfloat16"},
+        "steps_per_print": 10**9,
+    }
+
+
+def lost_process(error: RuntimeError) -> bool:
+    """Whether an exchange between processes failed because one of them is gone or did not come in time."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    text = str(error)
+    return any(sign in text for sign in ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Timed out"))
+
+
+def release(accelerator: Accelerator) -> None:
+    """Ends the process group and forgets accelerate's global state, so that another run may begin in this process."""
+    if accelerator.num_processes > 1:
+        accelerator.end_training()
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def broadcast_text(accelerator: Accelerator, text: str) -> str:
+    """The main process's text, on every process."""
+    if accelerator.num_processes == 1:
+        return text
+    content = list(text.encode())
+    length = torch.tensor([len(content)], device=accelerator.device)
+    torch.distributed.broadcast(length, src=0)
+    buffer = torch.zeros(int(length), dtype=torch.int64, device=accelerator.device)
+    if accelerator.is_main_process:
+        buffer.copy_(torch.tensor(content))
+    torch.distributed.broadcast(buffer, src=0)
+    return bytes(buffer.tolist()).decode()
+
+
+def total(accelerator: Accelerator, value: Tensor) -> Tensor:
+    """The sum over processes, on all of them."""
+    if accelerator.num_processes == 1:
+        return value
+    summed = accelerator.reduce(value, "sum")
+    assert isinstance(summed, Tensor)
+    return summed
+
+
+def any_process(accelerator: Accelerator, flag: bool) -> bool:
+    """Whether `flag` holds on any process, so that all of them stop at the same step."""
+    return bool(total(accelerator, torch.tensor(float(flag), device=accelerator.device)) > 0)
+
+
+@contextmanager
+def stopping_together(accelerator: Accelerator, before: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """An interruption of the block on one process is one on all of them, or they would wait for it.
+
+    `before`: what each does when its block has ended, before it hears of the others.
+    """
+    cut = False
+    try:
+        yield
+    except Interrupted:
+        cut = True
+    before()
+    if any_process(accelerator, cut):
+        raise Interrupted
+
+
+def say(accelerator: Accelerator, text: str) -> None:
+    """A line for people, from the main process. Standard output is kept for the result."""
+    if accelerator.is_main_process:
+        print(text, file=sys.stderr, flush=True)

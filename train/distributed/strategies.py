@@ -1,0 +1,331 @@
+"""Where the head's parameters and optimiser state lie while it is trained: whole everywhere, or divided.
+
+    single, ddp    whole in every process, through accelerate
+    fsdp           divided by torch's `fully_shard`, gathered for each forward and backward. Accelerate's own FSDP is
+                   not used: on a CPU it silently trains plain DDP instead
+    zero2, zero3   DeepSpeed through accelerate: optimiser state and gradients divided, with zero3 the parameters too
+
+Checkpoints do not know which: `state` gathers whole tensors by name, `load` hands them out again. A head is small
+beside its target, so dividing it is of use only where it does not fit; nothing chooses it by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from models.heads.base import Head
+from train import checkpoint
+from train.config import OptimConfig
+from train.distributed.parallel import total
+from train.objectives.base import Objective
+
+
+class State(NamedTuple):
+    """Whole tensors, by name: `checkpoint.module_tensors`, `checkpoint.optimizer_tensors`."""
+
+    module: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+
+
+class Whole:
+    """The contract of all of them; this one keeps everything in every process."""
+
+    fused_optimizer = True  # one pass over a parameter; nine times as fast as several on a CPU
+
+    def __init__(self, accelerator: Accelerator, objective: Objective, optim: OptimConfig, rate: float) -> None:
+        self.accelerator, self.plain, self.clip = accelerator, objective, optim.clip
+        self.optimizer: Any = make_optimizer(objective, optim, rate, fused=self.fused_optimizer)
+        self.objective: Any = objective
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self.objective, self.optimizer = self.accelerator.prepare(self.objective, self.optimizer)
+
+    @property
+    def head(self) -> Head:
+        """Whole and as trained, once `collect` was called since the last update."""
+        return self.plain.head
+
+    @property
+    def trained(self) -> nn.Module:
+        """What is saved: the head, or whatever the objective trains."""
+        return self.measured.trained
+
+    @property
+    def measured(self) -> Objective:
+        """Around `head`, for evaluation on one process."""
+        return self.plain
+
+    def collect(self) -> None:
+        """Makes `head` what was trained. On every process, and before one of them evaluates."""
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """`last`: of the batches that one update is made of. Gradients become the mean over processes."""
+        self.accelerator.backward(loss)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of a batch."""
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.objective)
+
+    def update(self, rate: float, *, sound: bool) -> float:
+        """One clipped step; the gradient's norm before clipping. Without `sound`, or when that norm is not finite,
+        nothing is changed: the gradients are dropped. Every process decides alike.
+        """
+        norm = self._clip()
+        if sound and math.isfinite(norm):
+            self._set_rate(rate)
+            self.optimizer.step()
+        self.drop()
+        return norm
+
+    def drop(self) -> None:
+        """Forgets the gradients."""
+        self.optimizer.zero_grad()
+
+    def state(self) -> State:
+        """On every process."""
+        trained = self.plain.trained
+        return State(checkpoint.module_tensors(trained), checkpoint.optimizer_tensors(trained, self.optimizer))
+
+    def load(self, state: State) -> None:
+        """On every process."""
+        load_module(self.plain.trained, state.module)
+        checkpoint.load_optimizer_tensors(self.plain.trained, self.optimizer, state.optimizer)
+
+    def close(self, *, together: bool) -> None:
+        """After the last use. `together`: every process does, at the same place."""
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _clip(self) -> float:
+        return float(self.accelerator.clip_grad_norm_(self._parameters(), self.clip) or 0.0)
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("scale", 1.0)
+
+
+class Divided(Whole):
+    """A second, whole copy of the head is what is evaluated and saved."""
+
+    fused_optimizer = False
+
+    def _prepare(self) -> None:
+        self._copy = copy.deepcopy(self.plain)
+        self._divide()
+
+    def _divide(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def head(self) -> Head:
+        return self._copy.head
+
+    @property
+    def measured(self) -> Objective:
+        return self._copy
+
+    def collect(self) -> None:
+        load_module(self._copy.head, self._module())
+
+    def _module(self) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+
+class FullyShard(Divided):
+    def _divide(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.accelerator.device.type, (self.accelerator.num_processes,))
+        sharded: Any = fully_shard(self.plain, mesh=mesh)
+        self.objective = InAutocast(sharded, self.accelerator)
+        self._sharded = sharded
+        options = self.optimizer.param_groups[0]
+        kept = {key: options[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        self.optimizer = torch.optim.AdamW(checkpoint.trainable(self.plain.head).values(), **kept)
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        self._sharded.set_requires_gradient_sync(last)
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        loss.backward()
+
+    def _clip(self) -> float:
+        norm = nn.utils.clip_grad_norm_(self._parameters(), self.clip)
+        return float(whole(norm))
+
+    def _module(self) -> dict[str, Tensor]:
+        return {name: whole(value) for name, value in checkpoint.module_tensors(self.plain.head).items()}
+
+    def state(self) -> State:
+        optimizer = checkpoint.optimizer_tensors(self.plain.head, self.optimizer)
+        return State(self._module(), {name: whole(value) for name, value in optimizer.items()})
+
+    def load(self, state: State) -> None:
+        parameters = checkpoint.trainable(self.plain.head)
+        load_module(self.plain.head, {n: like(v, parameters.get(n)) for n, v in state.module.items()})
+        spread = {
+            key: like(value, parameters[key.rpartition("|")[0]]) if value.dim() else value
+            for key, value in state.optimizer.items()
+        }
+        checkpoint.load_optimizer_tensors(self.plain.head, self.optimizer, spread)
+
+
+class Zero(Divided):
+    def _divide(self) -> None:
+        self.objective, self.optimizer = self.accelerator.prepare(self.objective, self.optimizer)
+        self._engine: Any = self.objective
+        self._load_optimizer({})  # a rehearsed step of DeepSpeed's is not one of ours
+
+    def accumulating(self, last: bool) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(is_boundary=last)
+        self._engine.backward(loss)
+
+    def update(self, rate: float, *, sound: bool) -> float:
+        """DeepSpeed knows the norm only in its step, which it leaves out itself where that is not finite."""
+        if not sound:
+            self.drop()
+            return math.nan
+        self._set_rate(rate)
+        self._engine.step()
+        return float(self._engine.get_global_grad_norm() or 0.0)
+
+    def drop(self) -> None:
+        self._engine.optimizer.zero_grad()
+
+    def close(self, *, together: bool) -> None:
+        self._engine.destroy()  # without it a process may abort at its exit, after everything was done
+        if together:
+            self.accelerator.wait_for_everyone()
+
+    def _module(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        tensors = checkpoint.module_tensors(self.plain.head)
+        for name, parameter in checkpoint.trainable(self.plain.head).items():
+            tensors[name] = present(safe_get_full_fp32_param(parameter))
+        return tensors
+
+    def state(self) -> State:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        tensors = {}
+        step = next(iter(self._inner.state.values()))["step"]
+        for name, parameter in checkpoint.trainable(self.plain.head).items():
+            tensors[f"{name}|step"] = step.detach().clone()
+            for key in ("exp_avg", "exp_avg_sq"):
+                tensors[f"{name}|{key}"] = present(safe_get_full_optimizer_state(parameter, key))
+        return State(self._module(), tensors)
+
+    def load(self, state: State) -> None:
+        import deepspeed
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        parameters = checkpoint.trainable(self.plain.head)
+        load_module(self.plain.head, {n: v for n, v in state.module.items() if n not in parameters})
+        for name, parameter in parameters.items():
+            value = state.module[name].to(self.accelerator.device)
+            safe_set_full_fp32_param(parameter, value)  # what is updated, and below what the next forward reads
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(value)
+        self._load_optimizer(state.optimizer)
+
+    def _load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        if tensors and not self._inner.state:  # ZeRO-2 makes it with its first step
+            flat = getattr(self._engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3's parts
+            for part in flat or [part for group in self._inner.param_groups for part in group["params"]]:
+                moments = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
+                self._inner.state[part] = {"step": torch.tensor(0.0), **moments}
+            if flat is None:
+                self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+        for name, parameter in checkpoint.trainable(self.plain.head).items():
+            for key in ("exp_avg", "exp_avg_sq"):
+                value = tensors.get(f"{name}|{key}")
+                if value is not None:
+                    safe_set_full_optimizer_state(parameter, value.to(self.accelerator.device), key)
+        step = next((value for key, value in tensors.items() if key.endswith("|step")), torch.tensor(0.0))
+        for values in self._inner.state.values():
+            values["step"] = step.clone()
+
+    @property
+    def _inner(self) -> torch.optim.Optimizer:
+        return self._engine.optimizer.optimizer
+
+
+class InAutocast(nn.Module):
+    """What accelerate puts around a module that it prepares."""
+
+    def __init__(self, module: nn.Module, accelerator: Accelerator) -> None:
+        super().__init__()
+        self.module, self._accelerator = module, accelerator
+
+    def forward(self, *given: Any) -> Any:
+        with self._accelerator.autocast():
+            return self.module(*given)
+
+
+PLACEMENTS: dict[str, type[Whole]] = {
+    "single": Whole, "ddp": Whole, "fsdp": FullyShard, "zero2": Zero, "zero3": Zero,
+}  # fmt: skip
+
+
+def make_optimizer(objective: Objective, config: OptimConfig, rate: float, *, fused: bool) -> torch.optim.AdamW:
+    on_cpu = next(objective.head.parameters()).device.type == "cpu"
+    return torch.optim.AdamW(
+        objective.parameter_groups(),
+        lr=rate,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True if fused and on_cpu else None,  # None: as torch chooses for the device
+    )
+
+
+def load_module(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    mine = checkpoint.module_tensors(module)
+    with torch.no_grad():
+        for name, value in tensors.items():
+            mine[name].copy_(value)
+
+
+def present(value: Tensor | None) -> Tensor:
+    assert value is not None, "DeepSpeed holds no such tensor"
+    return value.detach().clone()
+
+
+def whole(value: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor  # a second that only those who divide a head wait for
+
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def like(value: Tensor, parameter: Tensor | None) -> Tensor:
+    """Divided as the parameter is, if it is."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
+def agree(accelerator: Accelerator, value: float) -> float:
+    """The main process's value, on all of them."""
+    own = value if accelerator.is_main_process else 0.0
+    return float(total(accelerator, torch.tensor(own, dtype=torch.float64, device=accelerator.device)))

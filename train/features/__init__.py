@@ -1,0 +1,1 @@
+"""The target's hidden states: taken in this process, or from a store."""

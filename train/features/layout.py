@@ -1,0 +1,97 @@
+"""How the target's hidden states lie in a store: as they are, in 8 bits, or with the teacher in place of the last one.
+
+    features        [tokens, layers, H]   in the target's dtype, or fp8 (e4m3) with
+    scales          [tokens, layers]      fp32: what a token's largest value in a layer was divided by
+    top_log_probs   [tokens, k]           fp16: the k largest of the target's log-probabilities (its logits less their
+    top_ids         [tokens, k]           int32   log-sum-exp), which stand for the hidden state after the final norm
+
+Pure: tensors of a stretch of tokens in, tensors out. Knows no files (store.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.quantise import quantise
+from models.targets.llama import LAST, LlamaTarget
+from train.config import OfflineFeaturesConfig
+from train.features.online import Features, TopTokens, stored_layers
+from train.objectives import teacher
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is kept of every token."""
+
+    layers: tuple[int, ...]  # ascending
+    hidden_size: int
+    dtype: torch.dtype
+    fp8: bool = False
+    top_k: int | None = None
+
+    @classmethod
+    def of(
+        cls, target: LlamaTarget, aux_layers: Sequence[int], settings: OfflineFeaturesConfig | None = None
+    ) -> Layout:
+        """Raises ValueError for more teacher tokens than the target has."""
+        top_k, fp8 = (settings.top_k, settings.dtype == "fp8") if settings else (None, False)
+        if top_k is not None and top_k > target.config.vocab_size:
+            raise ValueError(f"features.top_k={top_k}: the target has {target.config.vocab_size} tokens; give fewer")
+        layers = stored_layers(aux_layers) if top_k is None else sorted({*aux_layers})
+        return cls(tuple(layers), target.config.hidden_size, target.norm.weight.dtype, fp8, top_k)
+
+    @property
+    def token_bytes(self) -> int:
+        value = 1 if self.fp8 else self.dtype.itemsize
+        scales = 4 * len(self.layers) if self.fp8 else 0
+        return len(self.layers) * self.hidden_size * value + scales + 6 * (self.top_k or 0)
+
+    def record(self) -> dict[str, Any]:
+        """For a manifest."""
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "layers": list(self.layers),
+            "hidden_size": self.hidden_size,
+            "stored": "fp8" if self.fp8 else "same",
+            "top_k": self.top_k,
+        }
+
+    def encode(self, states: Tensor, target: LlamaTarget, hidden: Tensor) -> dict[str, Tensor]:
+        """states `[tokens, layers, H]` and hidden `[tokens, H]` after the final norm -> what is written, on the CPU."""
+        found = {"features": states}
+        if self.fp8:
+            stored, scales = quantise(states.flatten(0, 1), "fp8")
+            found = {"features": stored.view(states.shape), "scales": scales.view(states.shape[:2])}
+        if self.top_k is not None:
+            values, ids = top_tokens(target, hidden, self.top_k)
+            found |= {"top_log_probs": values.half(), "top_ids": ids.int()}
+        return {name: value.cpu() for name, value in found.items()}
+
+    def decode(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """The states `[..., layers, H]` in the target's dtype."""
+        states = stored["features"]
+        if not self.fp8:
+            return states
+        return (states.float() * stored["scales"][..., None]).to(self.dtype)
+
+    def features(self, aux_layers: Sequence[int], states: Tensor, stored: Mapping[str, Tensor]) -> Features:
+        """states `[B, T, layers, H]`, and what else was stored of the same slots."""
+        by_layer = dict(zip(self.layers, states.unbind(2), strict=True))
+        aux = tuple(by_layer[layer] for layer in aux_layers)
+        if self.top_k is None:
+            return Features(aux, by_layer[LAST])
+        top = TopTokens(stored["top_log_probs"].float(), stored["top_ids"].long())
+        return Features(aux, states.new_zeros(*states.shape[:2], 0), top)
+
+
+@torch.no_grad()
+def top_tokens(target: LlamaTarget, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """hidden `[tokens, H]` -> the `count` largest log-probabilities of each, descending, and their tokens."""
+    size = max(1, teacher.CHUNK_ELEMENTS // target.config.vocab_size)
+    found = [target.logits(chunk).float().log_softmax(-1).topk(count) for chunk in hidden.split(size)]
+    return torch.cat([part.values for part in found]), torch.cat([part.indices for part in found])

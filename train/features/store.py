@@ -1,0 +1,277 @@
+"""features=offline: the target's hidden states in files, computed once, read row by row through memory maps.
+
+    manifest.json            what the features were made of; a store of anything else is refused
+    shard-00000.safetensors  what layout.py keeps of the tokens of consecutive sequences
+
+A shard is whole or not there, so an interrupted store is completed, by the same command or any other run of the same
+features; processes share the shards.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from kernels.linear import WeightFormat
+from models.targets.llama import LlamaTarget
+from models.tokenizer import Tokenizer
+from train.data.sequences import Batch, Sequences
+from train.features.layout import Layout
+from train.features.online import Features, compute_features
+from train.publishing.provenance import code_state
+from train.storage import atomic
+from train.storage.reuse import text_hash, tokenizer_record
+
+MANIFEST, FORMAT = "manifest.json", 3
+LEAST_SHARDS = 32  # of a store that has so many sequences, so that an interruption loses little of a small one too
+CODE = "code"  # of a manifest: version and commit, which no store is refused for
+OPEN_SHARDS = 64  # maps held at once
+
+
+class Shard(NamedTuple):
+    """Sequences `first` .. `last - 1`."""
+
+    file: str
+    first: int
+    last: int
+
+
+def manifest(
+    target: LlamaTarget,
+    tokenizer: Tokenizer,
+    sequences: Sequences,
+    layout: Layout,
+    shard_mb: int,
+    weights: WeightFormat = "same",
+) -> dict[str, Any]:
+    """All that the features depend on, and their layout. Two equal ones have equal files."""
+    return {
+        **origin(target, tokenizer, layout, shard_mb, weights),
+        "data": sequences.content_hash(),
+        "sequences": len(sequences),
+        "tokens": int(sequences.offsets[-1]),
+    }
+
+
+def origin(
+    target: LlamaTarget, tokenizer: Tokenizer, layout: Layout, shard_mb: int, weights: WeightFormat
+) -> dict[str, Any]:
+    """What is known of a manifest before there are sequences."""
+    return {
+        "format": FORMAT,
+        "target": target.fingerprint,
+        "weights": weights,
+        **layout.record(),
+        **tokenizer_record(tokenizer),
+        "shard_mb": shard_mb,
+    }
+
+
+def store_name(record: dict[str, Any]) -> str:
+    return text_hash(json.dumps(record, sort_keys=True))
+
+
+def cut_shards(sequences: Sequences, token_bytes: int, shard_mb: int) -> list[Shard]:
+    """Consecutive sequences up to about `shard_mb` each, and no more than a share of the whole."""
+    shards: list[Shard] = []
+    first, offsets = 0, sequences.offsets.tolist()
+    room = max(1, min(int(shard_mb * 2**20 / token_bytes), offsets[-1] // LEAST_SHARDS))
+    while first < len(sequences):
+        last = first + 1
+        while last < len(sequences) and offsets[last + 1] - offsets[first] <= room:
+            last += 1
+        shards.append(Shard(f"shard-{len(shards):05d}.safetensors", first, last))
+        first = last
+    return shards
+
+
+def wider_layout(layout: Layout, wanted: dict[str, Any], folder: Path) -> Layout | None:
+    """That of the store in `folder`, where it keeps more layers than `wanted` and agrees with it in all other keys."""
+    try:
+        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        layers = tuple(found["layers"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None  # nothing, or something that open_store refuses
+    agrees = all(found.get(key) == value for key, value in wanted.items() if key != "layers")
+    return replace(layout, layers=layers) if agrees and set(layout.layers) < set(layers) else None
+
+
+def open_store(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """Makes the folder and its manifest, or checks those that are there and removes what was left unfinished.
+
+    Returns the code that made the store. Raises ValueError naming every difference when it holds features of anything
+    else.
+    """
+    found = refuse_other_store(folder, wanted)
+    if found is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        found = {**wanted, CODE: code_state()}
+        atomic.write_text(folder / MANIFEST, json.dumps(found, indent=2) + "\n")
+    else:
+        atomic.sweep(folder)
+    return found.get(CODE, {})
+
+
+def other_code(made_by: dict[str, Any]) -> str | None:
+    """What is to be said of a store that other code made: its features should be the same, but nothing proves it."""
+    here = code_state()
+    if made_by == here:
+        return None
+    parts = [f"{key} {made_by.get(key)}, here {value}" for key, value in here.items() if made_by.get(key) != value]
+    return f"this store was made by other code ({'; '.join(parts)}); if it must not be, give another features.path"
+
+
+def refuse_other_store(folder: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of a store that agrees in every key of `wanted`; None where there is nothing yet.
+
+    Raises ValueError naming every difference, or for a folder that holds something else.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ValueError(
+                f"features.path={folder}: holds something else than a store of features; give another folder"
+            )
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: cannot be read ({error}); give another features.path") from error
+    different = [
+        f"{key} is {found.get(key)}, this run has {wanted[key]}"
+        for key in sorted(wanted)
+        if found.get(key) != wanted[key]
+    ]
+    if different:
+        raise ValueError(
+            f"features.path={folder}: this store was made for something else: {'; '.join(different)}. Give another "
+            "features.path, or none"
+        )
+    return found
+
+
+def refuse_small_disk(folder: Path, needed: int) -> None:
+    """Raises ValueError, before anything is computed."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise ValueError(
+            f"features=offline: the store in {folder} needs {needed / 1e9:.2f} GB more, {free / 1e9:.2f} GB are free; "
+            "give features.path= on a larger disk, fewer data.num_sequences, or features=online, which stores nothing"
+        )
+
+
+class FeatureStore:
+    """Contract of `FeatureSource`, once `fill` has run on every process."""
+
+    def __init__(
+        self,
+        folder: Path,
+        target: LlamaTarget,
+        aux_layers: Sequence[int],
+        sequences: Sequences,
+        layout: Layout,
+        shard_mb: int,
+    ) -> None:
+        self.folder, self._target, self._sequences = folder, target, sequences
+        self._aux_layers, self._layout = tuple(aux_layers), layout
+        self._device = target.norm.weight.device
+        self._shards = cut_shards(sequences, layout.token_bytes, shard_mb)
+        self._shard_of = [shard for shard in self._shards for _ in range(shard.first, shard.last)]
+        self._maps: OrderedDict[str, Any] = OrderedDict()
+
+    @property
+    def shards(self) -> int:
+        return len(self._shards)
+
+    @property
+    def missing(self) -> list[Shard]:
+        return [shard for shard in self._shards if not (self.folder / shard.file).is_file()]
+
+    @property
+    def missing_bytes(self) -> int:
+        offsets = self._sequences.offsets
+        tokens = sum(int(offsets[shard.last] - offsets[shard.first]) for shard in self.missing)
+        return tokens * self._layout.token_bytes
+
+    def fill(
+        self,
+        batch_size: int,
+        share: tuple[int, int],
+        check: Callable[[], None],
+        *,
+        room: int | None = None,
+        show: bool,
+    ) -> None:
+        """Computes this process's share of what is missing; what is finished when `check` raises is kept.
+
+        With `room` sequences share a row of up to so many tokens.
+        """
+        rank, world = share
+        missing = set(self.missing)
+        todo = [shard for shard in self._shards[rank::world] if shard in missing]  # by number: others are at work too
+        with tqdm(total=len(todo), desc="features", unit="shard", disable=not show, dynamic_ncols=True) as bar:
+            for shard in todo:
+                atomic.write_tensors(self.folder / shard.file, self._compute(shard, batch_size, room, check))
+                bar.update()
+
+    def _compute(self, shard: Shard, batch_size: int, room: int | None, check: Callable[[], None]) -> dict[str, Tensor]:
+        layout, offsets = self._layout, self._sequences.offsets
+        begin, size = int(offsets[shard.first]), int(offsets[shard.last] - offsets[shard.first])
+        out: dict[str, Tensor] = {}
+        for batch in self._sequences.batches(range(shard.first, shard.last), batch_size, room):
+            check()
+            features = compute_features(self._target, batch.to(self._device), layout.layers)
+            states = torch.stack(features.aux, dim=2)  # [B, T, layers, H]
+            for row, place in zip(batch.rows, batch.places, strict=True):
+                low, high = int(offsets[row]) - begin, int(offsets[row + 1]) - begin
+                span = place.row, slice(place.first, place.first + high - low)
+                for name, value in layout.encode(states[span], self._target, features.hidden[span]).items():
+                    out.setdefault(name, value.new_empty(size, *value.shape[1:]))[low:high] = value
+        return out
+
+    def __call__(self, batch: Batch) -> Features:
+        """Raises ValueError when a shard has vanished or is damaged."""
+        out: dict[str, Tensor] = {}
+        for row, place in zip(batch.rows, batch.places, strict=True):
+            for name, value in self._read(row).items():
+                whole = out.setdefault(name, value.new_zeros(*batch.ids.shape, *value.shape[1:]))
+                whole[place.row, place.first : place.first + len(value)] = value
+        states, rest = out.pop("features"), {name: value.to(self._device) for name, value in out.items()}
+        return self._layout.features(self._aux_layers, states.to(self._device), rest)
+
+    def _read(self, row: int) -> dict[str, Tensor]:
+        """What is kept of the row's tokens, hidden states decoded."""
+        shard, offsets = self._shard_of[row], self._sequences.offsets
+        begin = int(offsets[shard.first])
+        low, high = int(offsets[row]) - begin, int(offsets[row + 1]) - begin
+        path = self.folder / shard.file
+        try:
+            if shard.file not in self._maps:
+                file = safe_open(path, framework="pt")
+                self._maps[shard.file] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                if len(self._maps) > OPEN_SHARDS:
+                    self._maps.popitem(last=False)
+            self._maps.move_to_end(shard.file)
+            found = {name: part[low:high] for name, part in self._maps[shard.file].items()}
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"{path}: cannot be read ({error}); delete it if it is there, and run the same command again to have "
+                "it made anew"
+            ) from error
+        if any(len(part) != high - low for part in found.values()):
+            raise ValueError(f"{path}: holds fewer tokens than its manifest says; delete it to have it made again")
+        states = self._layout.decode(found)
+        return {"features": states} | {name: part for name, part in found.items() if name.startswith("top_")}

@@ -1,0 +1,1 @@
+"""What a run will need, and what is refused, before it starts."""

@@ -1,0 +1,114 @@
+"""How much memory a batch takes while a head learns from it: by a rehearsal in which no tensor has memory behind it.
+
+The head's own code runs forward and backward on torch's meta tensors, which know shape and dtype alone, and what lives
+at once is counted. Every slot learns, as in a batch of answers without a prompt, and in fp32: real batches take less,
+those of precision=bf16 about a sixth.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kernels.vocabulary import TeacherLogits
+from models.targets.llama import LlamaTarget
+from train.config import TrainConfig
+from train.objective_config import PEagleObjectiveConfig
+from train.objectives import alignment
+from train.objectives.base import Objective
+from train.objectives.draft_states import draft_states
+from train.objectives.medusa import MedusaHeads
+from train.objectives.registry import OBJECTIVES
+from train.objectives.teacher import SharedLogits, Teacher
+from train.preparation import make_head
+
+
+class LiveBytes(TorchDispatchMode):
+    """Within it: bytes of the tensors that were made since and live, and the most of them at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        name = storage._cdata
+        if name in self._known:
+            return
+        size = storage.nbytes()
+        self._known.add(name)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, name, size)
+
+    def _drop(self, name: int, size: int) -> None:
+        self._known.discard(name)
+        self.now -= size
+
+
+def meta_objective(config: TrainConfig, target: LlamaTarget) -> Objective:
+    """The objective around a head on meta, as `target` is; of Medusa-2 the heads alone."""
+    with torch.device("meta"):
+        head = make_head(config.head, target.config)
+        head.borrow(target)
+        kind = MedusaHeads if config.objective.name == "medusa-2" else OBJECTIVES[config.objective.name]
+        return kind(head, config.objective)
+
+
+def rehearse(config: TrainConfig, target: LlamaTarget, rows: int, length: int) -> int:
+    """Bytes at most beside parameters, gradients and optimiser, for `rows` rows of `length` slots.
+
+    `target` is on meta too. Of Medusa-2 the heads alone are rehearsed.
+    """
+    with torch.device("meta"):
+        objective = meta_objective(config, target)
+        head = objective.head
+        ids = torch.zeros(rows, length, dtype=torch.int64)
+        feature = torch.zeros(rows, length, target.config.hidden_size, dtype=target.norm.weight.dtype)
+        with LiveBytes() as live:
+            loss = learn(objective, ids, [feature] * len(head.config.aux_layers), target.config.vocab_size)
+            forward = live.peak
+            loss.backward()
+        gradients = sum(own.grad.numel() * own.grad.element_size() for own in head.parameters() if own.grad is not None)
+    return max(forward, live.peak - gradients)
+
+
+def learn(objective: Objective, ids: Tensor, aux: list[Tensor], vocab_size: int) -> Tensor:
+    """The loss of `ids` `[B, T]` and a teacher at every slot, as `Objective.forward` makes it."""
+    head, config = objective.head, objective.config
+    rows, length = ids.shape
+    column, drafts = torch.zeros(rows * length), head.config.draft_vocab_size
+    logits, wide = None, 0 if objective.fused else drafts
+    if objective.native:
+        taught = TeacherLogits(torch.zeros(rows * length, drafts, dtype=aux[0].dtype), column, column, column)
+        logits, wide = SharedLogits(taught, column.long()), 0
+    teacher = Teacher(
+        probs=torch.zeros(rows * length, wide), negentropy=column, mass=column,
+        choice=column.long(), draft_choice=column.long(), in_vocab=column.bool(), label=column.long(),
+        hidden=torch.zeros(rows * length, head.config.target_hidden_size),
+        make_probs=(lambda hidden: hidden.new_zeros(len(hidden), vocab_size)[:, :drafts].softmax(-1))
+        if objective.fused else None,
+        logits=logits,
+    )  # fmt: skip
+    columns = None
+    if isinstance(config, PEagleObjectiveConfig):
+        sizes = alignment.sample_sizes(length, objective.steps, config.ratio, config.min_ratio)
+        columns = [torch.arange(size) for size in sizes]
+    total = []
+    for step, state in enumerate(draft_states(head, ids, aux, objective.steps, columns=columns)):
+        states = state.flatten(0, 1)[1 if step else 0 :]  # fewer than the teacher has, which is then copied
+        index = torch.zeros(len(states), dtype=torch.int64)
+        total.append(objective.compare(states, torch.ones(len(states)), index, teacher, step, True)[0])
+    return torch.stack(total).sum()

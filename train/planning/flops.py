@@ -1,0 +1,41 @@
+"""How many operations a step of training needs of its head: over time and peak, model FLOPs utilisation.
+
+Counted are the products of a forward on real tokens, three times for the backward pass. What is computed beyond that
+(padding, logits made a second time) does not count as use.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from models.heads.base import Head
+from train.objectives.draft_states import draft_states
+
+WITH_BACKWARD = 3  # forward, gradient of the input, gradient of the weight
+
+
+class HeadFlops(NamedTuple):
+    per_token: float  # states of all depths
+    per_slot: float  # logits of one slot that is compared with the teacher, the mean over depths
+
+    def step(self, tokens: float, slots: float) -> float:
+        """`slots` of all depths together."""
+        return self.per_token * tokens + self.per_slot * slots
+
+
+@torch.no_grad()
+def head_flops(head: Head, steps: int) -> HeadFlops:
+    """By running a single token through the head, whose parameters must be whole."""
+    device = next(head.parameters()).device
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    feature = torch.zeros(1, 1, head.config.target_hidden_size, dtype=head.dtype, device=device)
+    aux = [feature] * len(head.config.aux_layers)
+    with FlopCounterMode(display=False) as body:
+        states = list(draft_states(head, ids, aux, steps))
+    with FlopCounterMode(display=False) as logits:
+        for depth, state in enumerate(states):
+            head.logits(state, depth)
+    return HeadFlops(WITH_BACKWARD * body.get_total_flops(), WITH_BACKWARD * logits.get_total_flops() / steps)

@@ -1,0 +1,256 @@
+"""check=true: what a run would read, take, cost and write, and whether that can work; nothing heavy is started.
+
+Sizes come from configuration files and from the data, which are read as in the run; no weight is loaded. Times are
+estimates from a measured matrix product and a measured copy on this machine: right within a factor of two or three.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infer.config_checks import resolve_path
+from infer.kvcache.memory import free_bytes
+from models.heads.base import Head
+from models.targets.llama import LlamaTarget
+from models.tokenizer import Tokenizer
+from train.config import (
+    OWN_WEIGHTS,
+    OfflineFeaturesConfig,
+    RowsDataConfig,
+    TrainConfig,
+)
+from train.data.prompts import longest_prompt, read_prompts
+from train.features.layout import Layout
+from train.objective_config import PEagleObjectiveConfig
+from train.planning.memory_plan import CURES, GB, features_in_memory, memory_parts, parameters
+from train.planning.refusals import refusals
+from train.planning.shapes import device_of, processes, shapes
+from train.storage.run_folder import check_run, other_export, refuse_other_export
+
+SAVED_BYTES = 12  # of a trained parameter in a checkpoint: value and two moments
+
+
+@dataclass
+class Plan:
+    lines: list[str] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    refusals: list[str] = field(default_factory=list)
+
+    def add(self, topic: str, text: str) -> None:
+        self.lines.append(f"{topic:<8}{text}")
+
+
+@dataclass(frozen=True)
+class Speed:
+    flops: float  # per second, in the target's dtype
+    bytes: float
+
+
+def check_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Prints the plan; its numbers are the command's result. Raises ValueError for what cannot work.
+
+    `overrides`: the words of the command line.
+    """
+    plan = make_plan(config, overrides)
+    for line in plan.lines if int(os.environ.get("RANK", "0")) == 0 else ():
+        print(line, file=sys.stderr)
+    if plan.refusals:
+        raise ValueError("; ".join(plan.refusals))
+    return {"check": plan.numbers}
+
+
+def outlook(config: TrainConfig) -> list[str]:
+    """Memory and disk at most, for the beginning of a run; without a look at the data."""
+    plan = Plan()
+    target, head, _ = shapes(config)
+    tokens = config.data.num_sequences * config.sequence_length
+    plan_memory_of(plan, config, target, head, tokens)
+    plan_disk(plan, config, target, head, tokens, resolve_path(config.output_dir) / str(config.run))
+    return plan.lines + [f"note    {text}" for text in plan.refusals]
+
+
+def make_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> Plan:
+    """Raises ValueError when data, target or head cannot be used at all."""
+    plan = Plan()
+    resumed = check_run(config)
+    folder = resolve_path(config.output_dir) / (config.run or f"{config.model.name}-{config.head.name}-<time>")
+    plan.add("run", f"{folder}, {'resumed' if resumed else 'new'}")
+    known = shapes(config)
+    target, head, checkpoint = known
+    plan.refusals += refusals(config, known, overrides)
+    tokens, answers = plan_data(plan, config, target, checkpoint)
+    plan_memory_of(plan, config, target, head, tokens)
+    store = plan_disk(plan, config, target, head, tokens, folder)
+    plan_time(plan, config, target, head, tokens, answers)
+    written = [f"{folder}/ (config, data, metrics, checkpoints, plots)", *([str(store)] if store else [])]
+    if config.stage == "all":
+        other = other_export(config)
+        fate = f" (replaces {other})" if other else " (replaced)" if config.export_folder.exists() else ""
+        written.append(f"{config.export_folder}/{fate}")
+        try:
+            refuse_other_export(config)
+        except ValueError as error:
+            plan.refusals.append(str(error))
+    plan.add("writes", ", ".join(written))
+    return plan
+
+
+def plan_data(plan: Plan, config: TrainConfig, target: LlamaTarget, checkpoint: Path) -> tuple[int, int]:
+    """Tokens of training sequences at most, and answers to be generated. Reads the data as the run does."""
+    tokenizer = Tokenizer.load(checkpoint)
+    prompts = read_prompts(config, tokenizer, target.config.max_position_embeddings)
+    for line in prompts.reading.lines():
+        plan.add("data", line)
+    data = config.data
+    given = isinstance(data, RowsDataConfig) and data.responses == "given"
+    answers = sum(
+        max(1, sum(message["role"] == "user" for message in example.messages)) if example.loss_mask is None else 0
+        for example in prompts.train.values()
+    )
+    tokens = len(prompts.train) * config.sequence_length
+    if given:
+        plan.add(
+            "data", f"at most {tokens} tokens of {config.sequence_length} a sequence, the answers those of the data"
+        )
+    else:
+        new = answers * data.max_new_tokens
+        who = data.server or "our engine"
+        plan.add(
+            "data", f"{who} writes at most {answers} answers, {new} tokens; at most {tokens} tokens are learnt from"
+        )
+    longest = longest_prompt(data, target.config.max_position_embeddings)
+    if isinstance(data, RowsDataConfig) and config.sequence_length <= longest:
+        plan.add(
+            "data", f"prompts may have {longest} tokens; beyond sequence_length={config.sequence_length} rows are cut"
+        )
+    plan.numbers |= {"rows": prompts.reading.summary(), "tokens": tokens, "answers": 0 if given else answers}
+    return tokens, 0 if given else answers
+
+
+def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> None:
+    parts = memory_parts(config, target, head, tokens)
+    needed, free = sum(parts.values()), free_bytes(device_of(config))
+    if config.features.target == "sharded":
+        plan.add("memory", f"of one of {processes()} processes, which hold the target together")
+    text = ", ".join(f"{name} {size / GB:.2f}" for name, size in parts.items())
+    plan.add("memory", f"about {needed / GB:.2f} GB, and what Python and torch take: {text}")
+    plan.add("memory", "unknown how much is free" if free is None else f"{free / GB:.2f} GB are free")
+    plan.numbers |= {"memory_bytes": needed, "memory_free": free, "trained_parameters": parameters(head)[0]}
+    if free is not None and needed > free:
+        largest = max(parts, key=lambda name: parts[name])
+        plan.refusals.append(
+            f"memory: about {needed / GB:.2f} GB needed, {free / GB:.2f} GB are free; most is for the {largest}: "
+            f"{CURES[largest]}"
+        )
+
+
+def plan_disk(
+    plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int, folder: Path
+) -> Path | None:
+    """The store of features, if there is to be one."""
+    trained, frozen = parameters(head)
+    store = None
+    parts = {"data": 12 * tokens}
+    if config.stage == "all":
+        parts["checkpoints"] = (config.keep_checkpoints + 2) * trained * SAVED_BYTES  # one being written, and the best
+        parts["exported head"] = 2 * (trained + frozen) * target.norm.weight.element_size()
+        if isinstance(config.features, OfflineFeaturesConfig):
+            parts["features"] = tokens * Layout.of(target, head.config.aux_layers, config.features).token_bytes
+            given = config.features.path
+            store = resolve_path(given) if given else resolve_path(config.output_dir) / "features" / config.model.name
+    place = folder
+    while not place.exists():
+        place = place.parent
+    needed, free = sum(parts.values()), shutil.disk_usage(place).free
+    text = ", ".join(f"{name} {size / GB:.2f}" for name, size in parts.items())
+    plan.add("disk", f"at most {needed / GB:.2f} GB: {text}; {free / GB:.2f} GB are free in {place}")
+    plan.numbers |= {"disk_bytes": needed, "disk_free": free}
+    if needed > free:
+        plan.refusals.append(
+            f"disk: {needed / GB:.2f} GB are needed at most, {free / GB:.2f} GB are free in {place}; give another "
+            "output_dir=, a smaller keep_checkpoints" + (", or features=online" if store else "")
+        )
+    if not os.access(place, os.W_OK):
+        plan.refusals.append(f"output_dir={config.output_dir}: {place} is not writable; give another output_dir=")
+    return store
+
+
+def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int, answers: int) -> None:
+    speed = measure(device_of(config), target.norm.weight.dtype)
+    weights, active = sum(p.numel() for p in target.parameters()), active_parameters(target)
+    item = target.norm.weight.element_size()
+    estimates = {}
+    if answers and config.data.server is None:
+        rows = min(config.engine.max_batch, answers)
+        step = max(weights * item / speed.bytes, rows * 2 * active / speed.flops)
+        estimates["generating"] = answers * config.data.max_new_tokens / rows * step
+    if config.stage == "all":
+        trained, _ = parameters(head)
+        batch = config.batch_size * config.sequence_length
+        kept = isinstance(config.features, OfflineFeaturesConfig) or features_in_memory(config, target, head, tokens)
+        flops = 6 * trained * uses_of_weights(config, head) + (0 if kept else 2 * active)  # per token
+        step = config.accumulate * batch * flops / speed.flops
+        estimates["a step"] = step
+        if config.steps is not None:
+            estimates["all steps"] = step * config.steps
+    text = ", ".join(f"{name} about {readable(seconds)}" for name, seconds in estimates.items())
+    limit = f"; at most {config.minutes:g} minutes in all" if config.minutes is not None else ""
+    plan.add("time", f"{text or 'nothing to compute here'}{limit} (at {speed.flops / 1e9:.0f} GFLOP/s, estimated)")
+    plan.numbers["seconds"] = {name: round(seconds, 3) for name, seconds in estimates.items()}
+
+
+def uses_of_weights(config: TrainConfig, head: Head) -> float:
+    """How often a step of training multiplies by a weight of the head, per token."""
+    objective, depths = config.objective, config.objective.steps or head.config.max_depth or 1
+    if head.name in OWN_WEIGHTS:
+        return 1
+    if isinstance(objective, PEagleObjectiveConfig):
+        return sum(max(objective.ratio**depth, objective.min_ratio) for depth in range(depths))
+    return depths
+
+
+def active_parameters(target: LlamaTarget) -> int:
+    """Of those, the ones that a token meets: experts that are not in use cost no time."""
+    experts = target.config.experts
+    total = 0
+    for name, parameter in target.named_parameters():
+        share = experts.active / experts.count if experts is not None and ".experts." in name else 1
+        total += int(parameter.numel() * share) if "embed_tokens" not in name else 0
+    return total
+
+
+def measure(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> Speed:
+    """A matrix product of 512 rows, and a copy; on a GPU of sizes that fill it."""
+    rows, side, size = (4096, 8192, 2**28) if device.type == "cuda" else (512, 1024, 2**24)
+    x, w = (torch.ones(rows, side, dtype=dtype, device=device), torch.ones(side, side, dtype=dtype, device=device))
+    block = torch.zeros(size, dtype=torch.uint8, device=device)
+
+    def finish(work: Any) -> None:
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def rate(work: Any, unit: float) -> float:
+        finish(work)
+        begin, count = time.perf_counter(), 0
+        while time.perf_counter() - begin < seconds:
+            finish(work)
+            count += 1
+        return unit * count / (time.perf_counter() - begin)
+
+    return Speed(rate(lambda: x @ w, 2.0 * rows * side * side), rate(block.clone, 2.0 * size))
+
+
+def readable(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,47 @@
+"""Target and head of a run with no memory behind them: what is known of both before anything is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from infer.engine.loading import resolve_dtype
+from models.checkpoint import fingerprint
+from models.heads.base import Head
+from models.targets import empty_target, resolve_checkpoint
+from models.targets.llama import LlamaTarget
+from train.config import TrainConfig
+from train.preparation import make_head
+
+
+class Shapes(NamedTuple):
+    target: LlamaTarget  # in its dtype; `fingerprint` is empty where no weights are at hand yet
+    head: Head
+    checkpoint: Path  # the target's folder, of which no weight was fetched
+
+
+def shapes(config: TrainConfig) -> Shapes:
+    """Raises ValueError for a target that cannot be read and for a head that does not fit it."""
+    name = config.model.path_or_hub_id
+    checkpoint = resolve_checkpoint(name, config.model.revision, weights=False)
+    target = empty_target(checkpoint).to(resolve_dtype(config.model))
+    target.path, target.folder = name, checkpoint
+    with contextlib.suppress(ValueError):
+        target.fingerprint = fingerprint(checkpoint)
+    with torch.device("meta"):
+        return Shapes(target, make_head(config.head, target.config), checkpoint)
+
+
+def processes() -> int:
+    """Of this run, as torchrun or accelerate started it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def device_of(config: TrainConfig) -> torch.device:
+    if config.model.device != "auto":
+        return torch.device(config.model.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,1 @@
+"""Exported heads, cards, reports and trackers."""

@@ -1,0 +1,183 @@
+"""From a trained head to outputs/heads/<model>/<head>: config and weights, provenance, a card.
+
+The folder changes at once or not at all. What is published was loaded back and measured first, by the caller's
+`measure`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from infer.options.command_words import HEAD_FOLDER, OUTPUTS, TARGET_FOLDER, head_words, model_words, portable_path
+from infer.request import SpeculationStats
+from infer.speculation.measured_tree import RANK_ACCURACY
+from models.heads import load_head, save_head
+from models.heads.base import Head
+from models.targets.llama import LlamaTarget
+from train.config import TrainConfig
+from train.publishing.provenance import portable, target_name
+from train.storage import atomic
+
+FORMATS = {
+    "eagle": "The tensors bear the names of SafeAILab's EAGLE-1 heads, which vLLM reads as well.",
+    "eagle3": "The files follow the `speculators` format, which vLLM reads as well.",
+    "medusa": "The files follow vLLM's layout of Medusa heads.",
+    "mlp": "The files follow IBM's layout of MLP speculators.",
+    "p-eagle": "The files follow the `speculators` format (`peagle`), which vLLM reads as well.",
+}
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """On the held-out prompts, at one temperature."""
+
+    simulated: SpeculationStats
+    engine: SpeculationStats
+
+    @property
+    def gap(self) -> float:
+        """Relative difference of the trainer's figure from the engine's."""
+        engine = self.engine.acceptance_length
+        return (self.simulated.acceptance_length - engine) / engine if engine else 0.0
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "simulated": round(self.simulated.acceptance_length, 4),
+            "engine": round(self.engine.acceptance_length, 4),
+        }
+
+
+@dataclass(frozen=True)
+class Measured:
+    greedy: Acceptance
+    sampled: Acceptance  # at temperature 1
+    rank_accuracy: list[list[float]]  # by depth and rank: how often the target's token stood there in the draft
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "acceptance_length": self.greedy.summary(),
+            "acceptance_length_sampled": self.sampled.summary(),
+            RANK_ACCURACY: [[round(share, 4) for share in shares] for shares in self.rank_accuracy],
+        }
+
+
+def export_head(
+    head: Head,
+    target: LlamaTarget,
+    config: TrainConfig,
+    provenance: Mapping[str, Any],
+    measure: Callable[[Head], Measured],
+    *,
+    note: str = "",
+) -> tuple[Path, Measured]:
+    """Publishes the head in the target's dtype. `measure` sees the head as serving will load it.
+
+    Nothing that is written names a place of this machine. `note` is said of the target on the card.
+    """
+    folder = config.head.folder(config.output_dir, config.model.name)  # of the target as it is published
+    dtype = target.norm.weight.dtype
+    atomic.sweep(folder.parent)
+    with atomic.replace_folder(folder) as staging:
+        name = target_name(config.model)
+        record = portable({**provenance, "target_fingerprint": target.fingerprint, "target": name})
+
+        def write(record: Mapping[str, Any]) -> None:
+            save_head(
+                head,
+                staging,
+                verifier=name,
+                verifier_architecture=target.config.architecture,
+                speculative_tokens=config.eval_draft_tokens,
+                provenance=dict(record),
+                dtype=dtype,
+            )
+
+        write(record)
+        loaded = load_head(staging, name=head.name, dtype=dtype, device=target.norm.weight.device, target=target)
+        measured = measure(loaded)
+        write({**record, **measured.record()})
+        text = card(config, record, measured, note)
+        (staging / "README.md").write_text(text, encoding="utf-8")
+    return folder, measured
+
+
+def card(config: TrainConfig, record: Mapping[str, Any], measured: Measured, note: str) -> str:
+    """The model card."""
+    words, placeholders = serving_words(config)
+    engine, greedy, sampled = measured.greedy.engine, measured.greedy, measured.sampled
+    model, head = config.model.name, config.head.name
+    commit = (record.get("git") or {}).get("commit") or "unknown"
+    counts = zip(engine.acceptance_by_position, engine.accepted_by_position, engine.drafted_by_position, strict=True)
+    rows = "\n".join(
+        f"| {place} | {share:.3f} | {accepted} of {drafted} |"
+        for place, (share, accepted, drafted) in enumerate(counts, start=1)
+    )
+    return f"""# {head} head for {model}
+
+Drafts up to {config.eval_draft_tokens} tokens per step for `{record["target"]}`. Speculation changes no token: the head
+decides how many come per step, never which. Trained by Headway.
+
+{note}| acceptance length τ (tokens per verify, bonus included) | greedy | temperature 1 |
+|---|---|---|
+| **engine** | **{engine.acceptance_length:.3f}** | {sampled.engine.acceptance_length:.3f} |
+| simulated by the trainer | {greedy.simulated.acceptance_length:.3f} (gap {100 * greedy.gap:+.2f} %) | \
+{sampled.simulated.acceptance_length:.3f} (gap {100 * sampled.gap:+.2f} %) |
+
+Chains, on {config.eval_prompts} held-out prompts with up to {config.eval_max_tokens} tokens each
+({engine.emitted} tokens in {engine.steps} verifies). By position, greedy:
+
+| position | acceptance | accepted |
+|---|---|---|
+{rows}
+
+## Serve it
+
+From the root of Headway's repository{placeholders}:
+
+    python infer/serve.py {words}
+    python infer/generate.py {words} compare=true
+
+{FORMATS[head]} The head belongs to one target, fingerprint
+`{record["target_fingerprint"]}`; loading it for another is refused unless `head.allow_mismatch=true`.
+
+## Where it comes from
+
+Run `{record["run"]}`, {record["steps"]} steps; data {record["data_source"]} (hash `{record["data_hash"]}`);
+commit `{commit[:12]}`. `provenance.json` holds the versions and the whole configuration.
+"""
+
+
+def serving_words(config: TrainConfig) -> tuple[str, str]:
+    """What serves the head anywhere, for the card; and what is to be filled in, where that depends on the machine."""
+    model = replace(config.model, path=portable_path(config.model.path) or TARGET_FOLDER, device="auto")
+    path, output_dir = (place and portable_path(place) for place in (config.head.path, config.output_dir))
+    if (config.head.path and path is None) or output_dir is None:
+        path = HEAD_FOLDER
+    words = [*model_words(model), *head_words(replace(config.head, path=path), output_dir or OUTPUTS)]
+    said = {TARGET_FOLDER: "where the target lies", HEAD_FOLDER: "where this card lies"}
+    open_ones = [f"`{place}` ({why})" for place, why in said.items() if any(place in word for word in words)]
+    return shlex.join(words), f", with {' and '.join(open_ones)} filled in" if open_ones else ""
+
+
+def check_room(config: TrainConfig, head: Head, target: LlamaTarget, besides: int = 0) -> None:
+    """Refuses a run whose export, and `besides` bytes, could not be written, before it costs anything.
+
+    Raises ValueError.
+    """
+    folder = config.export_folder
+    values = (head.state_dict()[name] for name in head.checkpoint_layout())
+    size = sum(value.numel() for value in values) * target.norm.weight.element_size() + besides
+    place = folder
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < size:
+        raise ValueError(f"{folder}: the export will need {size} bytes, {free} are free; free some space")
+    if not os.access(place, os.W_OK):
+        raise ValueError(f"{folder}: {place} is not writable; give another output_dir=")

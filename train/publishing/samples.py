@@ -1,0 +1,48 @@
+"""Answers to a few prompts in which the accepted drafts are marked, for people: reports and W&B's table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from infer.engine import Engine
+from infer.options.tracker_config import TrackerConfig, WandbConfig
+from infer.request import SamplingParams, StepOutput
+from models.tokenizer import Tokenizer
+from train.publishing.trackers import Sample
+
+SHOWN_TEXTS = 2  # in a report
+
+
+def how_many(tracker: TrackerConfig) -> int:
+    """Those of a report, or as many more as a tracker is to be sent."""
+    return max(SHOWN_TEXTS, tracker.samples if isinstance(tracker, WandbConfig) else 0)
+
+
+def marked_answers(engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> list[Sample]:
+    """Greedy, with the engine's present proposer."""
+    tokenizer = engine.tokenizer
+    assert tokenizer is not None
+    flags: dict[int, list[bool]] = {}
+
+    def keep(index: int, output: StepOutput) -> None:
+        flags.setdefault(index, []).extend(output.accepted)
+
+    completions = engine.generate(prompts, SamplingParams(max_tokens=max_tokens), on_output=keep)
+    return [
+        Sample(
+            tokenizer.decode(prompt),
+            mark(tokenizer, prompt, completion.token_ids, flags[index]),
+            completion.stats.acceptance_length,
+        )
+        for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+    ]
+
+
+def mark(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], accepted: Sequence[bool]) -> str:
+    """The text after the prompt, every run of accepted drafts between ⟦ and ⟧."""
+    stream = tokenizer.stream(context=prompt)
+    pieces = [(stream.push([token]), flag) for token, flag in zip(ids, accepted, strict=True)]
+    pieces.append((stream.flush(), False))
+    runs = [(flag, "".join(text for text, _ in run)) for flag, run in groupby(pieces, lambda piece: piece[1])]
+    return "".join(f"⟦{text}⟧" if flag else text for flag, text in runs if text)

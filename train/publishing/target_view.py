@@ -1,0 +1,152 @@
+"""The target that a head is measured and published with: as it was loaded, or adapted along with the head (Medusa-2).
+
+An adapted target is another model. It is published beside its head, under a name of its own, and everything that is
+said of the head is measured with the published files.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from infer.config import EngineConfig, ProposerConfig
+from infer.config_checks import resolve_path
+from infer.engine import Engine
+from infer.request import SamplingParams
+from models.lora import merge, unadapted
+from models.targets import load_target
+from models.targets.llama import LlamaTarget
+from models.targets.writing import save_target
+from models.tokenizer import Tokenizer
+from train.config import TrainConfig
+from train.data.sequences import Sequences
+from train.evaluation import Evaluator, prompts_of
+from train.features.online import OnlineFeatures
+from train.objectives.medusa import MedusaTogether
+from train.objectives.teacher import teach
+from train.publishing.provenance import target_name
+from train.storage import atomic
+
+
+@dataclass(frozen=True)
+class Publication:
+    config: TrainConfig  # `model` is the target as it is published
+    target: LlamaTarget
+    evaluator: Evaluator
+    note: str = ""  # for the head's card
+
+
+class ServedTarget(Protocol):
+    def evaluator(self) -> Evaluator:
+        """With the target as it stands."""
+        ...
+
+    def publish(self) -> Publication: ...
+
+
+@dataclass(frozen=True)
+class FrozenTarget:
+    config: TrainConfig
+    target: LlamaTarget
+    measure: Evaluator
+
+    def evaluator(self) -> Evaluator:
+        return self.measure
+
+    def publish(self) -> Publication:
+        return Publication(self.config, self.target, self.measure)
+
+
+@dataclass(frozen=True)
+class AdaptedTarget:
+    config: TrainConfig
+    objective: MedusaTogether  # holds the target with its adapters
+    tokenizer: Tokenizer
+    settings: EngineConfig
+    held_out: Sequences  # the unadapted target's greedy responses
+    check: Callable[[], None]
+
+    def evaluator(self) -> Evaluator:
+        return self._evaluator_of(self._merged(), self.config)
+
+    def publish(self) -> Publication:
+        before, name, target = self.config.model, self.config.published_model, self._merged()
+        folder = resolve_path(self.config.output_dir) / "models" / name
+        atomic.sweep(folder.parent)
+        with atomic.replace_folder(folder) as staging:
+            save_target(target, staging)
+        model = replace(before, name=name, path=str(folder), revision=None)
+        config = replace(self.config, model=model)
+        target = load_target(str(folder), dtype=target.norm.weight.dtype, device=target.norm.weight.device)
+        evaluator = self._evaluator_of(target, config)
+        difference = difference_of(evaluator, before.name)
+        atomic.write_text(
+            folder / "README.md", CARD.format(name=name, before=target_name(before), difference=difference)
+        )
+        return Publication(config, target, evaluator, f"The target is not `{before.name}`. {difference}\n\n")
+
+    def _merged(self) -> LlamaTarget:
+        target = copy.deepcopy(self.objective.target).requires_grad_(False)
+        merge(target)
+        return target
+
+    def _evaluator_of(self, target: LlamaTarget, config: TrainConfig) -> Evaluator:
+        features = OnlineFeatures(target, self.objective.head.config.aux_layers)
+        drift = self._drift(features)  # before the engine packs it
+        drafts = ProposerConfig(name="head", max_draft_tokens=config.eval_draft_tokens)
+        engine = Engine(target, tokenizer=self.tokenizer, proposer="none", config=self.settings, proposer_config=drafts)
+        answers = self._answers(engine)
+        about = {"eval/target_kl": drift, "eval/target_same_tokens": same_tokens(self.held_out, answers)}
+        return Evaluator(config, engine, answers, features, self.check, about)
+
+    def _answers(self, engine: Engine) -> Sequences:
+        """Greedy responses to the held-out prompts."""
+        params = SamplingParams(max_tokens=self.config.eval_max_tokens)
+        completions = engine.generate(prompts_of(self.held_out), params, on_output=lambda *_: self.check())
+        answers = [(c.prompt_ids, c.token_ids) for c in completions]
+        return Sequences.of([(p + a, [False] * len(p) + [True] * len(a)) for p, a in answers])
+
+    @torch.no_grad()
+    def _drift(self, features: OnlineFeatures) -> float:
+        """Mean KL(unadapted || adapted) per token, in nats, over the unadapted target's held-out responses."""
+        objective, size, total, count = self.objective, self.config.batch_size, 0.0, 0.0
+        before = OnlineFeatures(objective.target, features.aux_layers)
+        for start in range(0, len(self.held_out), size):
+            batch = self.held_out.batch(range(start, min(start + size, len(self.held_out))))
+            batch = batch.to(features.target.norm.weight.device)
+            with unadapted(objective.target):
+                teacher = teach(objective.target, before(batch).hidden, batch, objective.head.target_ids)
+            total += objective.drift(batch, features(batch).hidden, teacher).item()
+            count += objective.denominators(batch)[0].item()
+        return total / max(1.0, count)
+
+
+def same_tokens(one: Sequences, other: Sequences) -> float:
+    """The share of `one`'s responses that `other`'s repeat before they first differ."""
+    same = total = 0
+    for index in range(len(one)):
+        a, b = (ids[assistant].tolist() for ids, assistant in (one.row(index), other.row(index)))
+        equal = [x == y for x, y in zip(a, b, strict=False)]
+        same += equal.index(False) if False in equal else len(equal)
+        total += len(a)
+    return same / max(1, total)
+
+
+def difference_of(evaluator: Evaluator, before: str) -> str:
+    about = evaluator.about_target
+    return (
+        f"It was trained along with its head (Medusa-2) and writes other text than `{before}`: KL "
+        f"{about['eval/target_kl']:.4f} nats per token on held-out responses of `{before}`, of whose greedy tokens "
+        f"{100 * about['eval/target_same_tokens']:.1f} % come the same before the first that differs."
+    )
+
+
+CARD = """# {name}
+
+`{before}` with low-rank adapters merged into its weights. {difference}
+Speculation with the head changes none of this target's tokens; it is the target itself that differs.
+"""

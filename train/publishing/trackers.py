@@ -1,0 +1,277 @@
+"""Where metrics go: metrics.jsonl always, and W&B or TensorBoard beside it. Secrets never go anywhere.
+
+A tracker that cannot work falls back or is refused at the start; none of them can stop or hang a run. Knows no
+metric's meaning.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import netrc
+import os
+import re
+import secrets
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+from infer.options.tracker_config import TrackerConfig, WandbConfig
+from train.storage import atomic
+
+METRICS, WANDB_ID = "metrics.jsonl", "wandb-id"
+SECRET_KEY = re.compile(r"(key|token|secret|password|passwd|credentials?|auth)$", re.IGNORECASE)
+SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-)\w{8,}|//[^/\s:@]+:[^/\s@]+@")
+INIT_SECONDS = 20  # for W&B to answer at the start; then the run is tracked offline
+FINISH_SECONDS = 60  # for its upload at the end
+
+
+class Sample(NamedTuple):
+    """A held-out prompt and its answer, accepted drafts marked."""
+
+    prompt: str
+    text: str
+    acceptance_length: float
+
+
+class Results(NamedTuple):
+    """What a finished run has to show."""
+
+    plots: Sequence[Path]
+    samples: Sequence[Sample]
+    export: Path  # the exported head's folder
+    aliases: Sequence[str]
+
+
+class Tracker(Protocol):
+    """Contract: `log` with growing steps, then `publish` and `finish` once; none raises for a lost network."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def publish(self, results: Results) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class JsonlTracker:
+    """One JSON object per line. Rows after `resume_step`, of a run that was killed, are dropped: they come again."""
+
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        self._path = folder / METRICS
+        kept = [json.dumps(row) for row in read_metrics(folder) if row["step"] <= resume_step]
+        atomic.write_text(self._path, "".join(line + "\n" for line in kept))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raises ValueError where the disk is full."""
+        with atomic.refuse_full_disk(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+    def publish(self, results: Results) -> None:
+        """Plots and report lie beside the metrics already."""
+
+    def finish(self) -> None:
+        """Nothing is open between two rows."""
+
+
+class TensorboardTracker:
+    def __init__(self, folder: Path, resume_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resume_step + 1)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def publish(self, results: Results) -> None:
+        """Scalars alone; the rest is in the run's folder."""
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases, files under the run's folder, where its id there is kept too, so that resuming continues it."""
+
+    def __init__(self, wandb: Any, config: WandbConfig, folder: Path, run: str, settings: Mapping[str, Any]) -> None:
+        self._wandb, self._config = wandb, config
+        arguments = {
+            "project": config.project,
+            "entity": config.entity,
+            "id": wandb_id(folder),
+            "name": run,
+            "dir": str(folder),
+            "config": dict(settings),
+        }
+        quiet = wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS, login_timeout=INIT_SECONDS)
+        mode = wandb_mode(config, quiet.base_url)
+        try:
+            resume = "allow" if mode == "online" else None  # offline runs of one id are joined when they are synced
+            self._run = wandb.init(**arguments, mode=mode, resume=resume, settings=quiet)
+        except Exception as error:  # whatever it is, a tracker must not end the run
+            if config.mode == "online":
+                raise ValueError(f"tracker.mode=online: W&B cannot be reached ({error}); try offline") from error
+            warn(f"W&B cannot be reached ({type(error).__name__}: {error}); tracking offline")
+            wandb.teardown()  # or the id is still taken
+            self._run = wandb.init(**arguments, mode="offline", settings=quiet)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def publish(self, results: Results) -> None:
+        """Plots always; texts and the head's files only where the configuration sends them."""
+        try:
+            self._send(results)
+        except Exception as error:  # the head is exported: nothing that happens here may end the run
+            warn(f"W&B did not take the results ({type(error).__name__}: {error})")
+
+    def _send(self, results: Results) -> None:
+        images = {f"plots/{plot.stem}": self._wandb.Image(str(plot)) for plot in results.plots}
+        self._run.log(images)
+        if self._config.samples:
+            rows = [list(sample) for sample in results.samples[: self._config.samples]]
+            self._run.log({"samples": self._wandb.Table(columns=["prompt", "answer, accepted marked", "τ"], data=rows)})
+        if self._config.upload:
+            artifact = self._wandb.Artifact("-".join(results.export.parts[-2:]), type="head")
+            artifact.add_dir(str(results.export))
+            self._run.log_artifact(artifact, aliases=list(results.aliases))
+
+    def finish(self) -> None:
+        """Waits for the upload, but not for ever: what is left lies in the run's folder for `wandb sync`."""
+        ending = threading.Thread(target=self._run.finish, daemon=True)
+        ending.start()
+        ending.join(FINISH_SECONDS)
+        if ending.is_alive():
+            warn("W&B does not finish its upload; `wandb sync` in the run's folder does it later")
+
+
+class Trackers:
+    """All of a run's trackers as one; `Trackers([])` tracks nothing."""
+
+    def __init__(self, trackers: list[Tracker]) -> None:
+        self._trackers = trackers
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.log(step, metrics)
+
+    def publish(self, results: Results) -> None:
+        for tracker in self._trackers:
+            tracker.publish(results)
+
+    def finish(self) -> None:
+        for tracker in self._trackers:
+            tracker.finish()
+
+
+def make_trackers(
+    config: TrackerConfig, folder: Path, run: str, settings: Mapping[str, Any], *, resume_step: int
+) -> Trackers:
+    """`settings` is the run's configuration; secrets in it are masked before anyone sees it.
+
+    Raises ValueError for what `check_tracker` refuses, and for a server that was asked for and does not answer.
+    """
+    check_tracker(config)
+    trackers: list[Tracker] = [JsonlTracker(folder, resume_step)]
+    if config.name == "tensorboard":
+        trackers.append(TensorboardTracker(folder, resume_step))
+    elif isinstance(config, WandbConfig):
+        wandb = import_wandb()
+        if wandb is None:
+            warn(f"wandb is not installed: metrics go to {METRICS} alone (tracker=none says so in silence)")
+        else:
+            trackers.append(WandbTracker(wandb, config, folder, run, redact(settings)))
+    return Trackers(trackers)
+
+
+def check_tracker(config: TrackerConfig) -> None:
+    """Raises ValueError for a tracker that cannot work here. What may fall back to less is let through."""
+    if config.name == "tensorboard":
+        try:
+            importlib.import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            raise ValueError(
+                "tracker=tensorboard: tensorboard is not installed; pip install tensorboard, or tracker=none"
+            ) from error
+    if isinstance(config, WandbConfig) and config.mode == "online":
+        wandb = import_wandb()
+        if wandb is None:
+            raise ValueError("tracker.mode=online: wandb is not installed; pip install wandb, or tracker=none")
+        url = os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url
+        if not has_wandb_credentials(url):
+            raise ValueError(
+                f"tracker.mode=online: there are no credentials for {url}; say `wandb login`, set WANDB_API_KEY, or "
+                "tracker.mode=offline"
+            )
+
+
+def import_wandb() -> Any | None:
+    """The package; a folder of that name left by its runs imports as an empty one, hence the look at `init`."""
+    try:
+        wandb = importlib.import_module("wandb")
+    except ImportError:
+        return None
+    return wandb if hasattr(wandb, "init") else None
+
+
+def wandb_id(folder: Path) -> str:
+    """Of the run in this folder, made once; its name may be another run's too, of another folder or person."""
+    path = folder / WANDB_ID
+    if not path.is_file():
+        atomic.write_text(path, secrets.token_hex(8) + "\n")
+    return path.read_text(encoding="utf-8").strip()
+
+
+def wandb_mode(config: WandbConfig, default_url: str) -> str:
+    """`tracker.mode`; with auto WANDB_MODE decides, then whether there are credentials for the server."""
+    if config.mode != "auto":
+        return config.mode
+    asked = os.environ.get("WANDB_MODE")
+    if asked in ("online", "offline", "disabled"):
+        return asked
+    return "online" if has_wandb_credentials(os.environ.get("WANDB_BASE_URL") or default_url) else "offline"
+
+
+def has_wandb_credentials(url: str) -> bool:
+    """Looks where wandb looks, without it: asking wandb itself may end in a prompt."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    hosts = [urlsplit(url).netloc]
+    if not os.environ.get("WANDB_BASE_URL"):
+        hosts.append("api.wandb.ai")  # where the default server's keys were stored before it moved
+    file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    try:
+        entries = netrc.netrc(str(file))
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return any(host in entries.hosts for host in hosts)
+
+
+def redact(value: Any, key: str = "") -> Any:
+    """A copy in which every text under a secret's name, or that looks like one, is masked."""
+    if isinstance(value, Mapping):
+        return {name: redact(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(item, key) for item in value]
+    if isinstance(value, str) and (SECRET_KEY.search(key) or SECRET_VALUE.search(value)):
+        return "***"
+    return value
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """All whole rows; the last one may have been cut by a kill."""
+    path = folder / METRICS
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def warn(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)

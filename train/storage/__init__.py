@@ -1,0 +1,1 @@
+"""Files and folders of runs: whole or not there, resumed, and reused."""

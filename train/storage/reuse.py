@@ -1,0 +1,102 @@
+"""Sequences that another run has made already, where they are exactly what this run would make.
+
+What the target writes is a function of the target, the prompts and how they are continued, not of the head that is
+trained on it; so several heads trained under one `output_dir` need it written once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from infer.engine.loading import dtype_name
+from models.targets.llama import LlamaTarget
+from models.tokenizer import Tokenizer
+from train.config import TrainConfig
+from train.storage import atomic
+
+SOURCE, RECIPE, INGREDIENTS = "source", "recipe", "made_from"  # of a record
+WITHOUT_EFFECT = ("concurrency", "retries", "timeout_s")  # of data, on what is written
+
+
+def text_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
+    """Hashes of all that turns conversations into ids."""
+    texts = tokenizer.chat.texts
+    templates = json.dumps(texts, sort_keys=True) if len(texts) > 1 else next(iter(texts.values()), "")
+    return {"tokenizer": text_hash(tokenizer.backend.to_str()), "chat_template": text_hash(templates)}
+
+
+def ingredients(config: TrainConfig, target: LlamaTarget, tokenizer: Tokenizer, source: str) -> dict[str, Any]:
+    """All that the sequences of both splits depend on. `source` names the prompts and their content."""
+    engine, data = config.engine, asdict(config.data)
+    changing = {key: getattr(engine, key) for key in ("weights", "kv_dtype") if getattr(engine, key) != "same"}
+    return {
+        "target": target.fingerprint,
+        **tokenizer_record(tokenizer),
+        "end_tokens": list(tokenizer.eos_ids),
+        "dtype": dtype_name(config.model),
+        "source": source,
+        "data": {key: value for key, value in data.items() if key not in WITHOUT_EFFECT},
+        "seed": config.seed,
+        "held out": [config.eval_prompts, config.eval_max_tokens],
+        "exact": engine.exact,
+        **changing,
+    }
+
+
+def recipe(parts: Mapping[str, Any]) -> str:
+    """A hash over ingredients."""
+    return text_hash(json.dumps(parts, sort_keys=True))
+
+
+def refuse_other(config: TrainConfig, own: Mapping[str, Any], record: Path) -> None:
+    """Raises ValueError naming the difference where the JSON file `record` names other ingredients than `own`."""
+    known = read_record(record)
+    if known[RECIPE] == recipe(own):
+        return
+    found = known.get(INGREDIENTS, {})
+    names = [name for name in sorted(found.keys() | own.keys()) if found.get(name) != own.get(name)]
+    what = "; ".join(f"{name} was {found.get(name)} and is {own.get(name)}" for name in names if found)
+    cure = "begin anew with another run=<name>"
+    if "target" in names:
+        cure = f"put back the weights that model.path={config.model.path} had, or {cure}"
+    raise ValueError(
+        f"run={config.run}: {record.parent} was made from something else: {what or 'it says no more'}; {cure}"
+    )
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return record | {key: record[key] for key in (SOURCE, RECIPE)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error!r}); begin anew with another run=<name>") from error
+
+
+def find_twin(runs: Path, wanted: str, record: str, files: Sequence[str]) -> Path | None:
+    """The data folder `runs/*/data` that holds all of `files` and whose JSON file `record` names this recipe."""
+    for path in sorted(runs.glob(f"*/data/{record}")):
+        if not all((path.parent / name).is_file() for name in files):
+            continue
+        try:
+            known = json.loads(path.read_text(encoding="utf-8")).get(RECIPE)
+        except (OSError, ValueError):
+            continue  # another run's damage is not this run's
+        if known == wanted:
+            return path.parent
+    return None
+
+
+def copy_twin(twin: Path, folder: Path, files: Sequence[str]) -> None:
+    """The last of `files` marks the whole: it appears when all others are there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in files:
+        atomic.copy_file(twin / name, folder / name)

@@ -1,0 +1,171 @@
+"""outputs/<run>/: one folder per run, opened anew, or resumed under the configuration it was begun with.
+
+What may differ then is in FREE: no past update depends on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from infer import config as infer_config
+from infer.cli import load_config, save_config
+from infer.config_checks import resolve_path
+from train import config as train_config
+from train.config import TrainConfig
+from train.schedule import Budget
+from train.storage import atomic
+
+CONFIG, SCHEDULE = "config.yaml", "schedule.json"
+WRITTEN_INTO = ("data", "checkpoints")  # by a run, of its folder
+HEAD_CONFIG, PROVENANCE = "config.json", "provenance.json"  # of an exported head
+# What may differ when a run is resumed: nothing that a past update depends on.
+FREE = (
+    "steps",
+    "minutes",
+    "check",
+    "stage",
+    "tracker.",
+    "engine.",
+    "features.target",
+    "log_every",
+    "eval_every",
+    "eval_concurrency",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "export",
+    "max_skipped",
+    "output_dir",
+    "overwrite",
+    "head.path",
+    "data.concurrency",
+    "data.retries",
+    "data.timeout_s",
+    "parallel.patience_minutes",
+)
+BOUND = ("engine.weights", "engine.kv_dtype", "engine.exact")  # of those: the text that a target writes depends on them
+ABSENT = object()
+
+
+def name_run(config: TrainConfig) -> TrainConfig:
+    """With `run` filled in: <model>-<head>-<date and time>, numbered if there is one already."""
+    if config.run is not None:
+        return config
+    base = f"{config.model.name}-{config.head.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    names = [base, *(f"{base}-{number}" for number in range(2, 100))]
+    free = next(name for name in names if not (resolve_path(config.output_dir) / name).exists())
+    return replace(config, run=free)
+
+
+def check_run(config: TrainConfig) -> bool:
+    """Whether there is such a run to be resumed. Raises ValueError naming the keys in which it was begun otherwise."""
+    if config.run is None:
+        return False
+    folder = resolve_path(config.output_dir) / config.run
+    if (folder / CONFIG).is_file():
+        schemas = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
+        refuse_differences(config, load_config(folder / CONFIG, TrainConfig, schemas), folder)
+        return True
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"run={config.run}: {folder} holds something else than a training run; choose another name")
+    return False
+
+
+def other_export(config: TrainConfig) -> str | None:
+    """Whose head lies where this run's would go, if it is not its own."""
+    folder = config.export_folder
+    if not (folder / HEAD_CONFIG).is_file():
+        return None
+    run = run_of_head(folder)
+    if run is not None and run == config.run:
+        return None
+    return f"the head of run {run}" if run else "a head that no run of ours exported"
+
+
+def run_of_head(folder: Path) -> str | None:
+    """The run that exported the head in `folder`, None where that cannot be told."""
+    try:
+        return json.loads((folder / PROVENANCE).read_text(encoding="utf-8")).get("run")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def refuse_other_export(config: TrainConfig) -> None:
+    """Raises ValueError where this run would replace a head that is not its own, unless it was told to."""
+    if config.stage != "all" or config.overwrite:
+        return
+    other = other_export(config)
+    if other is not None:
+        raise ValueError(
+            f"{config.export_folder}: holds {other}, which this run's would replace. Give head.path= another folder, "
+            "overwrite=true to replace it, or run= the name of that run to resume it"
+        )
+
+
+def open_run(config: TrainConfig) -> Path:
+    """The run's folder, made or checked."""
+    assert config.run is not None
+    folder = resolve_path(config.output_dir) / config.run
+    check_run(config)
+    refuse_other_export(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in (folder, *(folder / name for name in WRITTEN_INTO)):
+        atomic.sweep(place)
+    staging = atomic.unfinished(folder / CONFIG)
+    with atomic.refuse_full_disk(folder / CONFIG, staging):
+        save_config(config, staging)
+        staging.replace(folder / CONFIG)
+    return folder
+
+
+def refuse_differences(new: TrainConfig, old: TrainConfig, folder: Path) -> None:
+    mine, theirs = flatten(asdict(new)), flatten(asdict(old))
+    different = [
+        f"{key}={mine.get(key, ABSENT)} (the run has {theirs.get(key, ABSENT)})"
+        for key in sorted(mine.keys() | theirs.keys())
+        if mine.get(key, ABSENT) != theirs.get(key, ABSENT) and (key in BOUND or not key.startswith(FREE))
+    ]
+    if different:
+        raise ValueError(
+            f"run={new.run}: {folder} was begun with other settings: {'; '.join(different)}. "
+            "Give the run's own to resume it, or another run= to begin a new one; steps and minutes may change"
+            f"{from_its_head(old)}"
+        )
+
+
+def from_its_head(config: TrainConfig) -> str:
+    """The words with which another run goes on from the head of this one, where it has exported one."""
+    folder = config.export_folder
+    return (
+        f". To go on from its head under other settings: run=<other> head.start_from={folder}"
+        if run_of_head(folder) == config.run
+        else ""
+    )
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def read_budget(folder: Path) -> Budget | None:
+    """What was decided of the run's steps; None before that. Raises ValueError for a file that says something else."""
+    path = folder / SCHEDULE
+    try:
+        return Budget(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: is not of this version ({error}); begin anew with another run=<name>") from error
+
+
+def write_budget(folder: Path, budget: Budget) -> None:
+    atomic.write_text(folder / SCHEDULE, json.dumps(asdict(budget)) + "\n")
