@@ -391,6 +391,10 @@ TABLES: dict[str, Callable[[Cell], str]] = {
     "smollm2-sets": by_shape,
     "smollm2-auto": by_batch,
     "smollm2-heads": by_run,
+    "smollm2-budget": by_run,
+    "smollm2-head-speeds": by_program,
+    "smollm2-int8": by_program,
+    "smollm2-int4": by_program,
     "served": by_load,
     "packing": by_way,
 }
@@ -398,6 +402,7 @@ PLOTS: dict[str, Callable[[Cell, Path], None]] = {
     "heads": plot_heads,
     "served": plot_load,
     "smollm2-heads": plot_curves,
+    "smollm2-budget": plot_curves,
 }
 
 
