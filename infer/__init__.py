@@ -1,1 +1,1 @@
-"""Requests to tokens: the engine, its proposers, and the commands that serve. Never imports train."""
+"""Inference: the engine, its proposers, and the commands that serve. Never imports train."""

@@ -24,7 +24,7 @@ def run(config: ChatConfig) -> None:
 
         return follow_launched(config.model, config.engine)
     config = with_head(config)
-    # Only now what takes seconds to import: a mistake above is answered at once.
+    # Imports that take seconds come only now, so that a mistake above is reported at once.
     from infer.console.chat_session import ChatSession
     from infer.engine import Engine
     from infer.request import SamplingParams
@@ -37,7 +37,7 @@ def run(config: ChatConfig) -> None:
         max_tokens=config.max_tokens,
     )
     print(f"loading {config.model.name} ...", file=sys.stderr, flush=True)
-    # Nobody waits for a profile: it is made while the first message is typed.
+    # Start without profiling: that is done while the user types the first message.
     engine = Engine.load(
         config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir, profile=False
     )

@@ -1,6 +1,6 @@
-"""From the command line to a checked dataclass: Hydra composes, this module turns its errors into one clear message.
+"""Turns a command line into a checked dataclass: Hydra composes it, this module makes its errors one clear message.
 
-The only place that touches a DictConfig. Knows the shape of Hydra's errors and nothing about what a command does.
+The only module that handles a DictConfig. Knows the form of Hydra's errors and nothing about what a command does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OmegaConf.register_new_resolver("repo", lambda path: str(resolve_path(path)), re
 
 
 def to_config(config: DictConfig, schema: type[T]) -> T:
-    """The edge: a composed DictConfig becomes a dataclass, whose own checks run here."""
+    """Convert a composed DictConfig to its dataclass, whose checks run here."""
     _refuse_added_keys(config)
     try:
         result = OmegaConf.to_object(config)
@@ -50,7 +50,7 @@ def to_config(config: DictConfig, schema: type[T]) -> T:
 
 
 def compose(command: str, schema: type[T], overrides: Sequence[str] = ()) -> T:
-    """What the command line `overrides` would give, for tests and for use from Python."""
+    """Return the config that the command line `overrides` gives, for tests and for use from Python."""
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(CONF, version_base="1.3"):
         try:
@@ -62,10 +62,11 @@ def compose(command: str, schema: type[T], overrides: Sequence[str] = ()) -> T:
 
 
 def entry_point(command: str, schema: type[T]) -> Callable[[Callable[[T], Any]], Callable[[], None]]:
-    """Decorates the main function of a command (`conf/<command>.yaml`).
+    """Return a decorator for the main function of a command (`conf/<command>.yaml`).
 
-    A ValueError or an OSError is the user's: one message on stderr and exit code 2; HYDRA_FULL_ERROR=1 adds the
-    traceback. Anything else is ours and shows its own. What the function returns is a sweep's metric; to fail, raise.
+    A ValueError or OSError counts as the user's error: one message on stderr and exit code 2; HYDRA_FULL_ERROR=1 adds
+    the traceback. Any other exception is a bug and shows its traceback. The function returns a sweep's metric; to fail,
+    it raises.
     """
 
     def decorate(task: Callable[[T], Any]) -> Callable[[], None]:
@@ -75,7 +76,7 @@ def entry_point(command: str, schema: type[T]) -> Callable[[Callable[[T], Any]],
         @functools.wraps(task)
         def run(config: DictConfig) -> Any:
             _set_full_error(full_error)  # processes that the task starts see the user's setting
-            with _user_errors(full_error == "1"):  # inside Hydra too, which would print half a traceback
+            with _user_errors(full_error == "1"):  # within Hydra too, which would print half a traceback
                 sys.argv[1:] = typed
                 refuse_keys_without_effect(command, HydraConfig.get().overrides.task)
                 return task(to_config(config, schema))
@@ -88,7 +89,7 @@ def entry_point(command: str, schema: type[T]) -> Callable[[Callable[[T], Any]],
             _set_full_error("1")  # so that Hydra raises its errors instead of printing them
             try:
                 with _user_errors(full_error == "1"):
-                    sys.argv[1:] = model_choices(literal_words(typed, schema))  # for Hydra, which reads them there
+                    sys.argv[1:] = model_choices(literal_words(typed, schema))  # Hydra reads sys.argv
                     hydra.main(config_path=CONF, config_name=command, version_base="1.3")(run)()
             finally:
                 _set_full_error(full_error)
@@ -119,7 +120,7 @@ def help_text(command: str, schema: type) -> str:
 
 
 def take_words(words: Sequence[str], own: dict[str, str]) -> list[str]:
-    """Sets the keys of `own` that a script answers itself from its `key=value` words; answers the other words."""
+    """Set the keys of `own`, which a script handles itself, from its `key=value` words; return the other words."""
     others = []
     for word in words:
         key, _, value = word.partition("=")
@@ -145,7 +146,9 @@ def _user_errors(show_traceback: bool) -> Iterator[None]:
 
 
 def refuse_keys_without_effect(command: str, overrides: Iterable[str]) -> None:
-    """The commands of infer/ read an exported head, which brings its hyper-parameters in its own config.json."""
+    """Raise ValueError for `head.` keys without effect: the commands of infer/ read an exported head, whose
+    hyper-parameters are in its config.json.
+    """
     read = {f"head.{field.name}" for field in fields(HeadConfig)}
     for override in overrides if command in COMMANDS else ():
         key = override.partition("=")[0].lstrip("+~")
@@ -154,7 +157,7 @@ def refuse_keys_without_effect(command: str, overrides: Iterable[str]) -> None:
 
 
 def _refuse_added_keys(config: DictConfig) -> None:
-    """Hydra's `+key=value` opens a schema, and OmegaConf would then drop the key without a word."""
+    """Raise ValueError for unknown keys: Hydra's `+key=value` opens a schema, and OmegaConf drops the key silently."""
     known = {field.name for field in fields(cast(Any, OmegaConf.get_type(config)))}
     for name in config:
         if name not in known:
@@ -162,12 +165,12 @@ def _refuse_added_keys(config: DictConfig) -> None:
             raise ValueError(f"{key}: unknown key; {_one_of(str(name), known)}")
         if OmegaConf.is_missing(config, name) or not isinstance(config[name], DictConfig):
             continue
-        if OmegaConf.get_type(config[name]) is not dict:  # one whose keys are the user's has no schema for them
+        if OmegaConf.get_type(config[name]) is not dict:  # a dict with keys of the user's choice has no schema
             _refuse_added_keys(config[name])
 
 
 def explain(error: BaseException) -> str:
-    """One message that names the key, the value or the options."""
+    """Return one message that names the key, the value or the options."""
     if isinstance(error, MissingConfigException):
         return _wrong_option(error)
     if in_file := re.match(r"In '(.+?)': \w+ raised while composing config:\n(.+)\n +full_key: (.+)", str(error)):
@@ -214,13 +217,13 @@ def save_config(config: Any, path: Path) -> None:
 
 
 def schema_of(values: Collection[str], options: Mapping[str, type]) -> type:
-    """Of an option with a name of its own (data=mix is a FilesDataConfig): the schema nearest to the keys it has."""
+    """Return the schema nearest to the keys of an option with a custom name (data=mix is a FilesDataConfig)."""
     keys = set(values)
     return min(options.values(), key=lambda option: len(keys ^ {field.name for field in fields(cast(Any, option))}))
 
 
 def load_config(path: Path, schema: type[T], schemas: dict[str, dict[str, type]]) -> T:
-    """Reads back what save_config wrote, as strictly as the command line."""
+    """Read back what `save_config` wrote, as strictly as the command line."""
     plain = cast(DictConfig, OmegaConf.load(path))
     try:
         typed = OmegaConf.structured(schema)

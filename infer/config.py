@@ -1,7 +1,7 @@
-"""The schemas of what serves: target, head, proposer, engine, server, tracker, and the commands that need no more.
+"""The schemas of serving: target, head, proposer, engine, server, tracker, and the commands that need no others.
 
 Each dataclass is registered with Hydra, so an unknown key or a wrong type is an error; `__post_init__` checks what a
-type cannot say. Other modules take these dataclasses and never see a DictConfig: `infer/cli.py` makes them.
+type cannot express. Other modules take these dataclasses and never see a DictConfig: `infer/cli.py` makes them.
 Knows nothing about training; `train/config.py` adds to this.
 """
 
@@ -25,10 +25,10 @@ DTYPES = ("float32", "bfloat16", "float16", "auto")
 WEIGHTS = ("same", "int8", "fp8", "int4")
 PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synthetic", "none")
 SOURCES = ("head", "ngram", "suffix", "draft_model")
-OWN_SYSTEMS = ("off", *SOURCES, "combined", *HEAD_NAMES)  # of a bench; scripts/bench_systems.py says what they are
+OWN_SYSTEMS = ("off", *SOURCES, "combined", *HEAD_NAMES)  # systems of a bench; scripts/bench_systems.py defines them
 TRANSFORMERS = ("hf", "hf_lookup", "hf_assisted")
 SERVERS = ("server", "vllm", "llama.cpp")
-MAX_TREE_NODES = 64  # the bits of DraftTree.ancestors; the root is one of them
+MAX_TREE_NODES = 64  # the bits of DraftTree.ancestors, the root included
 MEASURED_TREE = "measured"
 COLORS = ("auto", "always", "never")
 TOOL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
@@ -38,10 +38,10 @@ TOOL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
 class ModelConfig:
     """The target. Its sizes come from the checkpoint. `infer/options/model_names.py` says what else `model=` takes."""
 
-    name: str = MISSING  # what exported heads and the server's clients call it
+    name: str = MISSING  # its name in exported heads and for the server's clients
     path: str = MISSING  # a folder or .gguf file (relative to the repository), a hub id, or package:<name> (fetched)
     revision: str | None = None  # of a hub id: branch, tag or commit
-    dtype: str = "float32"  # float32 | bfloat16 | float16 | auto, which is the checkpoint's own
+    dtype: str = "float32"  # float32 | bfloat16 | float16 | auto (the checkpoint's)
     device: str = "auto"  # auto | cpu | cuda | cuda:0 ...
 
     def __post_init__(self) -> None:
@@ -51,29 +51,29 @@ class ModelConfig:
 
     @property
     def path_or_hub_id(self) -> str:
-        """What load_target takes: a folder or file as an absolute path if there is one, else the path as it stands."""
+        """The argument of `load_target`: the absolute path of a folder or file if it exists, else `path` unchanged."""
         place = resolve_path(self.path)
         return str(place) if place.exists() else self.path
 
 
 @dataclass
 class ProposerConfig:
-    """What drafts when serving. `auto` takes the exported head if there is one, else n-gram lookup."""
+    """The proposer in serving. `auto` takes the exported head if there is one, else n-gram lookup."""
 
     name: str = MISSING  # auto | head | ngram | suffix | draft_model | combined | synthetic | none
-    adaptive: bool = False  # draft no further than pays on this machine, down to not at all; false: as far as said
-    max_draft_tokens: int = 3  # longest run of drafted tokens per step and request: the depth of a chain or tree
-    tree_width: int = 1  # 1: a chain; more: a beam as wide as this, the best nodes of which are proposed (EAGLE-2)
-    tree_nodes: int | None = None  # drafted nodes of a tree at most; null: as many as fit, up to 63
-    tree: Any = None  # fixed, as paths of ranks, [[0], [1], [0, 0]]; measured: the best one for the exported head
+    adaptive: bool = False  # draft only as far as it pays on this machine, or not at all; false: as configured
+    max_draft_tokens: int = 3  # most drafted tokens in a row per step and request: the depth of a chain or tree
+    tree_width: int = 1  # 1: a chain; more: a beam of this width, whose best nodes are proposed (EAGLE-2)
+    tree_nodes: int | None = None  # maximum drafted nodes of a tree; null: as many as fit, up to 63
+    tree: Any = None  # a fixed tree as paths of ranks, [[0], [1], [0, 0]]; measured: the best for the exported head
     ngram_min: int = 2  # shortest and longest suffix looked up
     ngram_max: int = 4
-    suffix_depth: int = 24  # longest run of tokens that suffix decoding counts: match and draft together
-    suffix_nodes: int = 200_000  # its memory of earlier responses, per tenant; the oldest are forgotten
+    suffix_depth: int = 24  # longest token sequence that suffix decoding counts: match plus draft
+    suffix_nodes: int = 200_000  # size of its memory of earlier responses, per tenant; the oldest are evicted
     draft_model: str | None = None  # a smaller target that drafts: a folder or hub id
     draft_model_revision: str | None = None
-    acceptance: list[float] | None = None  # of `synthetic`: the rate at each depth, given that the one before held
-    sources: list[str] = field(default_factory=lambda: ["suffix", "head"])  # what `combined` merges, the first wins
+    acceptance: list[float] | None = None  # for `synthetic`: rate at each depth, given that the one before was accepted
+    sources: list[str] = field(default_factory=lambda: ["suffix", "head"])  # merged by `combined`, in order of priority
 
     def __post_init__(self) -> None:
         one_of("proposer.name", self.name, PROPOSERS)
@@ -135,19 +135,19 @@ class EngineConfig:
     max_batch: int = 32  # requests decoded together
     prefill_chunk: int = 256  # prompt tokens of one request per step
     max_rows: int = 512  # rows of one target forward: drafts and prefill chunks together
-    prefix_cache: bool = True  # requests share the KV of common beginnings (of one tenant: SamplingParams.cache_salt)
-    exact: bool = True  # the same bits for a row in any batch (DESIGN section 6)
-    weights: str = "same"  # of the target's linear layers: "int8", "fp8" or "int4" (by group), which changes the text
-    head_weights: str = "same"  # likewise of a head's, which changes what is drafted and never the text
-    kv_dtype: str = "same"  # of keys and values: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the text
-    threads: int | None = None  # CPU threads of a step, ranks together; null: one or torch's own number, as measured
-    graphs: str = "auto"  # CUDA graphs of decoding and drafting: auto (on a GPU) | on | off; no token changes
+    prefix_cache: bool = True  # requests share the KV of common prefixes (per tenant: SamplingParams.cache_salt)
+    exact: bool = True  # batch-invariant: the same bits for a row in any batch (DESIGN section 6)
+    weights: str = "same"  # the target's linear layers: "int8", "fp8" or "int4" (by group), which change the output
+    head_weights: str = "same"  # the same for a head's; changes what is drafted, never the output
+    kv_dtype: str = "same"  # KV cache: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the output
+    threads: int | None = None  # CPU threads of a step, all ranks together; null: one or torch's default, as measured
+    graphs: str = "auto"  # CUDA graphs for decode and drafting: auto (on a GPU) | on | off; no token changes
     graph_batches: list[int] | None = (
-        None  # requests of a graph, others padded to the next; null: 1, 2, 4, ... max_batch
+        None  # captured batch sizes, others are padded to the next; null: 1, 2, 4, ... max_batch
     )
-    graph_rows: list[int] | None = None  # rows of each request; null: 1, 2, 4, ... what the proposers draft at most
-    graph_context: int = 32768  # tokens of the longest request that graphs serve; longer ones run without
-    rounds_ahead: int | None = None  # rounds launched before the last one is read; null: 1 with graphs on a GPU, else 0
+    graph_rows: list[int] | None = None  # captured rows per request; null: 1, 2, 4, ... up to the largest draft
+    graph_context: int = 32768  # longest request in tokens that graphs serve; longer ones run without
+    rounds_ahead: int | None = None  # overlap: rounds launched before the last is read; null: 1 with GPU graphs, else 0
     tensor_parallel: int = 1  # ranks (GPUs, or processes on a CPU) that each hold a part of the target
 
     def __post_init__(self) -> None:
@@ -193,21 +193,21 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free port, printed at start
     replicas: int = 1  # engines behind one address, each in a process of its own; more than one needs Ray (extra `ray`)
-    api_keys_file: str | None = None  # one key a line; beside HEADWAY_API_KEY
+    api_keys_file: str | None = None  # one key per line; in addition to HEADWAY_API_KEY
     insecure: bool = False  # listen beyond this machine without an API key
-    strict: bool = False  # refuse request fields of no schema, which are otherwise ignored with a warning
-    cors_origins: list[str] = field(default_factory=list)  # whose pages may call from a browser; ["*"]: all
+    strict: bool = False  # reject request fields of no schema; false: ignore them with a warning
+    cors_origins: list[str] = field(default_factory=list)  # origins whose pages may call from a browser; ["*"]: all
     max_body_bytes: int = 4 * 2**20
     max_prompts: int = 32  # prompts in one completions request
     max_waiting: int = 256  # requests queued before a 429
-    request_timeout_s: float = 600.0  # queued and running together
+    request_timeout_s: float = 600.0  # time queued plus time running
     drain_s: float = 30.0  # how long SIGTERM waits for running requests
-    stall_s: float = 120.0  # a step of the engine that takes longer is logged with all stacks; 0: never
-    tool_parser: str = "auto"  # how the model writes tool calls: auto (by its chat template) | hermes | llama3 | ...
+    stall_s: float = 120.0  # an engine step that takes longer is logged with all stacks; 0: never
+    tool_parser: str = "auto"  # format of the model's tool calls: auto (by its chat template) | hermes | llama3 | ...
     reasoning_parser: str = "auto"  # auto (by the chat template) | think | none
-    max_grammar_bytes: int = 65536  # of a JSON schema, regular expression, ... of structured output
+    max_grammar_bytes: int = 65536  # size of a JSON schema, regular expression, ... for structured output
     max_schema_depth: int = 32
-    grammar_timeout_s: float = 5.0  # for compiling one, in a process of its own
+    grammar_timeout_s: float = 5.0  # for compiling a grammar, in a separate process
     grammar_memory_mb: int = 1024  # of that process
 
     def __post_init__(self) -> None:
@@ -238,7 +238,7 @@ class ServeConfig:
     proposer: ProposerConfig = MISSING
     engine: EngineConfig = MISSING
     server: ServerConfig = MISSING
-    output_dir: str = "outputs"  # where training exported heads
+    output_dir: str = "outputs"  # where training has exported heads
 
     def __post_init__(self) -> None:
         check_head_and_proposer(self.head, self.proposer)
@@ -256,11 +256,11 @@ class GenerateConfig:
     proposer: ProposerConfig = MISSING
     engine: EngineConfig = MISSING
     output_dir: str = "outputs"
-    # prompts: the first of these that is given, else held-out prompts of the demo corpus
+    # prompts: the first of these that is set, else held-out prompts of the demo corpus
     prompt: str | None = field(default=None, metadata=FREE_TEXT)
     prompts_file: str | None = None  # one prompt per line
-    chat: bool | None = None  # a prompt is a user's message (true), or a plain text; null: as the model is made
-    num_prompts: int = 8  # at most this many of the file or of the corpus
+    chat: bool | None = None  # a prompt is a user's message (true) or plain text; null: true with a chat template
+    num_prompts: int = 8  # at most this many from the file or the corpus
     prompt_tokens: int = 64  # length of the prompts cut from the corpus
     # sampling
     temperature: float = 0.0
@@ -270,7 +270,7 @@ class GenerateConfig:
     max_tokens: int = 128
     ignore_eos: bool = False
     # what to run and show
-    compare: bool = False  # speculation off and on alternately, with a paired ratio
+    compare: bool = False  # run with speculation off and on alternately, and show the paired ratio
     batch: int = 1  # prompts in flight together
     color: str = "auto"  # accepted draft tokens in colour: auto (on a terminal) | always | never
 
@@ -302,7 +302,7 @@ class ChatConfig:
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     seed: int | None = None  # null: drawn at random and shown
-    max_tokens: int = 512  # of an answer
+    max_tokens: int = 512  # per answer
     color: str = "auto"  # accepted draft tokens in colour: auto (on a terminal) | always | never
 
     def __post_init__(self) -> None:
@@ -325,17 +325,17 @@ class BenchConfig:
     num_prompts: int = 16
     prompt_tokens: int = 64
     max_tokens: int = 128
-    min_tokens: int | None = None  # answers differ in length, from it to max_tokens; null: all have max_tokens
+    min_tokens: int | None = None  # output lengths vary from this to max_tokens; null: all are max_tokens
     temperatures: list[float] = field(default_factory=lambda: [0.0])
     seed: int = 0
-    rounds: int = 3  # A, B, C, B, C, A, ...: each in another order
+    rounds: int = 3  # repetitions, each in another order of systems: A, B, C, B, C, A, ...
     save: str | None = None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json
-    never_slower: float | None = None  # fail where an `auto` system is slower than `off` by more, beside noise
-    files: list[str] = field(default_factory=list)  # prompts, as data.path of training; none: of the demo corpus
-    columns: Any = None  # our names for the files' columns: {prompt: question}
-    ignore_eos: bool = True  # answers have exactly the tokens asked for; false: they end where the target ends them
+    never_slower: float | None = None  # fail if an `auto` system is slower than `off` by more than this plus noise
+    files: list[str] = field(default_factory=list)  # prompts, as data.path of training; empty: of the demo corpus
+    columns: Any = None  # maps our column names to the files': {prompt: question}
+    ignore_eos: bool = True  # outputs have exactly the requested length; false: they end at the target's end token
     peers: str = ".peers"  # where scripts/peers.sh built vLLM and llama.cpp
-    compile: bool = True  # vLLM compiles its model, which takes it minutes at every start; false: it runs eager
+    compile: bool = True  # vLLM compiles its model, which takes minutes at every start; false: it runs eager
 
     def __post_init__(self) -> None:
         check_head_and_proposer(self.head, self.proposer)
@@ -358,7 +358,7 @@ class BenchConfig:
 
 @dataclass
 class ServedConfig:
-    """Servers under an open load: requests come when they come, whether or not earlier ones are answered."""
+    """A bench of servers under an open-loop load: requests arrive whether or not earlier ones have finished."""
 
     model: ModelConfig = MISSING
     head: HeadConfig = MISSING
@@ -366,18 +366,18 @@ class ServedConfig:
     engine: EngineConfig = MISSING
     output_dir: str = "outputs"
     systems: list[str] = field(default_factory=lambda: ["server", "server:head:chain3", "server:head:auto3"])
-    capacity: float | None = None  # requests/s that count as a load of 1; null: what the first system can do, measured
+    capacity: float | None = None  # requests/s at a load of 1; null: the measured capacity of the first system
     loads: list[float] = field(default_factory=lambda: [0.1, 0.5, 0.9, 1.5, 3.0])
-    seconds: float = 20.0  # of each load
-    slots: int = 16  # requests that a server runs at once
+    seconds: float = 20.0  # duration of each load
+    slots: int = 16  # requests that a server runs concurrently
     num_prompts: int = 64
     prompt_tokens: int = 64
     max_tokens: int = 64
     seed: int = 0
     save: str | None = (
-        None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json; one of today is added to
+        None  # also write scripts/results/<save>-<model>_<hardware>_<date>.json; a file of today is extended
     )
-    files: list[str] = field(default_factory=list)  # as of BenchConfig
+    files: list[str] = field(default_factory=list)  # as in BenchConfig
     columns: Any = None
     peers: str = ".peers"
     compile: bool = True
@@ -404,13 +404,13 @@ class EvalConfig:
     engine: EngineConfig = MISSING
     tracker: TrackerConfig = MISSING
     output_dir: str = "outputs"
-    files: list[str] = field(default_factory=list)  # as data.path of training; none: prompts of the demo corpus
-    columns: Any = None  # our names for the data's own columns: {prompt: question}
-    chat_template: list[bool] = field(default_factory=lambda: [True])  # [true,false]: every file both ways
+    files: list[str] = field(default_factory=list)  # as data.path of training; empty: prompts of the demo corpus
+    columns: Any = None  # maps our column names to the files': {prompt: question}
+    chat_template: list[bool] = field(default_factory=lambda: [True])  # [true,false]: every file with and without
     temperatures: list[float] = field(default_factory=lambda: [0.0, 0.6, 1.0])
     shapes: list[str] = field(default_factory=lambda: ["chain5", "tree16"])  # see scripts/bench_systems.py
-    num_prompts: int = 16  # of each file
-    prompt_tokens: int = 64  # of a prompt cut from the corpus or from a plain text
+    num_prompts: int = 16  # per file
+    prompt_tokens: int = 64  # length of a prompt cut from the corpus or from plain text
     max_tokens: int = 128
     concurrency: list[int] = field(default_factory=lambda: [1])  # prompts in flight together
     seed: int = 0
@@ -444,7 +444,7 @@ class StepTimeConfig:
     prompt_tokens: int = 64
     max_tokens: int = 128
     temperature: float = 0.0
-    plot: str | None = None  # a file: what steps and drafts cost, as proposer.adaptive=true has measured
+    plot: str | None = None  # file for a plot of the costs of steps and drafts, measured with proposer.adaptive=true
 
     def __post_init__(self) -> None:
         check_head_and_proposer(self.head, self.proposer)

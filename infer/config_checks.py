@@ -1,4 +1,4 @@
-"""What every schema checks with, and what a path of a config counts from. Knows nothing about the keys."""
+"""Checks that all schemas share, and the base of a config's relative paths. Knows nothing about the keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9A-Fa-f:]+\](:[0-9]{1,5})?")
-FREE_TEXT = {"free_text": True}  # a field whose value on the command line is taken as typed, whatever it holds
+FREE_TEXT = {"free_text": True}  # a field whose value on the command line is always taken literally
 
 
 def one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
@@ -17,13 +17,13 @@ def one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def at_least(key: str, value: float | None, low: float) -> None:
-    """None passes: for a key that may be null, null has its own meaning."""
+    """Raise ValueError below `low`. None passes: for a key that may be null, null has its own meaning."""
     if value is not None and not value >= low:  # written so that NaN fails
         raise ValueError(f"{key}={value}: must be at least {low}")
 
 
 def check_origins(key: str, origins: Sequence[str]) -> None:
-    """What a browser sends as `origin`: scheme, host and port, without a path."""
+    """Check values of the `origin` header that a browser sends: scheme, host and port, without a path."""
     for origin in origins:
         if origin != "*" and not ORIGIN.fullmatch(origin):
             raise ValueError(f"{key}={origin}: must be *, or http(s)://host[:port], without a path")
@@ -32,5 +32,5 @@ def check_origins(key: str, origins: Sequence[str]) -> None:
 
 
 def resolve_path(path: str) -> Path:
-    """Relative paths of a config count from the repository, so that a command means the same from any folder."""
+    """Resolve a config's path relative to the repository, so that a command means the same from any folder."""
     return REPO_ROOT / Path(path).expanduser()

@@ -1,6 +1,6 @@
-"""One rank of a divided target, started by rank 0 (infer/parallel/launch.py). Not for people.
+"""Entry point of a tensor parallel rank that rank 0 starts (infer/parallel/launch.py). Not to be run by hand.
 
-It waits for orders on a pipe.
+It reads its settings from a pipe, and exits when rank 0 closes it.
 """
 
 import os
@@ -16,7 +16,7 @@ if __name__ == "__main__":
     from infer.parallel.children import read_settings
 
     settings = read_settings()
-    # Only now what takes seconds to import: rank 0 may have ended before that.
+    # Imports that take seconds come only now: `read_settings` makes this process exit if rank 0 ends during them.
     from infer.parallel.launch import follow_parent
 
     follow_parent(settings)

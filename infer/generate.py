@@ -18,7 +18,7 @@ from infer.options.exported_heads import with_head
 from infer.parallel.launched import launched_rank
 from infer.parallel.process_end import run_process
 
-CORPUS_MODEL = "demo"  # the one target whose training data is here, so that prompts can be cut from what it never saw
+CORPUS_MODEL = "demo"  # the only target whose corpus is in the repository, so that held-out prompts can be cut
 
 
 def run(config: GenerateConfig) -> None:
@@ -28,7 +28,7 @@ def run(config: GenerateConfig) -> None:
         return follow_launched(config.model, config.engine)
     config = with_head(config)
     texts = given_prompts(config)
-    # Only now what takes seconds to import: a mistake above is answered at once.
+    # Imports that take seconds come only now, so that a mistake above is reported at once.
     from infer.console.prompts import prompt_ids
     from infer.console.show import show_comparison, show_texts
     from infer.engine import Engine
@@ -61,7 +61,7 @@ def run(config: GenerateConfig) -> None:
 
 
 def given_prompts(config: GenerateConfig) -> list[str] | None:
-    """None: prompts are cut from the demo corpus, once there is a tokenizer."""
+    """Return the user's prompts; None: they are cut from the demo corpus, once there is a tokenizer."""
     if config.prompt is not None:
         return [config.prompt]
     if config.prompts_file is not None:

@@ -40,7 +40,7 @@ def run(config: ServeConfig) -> None:
     if replicas > 1:
         return run_replicas(config, listener, address, api_keys)
 
-    # Only now what takes seconds to import: a mistake above is answered at once.
+    # Imports that take seconds come only now, so that a mistake above is reported at once.
     from infer.console.card import describe_costs, describe_engine, print_card
     from infer.engine import Engine
     from infer.server.lifecycle import log_to_console, serve
@@ -88,7 +88,7 @@ def run_replicas(config: ServeConfig, listener: socket, address: str, api_keys: 
         print_invitation(address, config.model.name, keyed=bool(api_keys))
 
     port = listener.getsockname()[1]
-    listener.close()  # it has shown that the address is free; Ray's proxy listens from here on
+    listener.close()  # it only checked that the address is free; from here on Ray's proxy listens
     serve_replicas(config, port=port, api_keys=api_keys, on_ready=show)
 
 

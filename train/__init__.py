@@ -1,1 +1,1 @@
-"""Target to features to head to exported head."""
+"""Training of draft heads: from a target through its features to an exported head."""

@@ -1,8 +1,8 @@
 """Simulated acceptance: what the engine would accept, computed from the trainer's logits (DESIGN section 8).
 
-A response is walked as the engine decodes it: draft a chain of up to K tokens, accept the run that equals the
-response, emit it and the bonus token, go on from there. Drafts of sampled responses meet the noise that the target met
-there. So the counts equal the engine's own.
+A response is walked as the engine decodes it: draft a chain of up to K tokens, accept the longest prefix that equals
+the response, emit it and the bonus token, continue from there. Drafts of sampled responses are sampled with the noise
+that the target used at the same position. The counts therefore equal the engine's.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from train.objectives.draft_states import draft_states
 
 
 class Sampling(NamedTuple):
-    """How the B responses of a batch were drawn."""
+    """How the B responses of a batch were sampled."""
 
     temperature: float
     seeds: Sequence[int]
 
     def parameters(self, rows: Tensor) -> ChoiceParameters:
-        """For each of `rows` `[R]`, which say whose response it belongs to."""
+        """Return the parameters of each row; `rows` `[R]` holds the index of the response that the row belongs to."""
         count, device = len(self.seeds), rows.device
         off = torch.zeros(count, device=device)
         return ChoiceParameters(
@@ -46,10 +46,10 @@ class Sampling(NamedTuple):
 
 @torch.no_grad()
 def draft_matches(head: Head, batch: Batch, features: Features, steps: int, sampling: Sampling | None = None) -> Tensor:
-    """bool `[B, T, K]`: the draft of slot i at depth k equals the sequence's own token t[i + 2 + k].
+    """Return bool `[B, T, K]`: whether the draft of slot i at depth k equals the sequence's token t[i + 2 + k].
 
-    Tokens are teacher-forced: depth k counts only where all shallower drafts matched, and then forced and drafted
-    agree. (A parallel head reads none.)
+    Tokens are teacher-forced: depth k counts only if all shallower drafts matched, and then the forced tokens are the
+    drafted ones. (A parallel head does not read drafted tokens.)
     """
     first = int(alignment.served(batch.assistant).any(0).int().argmax())
     matches = batch.assistant.new_zeros(*batch.ids.shape, steps)
@@ -57,7 +57,7 @@ def draft_matches(head: Head, batch: Batch, features: Features, steps: int, samp
     owner = torch.arange(len(batch.ids), device=slots.device).repeat_interleave(len(slots))
     parameters = sampling and sampling.parameters(owner)
     for step, state in enumerate(draft_states(head, batch.ids, features.aux, steps, first)):
-        positions = (slots + 1 + step).repeat(len(batch.ids))  # of the row where the target chooses t[i + 2 + step]
+        positions = (slots + 1 + step).repeat(len(batch.ids))  # of the row at which the target samples t[i + 2 + step]
         logits = head.logits(state, step).flatten(0, 1)
         drafts = head.draft_to_target(choose(logits, parameters, positions, head.target_ids))
         predicted = alignment.predicted_tokens(batch.ids, step)[:, first:]
@@ -67,7 +67,7 @@ def draft_matches(head: Head, batch: Batch, features: Features, steps: int, samp
 
 @torch.no_grad()
 def count_ranks(head: Head, batch: Batch, features: Features, steps: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """How often the sequence's own token stood at each rank of the draft, `[K, ranks]`, out of how many slots `[K]`."""
+    """Count how often the sequence's token has each rank in the draft, `[K, ranks]`, and the slots per depth, `[K]`."""
     masks = alignment.step_masks(batch.assistant, steps)
     first = int(masks[0].any(0).int().argmax())
     found, slots = [], masks.flatten(1).sum(1)
@@ -81,10 +81,10 @@ def count_ranks(head: Head, batch: Batch, features: Features, steps: int, ranks:
 
 
 def walk(matches: Tensor, first: int, end: int) -> SpeculationStats:
-    """Counts for one response t[first .. end-1], whose first token came from the prefill; `matches [T, K]` of its row.
+    """Return the counts for one response t[first .. end-1], whose first token came from prefill; `matches [T, K]`.
 
-    Like the engine it drafts no further than tokens may still come, the bonus token set aside. (Where a response ends
-    by itself, the engine cannot know that and drafts on; steps and emitted tokens are the same.)
+    Like the engine it drafts no more than the tokens left in the response, less the bonus token. (Where a response ends
+    with an end token, the engine cannot foresee that and drafts more; steps and emitted tokens are the same.)
     """
     stats = SpeculationStats()
     runs = matches.int().cumprod(1).sum(1).tolist()
@@ -100,7 +100,7 @@ def walk(matches: Tensor, first: int, end: int) -> SpeculationStats:
 def simulate(
     head: Head, batch: Batch, features: Features, steps: int, sampling: Sampling | None = None
 ) -> SpeculationStats:
-    """All rows of the batch, each one prompt and one response; these are greedy unless `sampling` says otherwise."""
+    """Return the counts over all rows, each one prompt and one response, greedy unless `sampling` is set."""
     matches = draft_matches(head, batch, features, steps, sampling).cpu()
     total = SpeculationStats()
     for index, assistant in enumerate(batch.assistant.cpu()):

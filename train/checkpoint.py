@@ -1,8 +1,8 @@
 """Checkpoints of a training run: parameters, optimiser, random state and position, in safetensors and JSON.
 
-A checkpoint is one folder, whole or not there; `latest` names the newest and moves last, `best` the one of the highest
-acceptance length, `stable` the one at which the rate's decay began, from which a longer run goes on. Restoring one
-continues the run bit for bit. Knows nothing about what is trained beyond names and tensors.
+A checkpoint is one folder, written atomically. `latest` names the newest and is updated last, `best` the one with the
+highest acceptance length, `stable` the one at which the decay of the learning rate began, from which a longer run
+continues. Restoring a checkpoint continues the run bit for bit. Knows only names and tensors of what is trained.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from train.storage import atomic
 
 LATEST, BEST, STABLE = "latest", "best", "stable"
-ASIDE = "aside-"  # of the name of a checkpoint whose step comes again
+ASIDE = "aside-"  # name prefix of a checkpoint whose step will be run again
 FILES = ("module", "optimizer", "random")
 
 
@@ -43,7 +43,7 @@ def save_checkpoint(
     best: bool = False,
     stable: bool = False,
 ) -> Path:
-    """Writes `folder`/step-NNNNNN; keeps the newest `keep`, and besides them the last called best or stable."""
+    """Write `folder`/step-NNNNNN; keep the newest `keep` checkpoints, and those marked `best` and `stable`."""
     path = folder / f"step-{step:06d}"
     with atomic.replace_folder(path) as staging:
         save_file(separate(module), staging / "module.safetensors")
@@ -67,7 +67,7 @@ def mark_stable(path: Path) -> None:
 
 
 def return_to(path: Path) -> None:
-    """Makes `path` the newest checkpoint. Of those after it the best is kept, under a name that no step will take."""
+    """Make `path` the newest checkpoint. Remove later ones, but keep the best under a name that no step will use."""
     folder = path.parent
     best = best_checkpoint(folder)
     if best is not None and best.name > path.name:
@@ -82,22 +82,22 @@ def return_to(path: Path) -> None:
 
 
 def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous, and none sharing memory with another, as the format wants them."""
+    """Return contiguous copies that share no memory, as safetensors requires."""
     return {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint, None when there is none yet."""
+    """Return the newest complete checkpoint, None if there is none yet."""
     return named_checkpoint(folder, LATEST, "delete it to start the run anew")
 
 
 def best_checkpoint(folder: Path) -> Path | None:
-    """The one that drafted best when it was evaluated, None when there is none."""
+    """Return the checkpoint with the highest acceptance length when evaluated, None if there is none."""
     return named_checkpoint(folder, BEST, "delete it to go on without a best one")
 
 
 def stable_checkpoint(folder: Path) -> Path | None:
-    """The one at which the decay of schedule=wsd began, None where it has not."""
+    """Return the checkpoint at which the decay of schedule=wsd began, None if it has not begun."""
     return named_checkpoint(folder, STABLE, "delete it to extend the run from its newest one")
 
 
@@ -111,8 +111,8 @@ def named_checkpoint(folder: Path, name: str, cure: str) -> Path | None:
 
 
 def load_checkpoint(path: Path, expected: Mapping[str, Tensor], keys: Collection[str] = ()) -> Checkpoint:
-    """What `save_checkpoint` wrote. Raises ValueError where it cannot be read, has other tensors than `expected` or
-    lacks one of the `keys` of its state.
+    """Load what `save_checkpoint` wrote. Raises ValueError if it cannot be read, has other tensors than `expected` or
+    lacks one of the `keys` in its state.
     """
     try:
         module, optimizer, random = (load_file(path / f"{name}.safetensors") for name in FILES)
@@ -128,7 +128,7 @@ def load_checkpoint(path: Path, expected: Mapping[str, Tensor], keys: Collection
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of the run. Raises ValueError where it cannot be read."""
+    """Return the run state stored in a checkpoint. Raises ValueError if it cannot be read."""
     try:
         return json.loads((path / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -136,7 +136,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Trainable parameters and persistent buffers, by name."""
+    """Return trainable parameters and persistent buffers by name."""
     frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
     return {name: value.detach() for name, value in module.state_dict().items() if name not in frozen}
 
@@ -146,7 +146,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """`<parameter>|<key>` -> tensor, for an optimiser that was given `trainable(module)` in order."""
+    """Return `<parameter>|<key>` -> tensor, for an optimiser constructed with `trainable(module)` in this order."""
     names = list(trainable(module))
     tensors: dict[str, Tensor] = {}
     for index, values in optimizer.state_dict()["state"].items():

@@ -1,7 +1,7 @@
-"""How good a head is: held-out loss, simulated acceptance, and the acceptance that the real engine measures.
+"""Evaluation of a head: held-out loss, simulated acceptance, and acceptance measured in the engine.
 
-Held-out responses are the target's own greedy continuations of fixed prompts, so the trainer's walk and the engine
-speak of the same tokens, and their acceptance lengths may be compared (DESIGN section 8).
+Held-out responses are the target's greedy continuations of fixed prompts, so simulation and engine run over the same
+tokens and their acceptance lengths are comparable (DESIGN section 8).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from train.publishing.export import Acceptance, Measured
 from train.publishing.samples import marked_answers
 from train.publishing.trackers import Sample, warn
 
-SAMPLED = 1.0  # the temperature of the card's second figure
+SAMPLED = 1.0  # temperature of the sampled acceptance on the model card
 RANKS = 10
 
 
 def step_metrics(prefix: str, sums: StepSums) -> dict[str, float]:
-    """Means per step, and their names: loss, accuracy and Σ min(p, q), the last two over the full vocabulary."""
+    """Return means per step by name: loss, accuracy, and overlap Σ min(p, q); the last two over the full vocabulary."""
     metrics = {}
     for name, values in (("loss", sums.loss), ("accuracy", sums.correct), ("overlap", sums.overlap)):
         for step, mean in enumerate((values / sums.count.clamp(min=1)).tolist()):
@@ -56,7 +56,7 @@ def prompts_of(sequences: Sequences) -> list[list[int]]:
 
 
 class Evaluator:
-    """`held_out`: the engine's own greedy responses. `check` is called while the engine runs and may raise to stop."""
+    """`held_out`: the engine's greedy responses. `check` is called while the engine runs and may raise to stop."""
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class Evaluator:
         self._config, self._engine, self._check = config, engine, check
         self._held_out, self._features = held_out, features
         self._prompts = prompts_of(held_out)
-        self.about_target = dict(about_target or {})  # metrics that stand beside the losses
+        self.about_target = dict(about_target or {})  # metrics reported along with the losses
 
     def measure(self, head: Head) -> Acceptance:
-        """Greedy."""
+        """Return the greedy acceptance."""
         return self._acceptance(head, self._held_out, 0.0)
 
     def measure_fully(self, head: Head) -> Measured:
-        """For the card: greedy, sampled, and how often which rank of the draft was right."""
+        """Return the model card's measurements: greedy and sampled acceptance, and accuracy by rank of the draft."""
         sampled = self._sampled(SAMPLED)
         return Measured(
             greedy=self.measure(head),
@@ -89,7 +89,7 @@ class Evaluator:
         return Acceptance(self._simulate(head, responses, temperature), self._run_engine(head, responses, temperature))
 
     def _serving(self, head: Head) -> Head:
-        """In the dtype in which the engine runs the head."""
+        """Return the head in the dtype in which the engine runs it."""
         return head if head.dtype == self._engine.dtype else copy.deepcopy(head).to(self._engine.dtype)
 
     def _batches(self, sequences: Sequences) -> Iterator[tuple[Batch, Features]]:
@@ -112,7 +112,7 @@ class Evaluator:
         return (found / slots.clamp(min=1)[:, None]).tolist()
 
     def _run_engine(self, head: Head, responses: Sequences, temperature: float) -> SpeculationStats:
-        """The engine with this head over the held-out prompts, each of which has its number for a seed."""
+        """Run the engine with this head over the held-out prompts, with each prompt's index as its seed."""
         self._engine.set_proposer("head", head)
         completions = self._generate(temperature)
         self._engine.set_proposer("none")
@@ -125,7 +125,7 @@ class Evaluator:
         return total
 
     def _explain(self, index: int, completion: Completion, temperature: float) -> None:
-        """Raises ValueError where the engine does not write what it once wrote, even without a head."""
+        """Raises ValueError if the engine's output differs from the stored response even without a head."""
         if not self._config.engine.exact:
             warn("the engine's tokens differ with and without the head (engine.exact=false)")
             return
@@ -138,7 +138,7 @@ class Evaluator:
         )
 
     def speeds(self, head: Head, concurrency: Sequence[int]) -> dict[int, float]:
-        """Greedy, by prompts at once: the median ratio of the speed with this head to the speed without."""
+        """Return the median greedy speed-up of this head over plain decoding, by number of concurrent prompts."""
         self._engine.set_proposer("head", head)
         params, found = SamplingParams(max_tokens=self._config.eval_max_tokens), {}
         for count in concurrency:
@@ -149,7 +149,7 @@ class Evaluator:
         return found
 
     def samples(self, head: Head, count: int) -> list[Sample]:
-        """Greedy answers to the first held-out prompts, the accepted drafts in them marked."""
+        """Return greedy responses to the first held-out prompts, with accepted draft tokens marked."""
         self._engine.set_proposer("head", head)
         samples = marked_answers(self._engine, self._prompts[:count], self._config.eval_max_tokens)
         self._engine.set_proposer("none")
@@ -172,7 +172,7 @@ class Evaluator:
 
     @torch.no_grad()
     def losses(self, objective: Objective) -> dict[str, float]:
-        """Loss, per-step means and draft-vocabulary coverage over all held-out responses."""
+        """Return loss, per-step means and draft-vocabulary coverage over all held-out responses."""
         whole = self._held_out.batch(range(len(self._held_out)))
         denominators = objective.denominators(whole).to(self._engine.device)
         loss, sums = 0.0, None

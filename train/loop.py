@@ -1,7 +1,7 @@
-"""Training from end to end: open the run, prepare, optimise, evaluate, checkpoint, export.
+"""The training run from end to end: open the run, prepare, optimise, evaluate, checkpoint, export.
 
-Each part lives in its own module; this one puts them in order. Everything a run depends on is in its folder, so
-running the same command again resumes it, bit for bit.
+Each part has its own module; this one calls them in order. Everything a run depends on is in its folder, so running
+the same command again resumes it, bit for bit.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from train.signals import Interrupted, StopRequest
 from train.step_clock import StepClock, memory_bytes
 from train.storage import run_folder
 
-TRIAL_STEPS = 3  # timed to turn minutes into steps
-# of a checkpoint
+TRIAL_STEPS = 3  # timed to convert minutes into steps
+# keys of a checkpoint's state
 STATE: tuple[str, ...] = ("tokens", "seconds", "skipped", "best", "evaluated", "data_hash", "processes")
-SHOWN_ROWS = 16  # of a batch that went wrong
+SHOWN_ROWS = 16  # at most, in the message about a non-finite update
 
 
 class StepResult(NamedTuple):
@@ -66,9 +66,9 @@ class StepResult(NamedTuple):
 
 
 def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Trains and exports; the result's summary, or None when it was stopped before the end.
+    """Train and export a head; return the result's summary, or None if the run was stopped before the end.
 
-    `overrides` is the command line, quoted in the command to resume. Raises ValueError for what the user can mend.
+    `overrides` is the command line, quoted in the command to resume. Raises ValueError for what the user can fix.
     """
     if config.check:
         return check_plan(config, overrides)
@@ -77,7 +77,7 @@ def train(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any] 
     config = dataclasses.replace(config, run=broadcast_text(accelerator, str(run_folder.name_run(config).run)))
     with StopRequest() as stop:
         run = Run(config, accelerator, stop, started)
-        together = False  # whether every process ends here
+        together = False  # whether all processes stop at this point
         try:
             if accelerator.is_main_process:
                 refuse(config, overrides)
@@ -108,19 +108,19 @@ def resume_command(config: TrainConfig, overrides: Sequence[str], processes: int
 
 
 class Run:
-    """The state of one run. `step` counts finished optimiser steps; where the data stand follows from it."""
+    """The state of one run. `step` counts finished optimiser steps and determines the position in the data."""
 
     def __init__(self, config: TrainConfig, accelerator: Accelerator, stop: StopRequest, started: float) -> None:
         self.config, self.accelerator, self.stop, self.started = config, accelerator, stop, started
         self.trackers = Trackers([])
         self.clock = StepClock(accelerator.device)
-        self.engine: Engine | None = None  # with a target that may be divided among further processes
+        self.engine: Engine | None = None  # its target may be sharded over further processes
         self.placement: Whole | None = None
         self.step = self.tokens = 0
-        self.seconds = 0.0  # that the updates took, in every life of the run
-        self.skipped = self.skipped_in_a_row = 0  # updates left out because something was not finite
-        self.best = 0.0  # acceptance length in the engine
-        self.evaluated = 0  # at which step last
+        self.seconds = 0.0  # spent on updates, summed over all resumptions of the run
+        self.skipped = self.skipped_in_a_row = 0  # updates skipped for a non-finite loss or gradient
+        self.best = 0.0  # highest acceptance length in the engine
+        self.evaluated = 0  # the step of the last evaluation
 
     def execute(self) -> dict[str, Any]:
         config, accelerator = self.config, self.accelerator
@@ -139,7 +139,7 @@ class Run:
         budget = run_folder.read_budget(self.folder)
         if budget is not None:
             budget = self._extended(budget)
-        if accelerator.is_main_process:  # which drop what they were told of later steps
+        if accelerator.is_main_process:  # trackers drop what was logged for later steps
             settings = dataclasses.asdict(config)
             self.trackers = make_trackers(config.tracker, self.folder, str(config.run), settings, resume_step=self.step)
         budget = budget or self._decided()
@@ -148,7 +148,7 @@ class Run:
         return self._finish()
 
     def close(self, *, together: bool) -> None:
-        """`together`: every process closes its own, at the same place."""
+        """Release resources. `together`: every process calls this, at the same point."""
         if self.placement is not None:
             self.placement.close(together=together)
         self.trackers.finish()
@@ -194,16 +194,16 @@ class Run:
                 self._between_steps()
 
     def _catch_up(self) -> None:
-        """The evaluation that was due when the run was stopped."""
+        """Run the evaluation that was due when the run was stopped, if any."""
         due = 0 < self.step < self.steps and self.step % self.config.eval_every == 0
         if due and self.evaluated != self.step and self._improved(self._evaluate()):
             self._save(best=True)
 
     def _between_steps(self) -> None:
-        """Evaluates before it saves, so that a checkpoint knows what its evaluation found.
+        """Evaluate and save if due; evaluation comes first, so that a checkpoint contains its result.
 
-        After an update that was left out the state is as sound as before it, but nothing is saved by the calendar: a
-        run that stops for good after several keeps the checkpoints from before the trouble.
+        A skipped update leaves the state intact, but no periodic checkpoint is saved after it: a run that stops after
+        several of them keeps the checkpoints from before the problem.
         """
         last = self.step == self.steps
         stopping = any_process(self.accelerator, self.stop.requested)
@@ -227,9 +227,9 @@ class Run:
         return better
 
     def _forward_backward(self, *, metrics: bool, progress: float) -> StepResult:
-        """Gradients of one optimiser step, over its accumulated batches and all processes.
+        """Compute the gradients of one optimiser step, over its accumulated batches and all processes.
 
-        `progress`: the share of the run that is done when it is.
+        `progress`: the share of the run that is done after this step.
         """
         prepared, config, accelerator = self.prepared, self.config, self.accelerator
         with self.clock.part("data"):
@@ -250,7 +250,7 @@ class Run:
             last = micro + 1 == len(batches)
             with self.clock.part("head"), placement.accumulating(last):
                 loss, part = placement.objective(*given)
-                # Gradients are averaged over processes; the losses, parts of one, are to be summed.
+                # Gradients are averaged over processes, but their losses are parts of one sum.
                 placement.backward(loss * accelerator.num_processes, last=last)
             losses.append(loss.detach())
             sums.append(torch.stack(list(part)))
@@ -262,7 +262,7 @@ class Run:
         )
 
     def _update(self, loss: float, rate: float) -> float:
-        """The gradient's norm before clipping. An update that is not finite is left out, by all processes alike.
+        """Update the parameters; return the gradient norm before clipping. All processes skip a non-finite update.
 
         Raises ValueError after `max_skipped` of them in a row.
         """
@@ -286,27 +286,27 @@ class Run:
         return norm
 
     def _sequences_of_step(self) -> list[int]:
-        """Of all processes and batches of the coming step."""
+        """Return the sequences of the next step, over all its batches and processes."""
         packs, per_step = self.prepared.packs, self.config.batch_size * self.config.accumulate
         per_step *= self.accelerator.num_processes
         chosen = rows_at(len(packs), self.step * per_step, per_step, self.config.seed)
         return [index for number in chosen for index in packs[number]]
 
     def _batch(self, micro: int) -> Batch:
-        """Of this process: number `micro` of the coming step. Depends on seed and step alone."""
+        """Return this process's micro-batch `micro` of the next step, which depends only on seed and step."""
         config, packs = self.config, self.prepared.packs
         chosen = rows_at(len(packs), self._number(micro) * config.batch_size, config.batch_size, config.seed)
         return self.prepared.sequences.packed([packs[number] for number in chosen]).to(self.accelerator.device)
 
     def _number(self, micro: int) -> int:
-        """Of a batch among all of the run's, over all processes."""
+        """Return the global number of a micro-batch, counted over the whole run and all processes."""
         config, accelerator = self.config, self.accelerator
         return (self.step * config.accumulate + micro) * accelerator.num_processes + accelerator.process_index
 
     # ---- before, between and after ------------------------------------------------------------------------------
 
     def _restore(self, path: Path | None) -> None:
-        """Takes up a checkpoint, if there is one."""
+        """Resume from a checkpoint, if there is one."""
         if path is None:
             return
         placement = self.prepared.placement
@@ -322,7 +322,7 @@ class Run:
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.skipped, self.best, self.evaluated = state["skipped"], state["best"], state["evaluated"]
         best = checkpoint.best_checkpoint(path.parent)
-        if best is not None:  # of a later step, where an extended run has gone back
+        if best is not None:  # may be of a later step than `path`, if an extended run went back
             self.best = max(self.best, checkpoint.read_state(best)["best"])
         say(self.accelerator, f"resumed after step {self.step}")
 
@@ -337,7 +337,7 @@ class Run:
         checkpoint.save_checkpoint(folder, self.step, *tensors, state, keep=keep, best=best, stable=stable)
 
     def _evaluate(self) -> float:
-        """τ in the engine, measured on the main process while the others wait. Raises Interrupted on all of them."""
+        """Return τ in the engine, measured on the main process while others wait. Raises Interrupted on all of them."""
         self.prepared.placement.collect()
         found: list[float] = []
         self._alone(lambda: found.append(self._evaluate_alone()))
@@ -357,13 +357,13 @@ class Run:
         return metrics["eval/tau_engine"]
 
     def _alone(self, work: Callable[[], None]) -> None:
-        """Runs `work` on the main process; an interruption there is one everywhere, or the others would wait on."""
+        """Run `work` on the main process; if interrupted, raise on all processes, which would wait otherwise."""
         with stopping_together(self.accelerator, self.prepared.target.lend):
             if self.accelerator.is_main_process:
                 work()
 
     def _decided(self) -> schedule.Budget:
-        """Turns the budget of a run that begins into steps."""
+        """Convert the budget of a new run into steps."""
         config = self.config
         begun = time.perf_counter()
         self._evaluate()  # the untrained head
@@ -381,7 +381,7 @@ class Run:
         return budget
 
     def _extended(self, old: schedule.Budget) -> schedule.Budget:
-        """The budget of a run that goes on; of one whose rate decays already and is to go further, the step as well."""
+        """Return the budget of a resumed run. If extended after its decay began, it goes back to before the decay."""
         config, folder = self.config, self.folder / "checkpoints"
         new = old.changed(config.steps, config.minutes, done=self.step, fit_from_now=self._fit_from_now)
         new = dataclasses.replace(new, decided=self._agreed(new.decided))
@@ -397,7 +397,7 @@ class Run:
             if stable is None:
                 say(self.accelerator, "no checkpoint from before the decay is there; the rate rises again from here")
             else:
-                self.accelerator.wait_for_everyone()  # all have read which one
+                self.accelerator.wait_for_everyone()  # every process has read `stable`
                 if self.accelerator.is_main_process:
                     checkpoint.return_to(stable)
                 self._restore(stable)
@@ -422,7 +422,7 @@ class Run:
         return schedule.steps_in(60 * self.config.minutes, self._trial_seconds(), 0.0, self.config.eval_every)
 
     def _trial_seconds(self) -> float:
-        """Of one step, measured without changing anything."""
+        """Return the seconds of one step, measured without changing any state."""
         times = []
         for _ in range(1 + TRIAL_STEPS):
             with stopping_together(self.accelerator):
@@ -431,10 +431,10 @@ class Run:
             self._forward_backward(metrics=False, progress=1.0)
             self.prepared.placement.drop()
             times.append(time.perf_counter() - begun)
-        return sorted(times[1:])[TRIAL_STEPS // 2]  # the first one warms up
+        return sorted(times[1:])[TRIAL_STEPS // 2]  # the first is warm-up
 
     def _finish(self) -> dict[str, Any]:
-        """Export and summary, on the main process; the others have nothing left to do."""
+        """Export and return the summary on the main process; the others have nothing left to do."""
         summary: dict[str, Any] = {"run": self.config.run}
         self.prepared.placement.collect()
         self._alone(lambda: summary.update(self._export()))
@@ -488,7 +488,7 @@ class Run:
         return published, export, measured
 
     def _return_to_best(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Takes up the state of highest acceptance length, since the last one drafts worse; the record of it."""
+        """Load the state with the highest acceptance length, since the last one is worse; return its record."""
         path = checkpoint.best_checkpoint(self.folder / "checkpoints")
         assert path is not None, "the best state was saved when it was found"
         trained = self.prepared.placement.trained

@@ -1,4 +1,4 @@
-"""The schemas of `objective=`: what a head's drafts cost in training."""
+"""The schemas of `objective=`: the training losses of heads."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ LOSSES = ("kl", "ce", "label", "tv", "lk", "lk_hybrid")  # train/objectives/loss
 
 @dataclass
 class ObjectiveConfig:
-    """What every objective has. The loss of step k, the k-th drafted token, counts step_weight ** k."""
+    """Keys of every objective. The loss of step k, the k-th drafted token, has the weight step_weight ** k."""
 
     name: str = MISSING
-    steps: int | None = None  # K: how many tokens are drafted from a slot; null: as many as the head can
+    steps: int | None = None  # K: tokens drafted from each slot; null: as many as the head supports
     step_weight: float = 1.0
-    reduction: str = "token"  # token: the mean over all slots | sequence: over sequences, of each one's mean
-    feature_noise: float = 0.0  # a: U(-a, a) is added to the features in training
-    # true: logits, probabilities and their gradients exist for a chunk of slots alone | false: for all of them, but in
-    # chunks where they are many | null: on a GPU as true, on a CPU as one kernel for LM head and loss
-    # (kernels/vocabulary.py) for the losses kl, ce and label; where the head's parameters are whole
+    reduction: str = "token"  # token: mean over all slots | sequence: mean over sequences of each one's mean
+    feature_noise: float = 0.0  # a: noise U(-a, a) is added to the features in training
+    # true: logits, probabilities and their gradients are materialised for one chunk of slots at a time | false: for all
+    # slots, chunked if there are many | null: on a GPU like true, on a CPU one kernel for LM head and loss
+    # (kernels/vocabulary.py) if the loss is kl, ce or label; only if the head's parameters are not sharded
     fused: bool | None = None
-    # activations of the head's MLPs are computed again in the backward pass; with medusa-2 those of the target's layers
+    # activation checkpointing: recompute those of the head's MLPs in backward; with medusa-2 of the target's layers
     checkpointing: bool = False
 
     def __post_init__(self) -> None:
@@ -41,10 +41,10 @@ class TttConfig(ObjectiveConfig):
 
     steps: int | None = 3
     step_weight: float = 0.8
-    loss: str = "kl"  # kl: to the target's distribution | ce: its choice | label: the text | tv | lk | lk_hybrid
-    kl_scale: float = 1.0  # of lk_hybrid: KL counts kl_scale * exp(-kl_decay * acceptance), 1 - acceptance the rest
+    loss: str = "kl"  # kl: target's distribution | ce: its argmax | label: the text | tv | lk | lk_hybrid
+    kl_scale: float = 1.0  # lk_hybrid: weight of KL is kl_scale * exp(-kl_decay * acceptance), the rest is tv's
     kl_decay: float = 1.0
-    drop_out_of_vocab: bool = True  # no loss where the target's choice is outside the draft vocabulary
+    drop_out_of_vocab: bool = True  # no loss where the target's argmax is outside the draft vocabulary
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,8 +68,8 @@ class EagleObjectiveConfig(ObjectiveConfig):
 
     steps: int | None = 1
     feature_noise: float = 0.1
-    regression_weight: float = 1.0  # of the smooth L1 distance of hidden states
-    distribution_weight: float = 0.1  # of the cross-entropy of next-token distributions
+    regression_weight: float = 1.0  # weight of the smooth L1 distance of hidden states
+    distribution_weight: float = 0.1  # weight of the cross-entropy of next-token distributions
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,16 +93,16 @@ class MedusaObjectiveConfig(ObjectiveConfig):
 
 @dataclass
 class Medusa2ObjectiveConfig(MedusaObjectiveConfig):
-    """Medusa-2: heads and target together, after the heads alone. Makes another target, whose text differs.
+    """Medusa-2: first the heads alone, then heads and target together. This makes a new target with other output.
 
-    Loss of the second stage: KL(target as it was || target as it is) + heads_weight * the heads' loss.
+    Loss of the second stage: KL(original target || adapted target) + heads_weight * the heads' loss.
     """
 
     heads_first: float = 0.5  # share of the run in which the target is frozen
     heads_weight: float = 0.2
     lora_rank: int = 32
     lora_alpha: float = 16.0
-    lora_rate: float = 0.25  # the adapters' step size, as a share of the heads'
+    lora_rate: float = 0.25  # the adapters' learning rate, as a share of the heads'
     lora_on: list[str] = field(default_factory=lambda: ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"])
 
     def __post_init__(self) -> None:
@@ -119,14 +119,14 @@ class Medusa2ObjectiveConfig(MedusaObjectiveConfig):
 
 @dataclass
 class MlpObjectiveConfig(ObjectiveConfig):
-    """The cross-entropy with the text, summed over heads."""
+    """Cross-entropy with the text, summed over heads."""
 
 
 @dataclass
 class PEagleObjectiveConfig(ObjectiveConfig):
-    """Every depth of a parallel draft; depth d on a share max(ratio ** d, min_ratio) of the slots."""
+    """Losses at all depths of a parallel draft; depth d is trained on a share max(ratio ** d, min_ratio) of slots."""
 
-    step_weight: float = 0.4  # with 1 the depths that cannot be foreseen well take the first one's place (LOG.md)
+    step_weight: float = 0.4  # with 1, deep depths, hard to predict, dominate at the expense of the first (LOG.md)
     loss: str = "kl"  # as for ttt
     drop_out_of_vocab: bool = True
     ratio: float = 0.7

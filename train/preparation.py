@@ -1,8 +1,8 @@
-"""Everything that must be there before the first step: target, engine, sequences, head, optimiser, features.
+"""Preparation of a run before its first step: target, engine, sequences, head, optimiser, features.
 
-The order matters. The engine packs the target, so it comes before any feature is computed (packed and unpacked
-linears differ in their last bits), on a fresh run and on a resumed one alike; a head that starts from the target's
-weights takes them from a copy that was never packed.
+The order matters. The engine packs the target's weights, so it is made before any feature is computed, in new and
+resumed runs alike (packed and unpacked linears differ in their last bits); a head initialised from the target's weights
+takes them from an unpacked copy.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Prepared:
     engine: Engine
     target: LlamaTarget
     sequences: Sequences  # cut to sequence_length
-    packs: list[list[int]]  # which of them share a row
+    packs: list[list[int]]  # indices of the sequences that share a row
     features: FeatureSource
     placement: Whole  # head, objective and optimiser
     served: ServedTarget
@@ -82,7 +82,7 @@ class Prepared:
 
 
 def prepare_data(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: StopRequest) -> tuple[Engine, Data]:
-    """The target in its engine, and the sequences of both splits: made, or found made."""
+    """Return the engine with the target, and the sequences of both splits, generated or reused."""
     torch.manual_seed(config.seed)
     sharded = config.features.target == "sharded"
     exchange = ProcessExchange(accelerator, config.parallel.patience_minutes) if sharded else None
@@ -95,9 +95,9 @@ def prepare_data(config: TrainConfig, accelerator: Accelerator, folder: Path, st
 
 
 def open_engine(config: TrainConfig, device: torch.device, exchange: Exchange | None = None) -> Engine:
-    """Around the target: whole in this process, or divided among ranks that are started and that `close` ends.
+    """Open the engine with its target, in this process or over tensor parallel ranks, which `close` ends.
 
-    With `exchange`: its layers divided among the processes of the run, on all of which an engine is to be opened.
+    With `exchange` the target's layers are sharded over the processes of the run, and each of them must open an engine.
     """
     dtype = resolve_dtype(config.model)
     path, revision = config.model.path_or_hub_id, config.model.revision
@@ -118,7 +118,7 @@ def open_engine(config: TrainConfig, device: torch.device, exchange: Exchange | 
 
 
 def prepare(config: TrainConfig, accelerator: Accelerator, folder: Path, stop: StopRequest) -> Prepared:
-    """Raises Interrupted on every process when a stop is requested meanwhile. `Prepared.engine` is to be closed."""
+    """Prepare a run; the caller closes its `engine`. Raises Interrupted on all processes if a stop is requested."""
     engine, data = prepare_data(config, accelerator, folder, stop)
     try:
         return prepare_training(config, accelerator, engine, data, stop)
@@ -186,7 +186,7 @@ def prepare_training(
 
 
 def cut_counts(whole: Sequences, cut: Sequences) -> dict[str, int]:
-    """Of what is learnt from, `cut`, and of the sequences that this left without a token to learn."""
+    """Return counts of `cut`, the training data, and of the sequences of which cutting left no token to train on."""
     sizes = {"sequences": len(cut), "tokens": int(cut.offsets[-1]), "learnt": int(cut.assistant.sum())}
     return {**sizes, "left_out": len(whole) - len(cut)}
 
@@ -199,7 +199,7 @@ def open_features(
     accelerator: Accelerator,
     stop: StopRequest,
 ) -> FeatureSource:
-    """Raises Interrupted on every process when a stop is requested meanwhile."""
+    """Open the feature source. Raises Interrupted on every process if a stop is requested meanwhile."""
     settings, target, show = config.features, engine.target, accelerator.is_main_process
     assert engine.tokenizer is not None
     weights = config.engine.weight_format
@@ -224,7 +224,7 @@ def open_features(
     record = manifest(target, engine.tokenizer, sequences, layout, settings.shard_mb, weights)
     folder = resolve_path(settings.path) if settings.path else place / store_name(record)
     others = [] if settings.path or folder.is_dir() else sorted(place.glob("*/"))
-    for other in (folder, *others):  # a store of more layers serves as well
+    for other in (folder, *others):  # a store with more layers can be used too
         if wider := wider_layout(layout, record, other):
             folder, layout, record = other, wider, {**record, "layers": list(wider.layers)}
             break
@@ -245,10 +245,10 @@ def open_features(
 
 
 def pool_for(config: TrainConfig) -> EngineConfig:
-    """The engine's settings, with a KV pool for the sequences of this run where none was asked for."""
+    """Return the engine's settings, with a KV cache sized for this run's sequences unless its size is configured."""
     engine = config.engine
     if config.features.target == "sharded":
-        engine = replace(engine, graphs="off")  # which could not wait for other processes
+        engine = replace(engine, graphs="off")  # CUDA graphs could not wait for other processes
     if engine.max_tokens_in_cache is not None:
         return engine
     data = config.data
@@ -262,22 +262,22 @@ def pool_for(config: TrainConfig) -> EngineConfig:
 
 
 def make_head(config: HeadConfig, target: TargetConfig) -> Head:
-    """Of the target's sizes, with no vocabulary yet. Raises ValueError for settings that do not fit the target."""
+    """Make a head of the target's sizes, without vocabulary. Raises ValueError if settings do not fit the target."""
     kind, common = HEADS[config.name], {field.name for field in fields(NewHeadConfig)}
     options = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in common}
     return kind(kind.config_class.for_target(target, **options))
 
 
 def make_objective(config: TrainConfig, head: Head) -> Objective:
-    """Around a head with its vocabulary. Raises ValueError for layers to adapt that the target does not have."""
+    """Make the objective of a head with its vocabulary. Raises ValueError for `lora_on` layers the target lacks."""
     if isinstance(config.objective, Medusa2ObjectiveConfig):
         return MedusaTogether(head, config.objective, unpacked_target(config, head), config.seed)
     return OBJECTIVES[config.objective.name](head, config.objective)
 
 
 def unpacked_target(config: TrainConfig, like: torch.nn.Module, layers: Sequence[int] | None = None) -> LlamaTarget:
-    """A second copy, or these layers of it: packed weights, the engine's, can neither be copied nor be differentiated
-    through.
+    """Load an unpacked copy of the target, or only `layers` of it; the engine's packed weights support neither copying
+    nor gradients.
     """
     dtype, device = resolve_dtype(config.model), next(like.parameters()).device
     model = config.model
@@ -287,7 +287,7 @@ def unpacked_target(config: TrainConfig, like: torch.nn.Module, layers: Sequence
 def give_vocabulary(
     head: Head, config: TrainConfig, target: LlamaTarget, sequences: Sequences, tokenizer: Tokenizer
 ) -> None:
-    """Chooses the draft vocabulary from what the target wrote, and initialises the head for it."""
+    """Choose the draft vocabulary from the target's generated tokens and initialise the head for it."""
     assert isinstance(config.head, NewHeadConfig)
     vocab_size = target.config.vocab_size
     special = {*tokenizer.special_ids, *tokenizer.eos_ids, *target.end_tokens, target.config.bos_token_id}
@@ -301,7 +301,7 @@ def give_vocabulary(
 
 
 def refuse_other_shape(folder: Path, earlier: HeadShape, own: HeadShape) -> None:
-    """Raises ValueError where a run's head could not take the weights of an earlier one."""
+    """Raises ValueError if a run's head cannot load the weights of an earlier one."""
     if earlier != own:
         raise ValueError(
             f"head.start_from={folder}: is a {earlier}, this run's head a {own}; give the keys of head= that it was "
@@ -310,7 +310,7 @@ def refuse_other_shape(folder: Path, earlier: HeadShape, own: HeadShape) -> None
 
 
 def go_on_from(head: Head, folder: Path, target: LlamaTarget) -> None:
-    """Takes the weights and the draft vocabulary of an exported head of the same shape."""
+    """Load the weights and the draft vocabulary of an exported head of the same shape."""
     earlier = load_head(folder, name=head.name, dtype=head.dtype, target=target)
-    refuse_other_shape(folder, earlier.config, head.config)  # it may have been exported anew since the run began
+    refuse_other_shape(folder, earlier.config, head.config)  # checked again: it may have been re-exported meanwhile
     head.load_state_dict(earlier.state_dict())

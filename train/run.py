@@ -21,8 +21,8 @@ from train.config import TrainConfig
 
 @entry_point("train", TrainConfig)
 def main(config: TrainConfig) -> float | None:
-    """The acceptance length in the engine, for sweeps (`-m`)."""
-    from train.loop import train  # a mistake in the command line is told before torch is imported
+    """Run training; return the acceptance length in the engine, for sweeps (`-m`)."""
+    from train.loop import train  # command-line errors are reported before torch is imported
 
     result = train(config, sys.argv[1:])
     if result is not None and int(os.environ.get("RANK", "0")) == 0:

@@ -1,12 +1,12 @@
-"""Learning rate as a function of the step, and how many steps fit a budget of minutes.
+"""Learning rate schedules, and conversion of a budget of minutes into steps.
 
-Minutes become steps once, by measurement, and are written down: from then on a run is defined by its steps, so that
-resuming it, on a slower day too, gives the same run. Under another budget the steps are decided again. The warm-up is
-not: it is over. What a larger budget means for a run that has reached the end of its schedule depends on the schedule:
+Minutes are converted into steps once, from measured times, and stored: from then on a run is defined by its steps, so
+that resuming it at another speed gives the same run. If the budget changes, the steps are computed again, but not the
+warm-up, which is over. The effect of a larger budget on a run that reached the end of its schedule depends on that:
 
-- cosine: from there on the rate is that of a run of so many steps, so that it rises again.
+- cosine: from there on the rate is that of a run with the new number of steps, so that it rises again.
 - wsd (warm-up, stable, decay: MiniCPM, arXiv 2404.06395): the run returns to the checkpoint at which its decay began,
-  and becomes the run of the larger budget.
+  and continues as a run with the larger budget.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def peak_rate(config: OptimConfig, hidden_size: int) -> float:
 
 
 def warmup_steps(steps: int, config: OptimConfig) -> int:
-    """Of a run that begins with a budget of `steps`."""
+    """Return the warm-up steps of a run whose first budget is `steps`."""
     return round(config.warmup * steps) if config.warmup_steps is None else config.warmup_steps
 
 
 def decay_start(steps: int, config: OptimConfig) -> int:
-    """The first step, 0-based, at which schedule=wsd lowers the rate: the last `decay` share begins there."""
+    """Return the first step, 0-based, at which schedule=wsd lowers the rate: the last `decay` share begins there."""
     return steps - max(1, round(config.decay * steps))
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig, peak: float, warmup: int | None = None) -> float:
-    """For the update number `step`, 0-based, of a run of `steps`, the first `warmup` of them with a rising rate.
+    """Return the rate of update number `step`, 0-based, in a run of `steps`, of which the first `warmup` are warm-up.
 
     After the linear warm-up `schedule=cosine` falls from `peak` to `peak * final_lr` at the last update, `wsd` stays at
     `peak` until `decay_start` and then falls linearly to the same end.
@@ -53,10 +53,11 @@ def learning_rate(step: int, steps: int, config: OptimConfig, peak: float, warmu
 
 
 def extension(done: int, before: int, after: int, config: OptimConfig) -> Literal["return", "mark"] | None:
-    """What becomes of a run of schedule=wsd, `done` steps on, whose budget goes from `before` to `after` steps.
+    """Return how a run of schedule=wsd continues after `done` steps if its budget goes from `before` to `after` steps.
 
-    return: its rate decays already and the run is to go further; it goes on from where the decay began.
-    mark: the decay would have begun before; where the run stands is the last state that has seen none of it.
+    return: its decay has begun and the budget grew; continue from the checkpoint at which the decay began.
+    mark: under the new budget the decay would have begun earlier; the current state is the last one without decay.
+    None: no action; also for other schedules.
     """
     if config.schedule != "wsd":
         return None
@@ -67,29 +68,29 @@ def extension(done: int, before: int, after: int, config: OptimConfig) -> Litera
 
 
 def steps_in(seconds: float, step_seconds: float, eval_seconds: float, eval_every: int) -> int:
-    """Steps that fit, with an evaluation every `eval_every` steps and one at the end; at least one."""
+    """Return the steps that fit, with an evaluation every `eval_every` steps and one at the end; at least one."""
     left = seconds - eval_seconds
     return max(1, int(left / (step_seconds + eval_seconds / eval_every)))
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How many steps a run has, and the keys that this was decided from."""
+    """The number of steps of a run, and the keys from which it was computed."""
 
     decided: int
     steps: int | None
     minutes: float | None
     fit: int | None = None  # steps that fit `minutes`
-    pace: float | None = None  # seconds per step when that was measured, its share of the evaluations included
-    warmup: int | None = None  # steps, decided with the first budget; None: of a run begun before this was written down
+    pace: float | None = None  # measured seconds per step, including its share of evaluations
+    warmup: int | None = None  # steps, fixed with the first budget; None: the run predates this field
 
     def changed(
         self, steps: int | None, minutes: float | None, *, done: int, fit_from_now: Callable[[], int]
     ) -> Budget:
-        """Of the same run, `done` steps on, under other keys.
+        """Return the budget of the same run, with `done` finished steps, under other keys.
 
-        Further minutes are counted at the pace that was measured; the first ones of a run that had none, from now on,
-        as `fit_from_now` measures. Raises ValueError for fewer steps than are done.
+        Added minutes are converted at the measured pace; if the run had no limit in minutes, they count from now, as
+        measured by `fit_from_now`. Raises ValueError for fewer steps than are done.
         """
         if (steps, minutes) == (self.steps, self.minutes):
             return self

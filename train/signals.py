@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 as a request to stop at the next safe place; a second one stops at once."""
+"""Handling of Ctrl-C, SIGTERM and SIGUSR1: the first requests a stop at the next safe point, a second stops at once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Interrupted(Exception):
-    """Work that may be dropped (generating, evaluating) was cut short because a stop was requested."""
+    """Raised to abort work that may be discarded (generating, evaluating) because a stop was requested."""
 
 
 class StopRequest:
-    """A context manager that listens; outside the main thread it never hears anything."""
+    """Context manager that installs the signal handlers; outside the main thread it has no effect."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -35,7 +35,7 @@ class StopRequest:
         self._restore()
 
     def check(self) -> None:
-        """Raises Interrupted once a stop was requested."""
+        """Raises Interrupted if a stop was requested."""
         if self.requested:
             raise Interrupted
 

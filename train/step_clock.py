@@ -1,9 +1,9 @@
-"""Where the time of a step goes, and how much memory it takes.
+"""Timing of a training step by part, and peak memory.
 
 data        the batch, from memory or disk            time/data, time/target, time/head, time/optimizer:
 target      features and the teacher                  seconds of the step, in this process
 head        forward and backward
-optimizer   exchange between processes, and the update
+optimizer   communication between processes, and the update
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PARTS = ("data", "target", "head", "optimizer")
 
 
 class StepClock:
-    """Of one step after another: `start`, then `part` around each part, any number of times."""
+    """Times one step after another: call `start`, then enter `part` around each part, any number of times."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -47,10 +47,10 @@ class StepClock:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most that was taken so far: of the device's memory, on a CPU by the whole process."""
+    """Return the peak memory so far: allocated on the device, or on a CPU of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    with suppress(OSError, StopIteration):  # Linux's ru_maxrss begins with what the process had that started this one
+    with suppress(OSError, StopIteration):  # Linux's ru_maxrss starts from that of the parent process
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

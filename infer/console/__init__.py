@@ -1,1 +1,1 @@
-"""What people see and type in a terminal."""
+"""Input and output of the commands in a terminal."""

@@ -1,4 +1,4 @@
-"""Short cards for people: what runs and what came out. Plain text when standard output is no terminal."""
+"""Summary cards for users: the configuration and the results. Plain text when the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Row = tuple[str, str]
 
 
 def print_card(title: str, rows: Iterable[Row], *, out: TextIO | None = None) -> None:
-    """`out`: standard output if absent."""
+    """Print a card to `out`, by default standard output."""
     out = out or sys.stdout
     table = Table.grid(padding=(0, 2))
     for name, value in rows:
@@ -45,7 +45,7 @@ def print_card(title: str, rows: Iterable[Row], *, out: TextIO | None = None) ->
 
 
 def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output_dir: str) -> Sequence[Row]:
-    """What every start says: the target and its dtype, what drafts, end tokens, memory."""
+    """Return the rows shown at every start: the target and its dtype, the proposer, end tokens, memory."""
     assert engine.tokenizer is not None
     pages, size = engine.memory.pages, engine.config.page_size
     drafts = describe_proposer(engine.proposer_name, engine.proposer_config, head, model, output_dir)
@@ -61,7 +61,7 @@ def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output
 
 
 def describe_proposer(name: str, asked: ProposerConfig, head: HeadConfig, model: ModelConfig, output_dir: str) -> str:
-    """What the engine drafts with, and why if that was left to it."""
+    """Return what the engine drafts with and, for an automatic choice, why."""
     if name == "none":
         return "off"
     drafts = f"up to {asked.max_draft_tokens} draft tokens per step"
@@ -90,14 +90,14 @@ def describe_ranks(engine: EngineConfig) -> Sequence[Row]:
 
 
 def describe_end_tokens(ids: Iterable[int], tokenizer: Tokenizer) -> str:
-    """Each with its text: what the checkpoint's files name, and any of which ends an answer."""
+    """Return each end token that the checkpoint's files name, with its text; any of them ends an answer."""
     texts = {token: tokenizer.backend.id_to_token(token) for token in ids}
     shown = (f"{token} {text if (text or '').isprintable() else repr(text)}" for token, text in texts.items())
     return ", ".join(shown) or "none: only max_tokens and what a request names end an answer"
 
 
 def describe_costs(table: CostTable | None) -> Sequence[Row]:
-    """What the controller reckons with: plain steps, and the deepest drafts, at several batch sizes."""
+    """Return the costs that the controller uses: plain steps, and the deepest drafts, at several batch sizes."""
     if table is None:
         return []
     shown = [index for index, batch in enumerate(table.batches) if batch in (1, 4, 16, 64)]

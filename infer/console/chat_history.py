@@ -1,4 +1,4 @@
-"""The history of a conversation with one person, and how it is kept within the target's context."""
+"""The history of a conversation with one user, truncated to fit the target's context."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Any
 from models.chat import Message
 
 Render = Callable[[Sequence[Message]], list[int]]  # the prompt's ids up to the assistant's next turn
-KEPT = 0.75  # of the room, once turns are dropped: not in every turn anew, each time reading all that is left
+# Fraction of the room to fill once turns are dropped, so that not every further turn drops some, which each time means
+# a prefill of all that is left.
+KEPT = 0.75
 
 
 @dataclass
 class Turn:
-    """A message and its answer. `prompt_ids` and `token_ids` are those of the request that gave it."""
+    """A message and its answer, with `prompt_ids` and `token_ids` of the request that generated it."""
 
     message: str
     answer: str
     prompt_ids: list[int]
     token_ids: list[int]
-    whole: bool = True  # False: the answer was stopped by its reader
+    whole: bool = True  # False: the user stopped the answer
 
 
 @dataclass
@@ -29,7 +31,7 @@ class Dialogue:
     turns: list[Turn] = field(default_factory=list[Turn])
 
     def messages(self, message: str) -> list[dict[str, Any]]:
-        """The conversation with one more message of the user's."""
+        """Return the conversation with one more user message."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
             messages.append({"role": "user", "content": turn.message})
@@ -37,9 +39,9 @@ class Dialogue:
         return [*messages, {"role": "user", "content": message}]
 
     def prompt(self, message: str, render: Render, room: int) -> tuple[list[int], int]:
-        """The prompt's ids, `room` of them at most, and how many of the oldest turns were dropped for that.
+        """Return the prompt's ids, at most `room` of them, and how many of the oldest turns were dropped to fit.
 
-        Raises ValueError for a message that is too long without any history, and where the template refuses a message;
+        Raises ValueError for a message that is too long even without history, and where the template rejects a message;
         then nothing is dropped.
         """
         ids = render(self.messages(message))

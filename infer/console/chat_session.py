@@ -1,6 +1,6 @@
-"""What chat.py does with an engine: reads messages and commands, shows answers as they come, keeps the history.
+"""The session of chat.py: reads messages and commands, streams answers, keeps the history.
 
-The conversation is on standard output; what is said about it (card, figures, notices) on standard error.
+The conversation goes to standard output; card, figures and notices go to standard error.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ COMMANDS = {
     "/regenerate": "answer the last message again, from the same seed",
     "/quit": "end the program (also Ctrl-D)",
 }
-ANSWER_SHARE = 0.25  # of the context that a prompt leaves to its answer, unless max_tokens is less
+ANSWER_SHARE = 0.25  # fraction of the context that a prompt leaves for its answer, unless max_tokens is less
 
 
 class ChatSession:
-    """Raises ValueError for a model without a chat template, or whose template takes no system message."""
+    """A chat. Raises ValueError for a model without a chat template, or whose template takes no system message."""
 
     def __init__(self, config: ChatConfig, engine: Engine, params: SamplingParams) -> None:
         assert engine.tokenizer is not None
@@ -52,7 +52,7 @@ class ChatSession:
         self._to_terminal = self._color or sys.stdout.isatty()
         self._input = MessageInput(color=self._color)
         self._thread = EngineThread(engine)
-        self._interrupted = False  # Ctrl-C was the last thing that happened: once more ends the program
+        self._interrupted = False  # the last event was Ctrl-C: another one ends the program
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: self._help(),
             "/off": lambda _: self._speculate(False),
@@ -64,7 +64,7 @@ class ChatSession:
         }
 
     def run(self) -> None:
-        """Until the input ends, /quit, or Ctrl-C twice at an empty prompt."""
+        """Run until the input ends, /quit, or Ctrl-C twice at an empty prompt."""
         config = self._config
         print_card(
             "Headway chats",
@@ -84,7 +84,7 @@ class ChatSession:
             self._thread.close()
 
     def _next_message(self) -> str | None:
-        """None: the end."""
+        """Return the next message, or None at the end."""
         self._thread.idle()
         while True:
             try:
@@ -115,7 +115,7 @@ class ChatSession:
             self._say(f"error: {error}")
 
     def _answer(self, message: str) -> Turn | None:
-        """Generates and shows an answer; None if nothing was said. ValueError: the message cannot be answered."""
+        """Generate and show an answer; None if stopped before its first token. ValueError: it cannot be answered."""
         tokens = self._params.max_tokens
         room = self._room - min(tokens, int(ANSWER_SHARE * self._room))
         prompt, dropped = self._dialogue.prompt(message, self._tokenizer.apply_chat_template, room)
@@ -190,7 +190,7 @@ class ChatSession:
 
     @contextmanager
     def _stopped_by_ctrl_c(self) -> Iterator[None]:
-        """Wherever a message is not being read: a Ctrl-C that comes just behind an answer must not end the program."""
+        """Handle Ctrl-C while no message is being read: one just after an answer must not end the program."""
 
         def stop(*_: object) -> None:
             self._interrupted = True

@@ -1,4 +1,4 @@
-"""Speculation off and on, alternately, on the same prompts: the paired ratio of speeds, and whether any id differs.
+"""Compares speculation off and on, alternately on the same prompts: paired speed ratio, and whether any id differs.
 
 Pure measurement: takes an engine and prompts, returns numbers. Knows nothing of printing or of where prompts come from.
 """
@@ -95,7 +95,7 @@ class Comparison:
 
 
 def compare(engine: Engine, groups: Sequence[Prompts], params: SamplingParams) -> Iterator[Pair]:
-    """One pair per group of prompts that run together. The engine's own proposer is "on", and is left in place."""
+    """Yield a pair per group of prompts that run together. "on" is the engine's proposer, which stays in place."""
     proposer = engine.proposer_name
     assert proposer != "none", "nothing to compare"
     try:
@@ -107,7 +107,7 @@ def compare(engine: Engine, groups: Sequence[Prompts], params: SamplingParams) -
 
 def timed(engine: Engine, proposer: str, prompts: Prompts, params: SamplingParams) -> Run:
     engine.set_proposer(proposer)
-    # Switching lays out new memory; the first touch of it must not be part of the measurement.
+    # Switching proposers allocates new memory; its first use must not be part of the measurement.
     engine.generate(prompts, replace(params, max_tokens=min(WARM_UP_TOKENS, params.max_tokens)))
     begin = time.perf_counter()
     completions = engine.generate(prompts, params)

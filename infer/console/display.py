@@ -1,4 +1,4 @@
-"""Shows generated text as it comes, accepted draft tokens in another colour. Knows terminals, not engines."""
+"""Streams generated text, accepted draft tokens in another colour. Knows terminals, not engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infer.request import StepOutput
 from models.tokenizer import DetokenizeStream, Tokenizer
 
 DIM, GREEN, RESET = "\x1b[2m", "\x1b[32m", "\x1b[0m"
-# A model may emit any character; those that steer a terminal are shown as a placeholder.
+# A model may emit any character; those that control a terminal are replaced by a placeholder.
 UNSAFE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
@@ -21,7 +21,7 @@ def use_color(setting: str, stream: TextIO) -> bool:
 
 
 class AnswerText:
-    """The text of one answer as it comes: whole characters, accepted draft tokens in another colour.
+    """Streams the text of one answer: whole characters, accepted draft tokens in another colour.
 
     `text` is what `show` has returned so far, without colours.
     """
@@ -31,7 +31,7 @@ class AnswerText:
         self._stream, self._color, self._to_terminal = stream, color, to_terminal
 
     def show(self, output: StepOutput) -> str:
-        """The text of a step, with what is still held back if it was the last one."""
+        """Return the text of a step and, if it was the last one, what is still held back."""
         shown = len(output.token_ids) - output.ended_by_token
         painted = ""
         for token, accepted in zip(output.token_ids[:shown], output.accepted[:shown], strict=True):
@@ -39,7 +39,7 @@ class AnswerText:
         return painted + (self.finish() if output.finish_reason is not None else "")
 
     def finish(self) -> str:
-        """What is still held back: a character that was not finished."""
+        """Return what is still held back: an incomplete character."""
         return self._paint(self._stream.flush(), "")
 
     def _paint(self, piece: str, code: str) -> str:
@@ -48,14 +48,14 @@ class AnswerText:
 
 
 def paint(text: str, code: str, *, to_terminal: bool) -> str:
-    """In the colour of an escape code, if there is one."""
+    """Return `text` in the colour of an escape code, if there is one."""
     if to_terminal or code:
         text = text.translate(UNSAFE)
     return f"{code}{text}{RESET}" if code and text else text
 
 
 class Display:
-    """Texts of prompts that run together, shown in order: the first unfinished one live, the others kept meanwhile."""
+    """Shows texts of prompts that run together, in order: streams the first unfinished one and buffers the others."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Display:
         self._show()
 
     def close(self) -> None:
-        """Leaves the terminal as it was, also after an interrupt in the middle of a text."""
+        """Reset the terminal's colour, also after an interrupt in the middle of a text."""
         self._write((RESET if self._color else "") + "\n")
 
     def _show(self) -> None:

@@ -1,6 +1,6 @@
-"""An engine in a thread of its own, for a program that waits for a person: one request at a time, which `stop` ends.
+"""Runs an engine in a thread of its own for an interactive program: one request at a time, which `stop` ends.
 
-While nobody asks, what steps cost is measured if a start has put that off (`Engine.profile`). Knows no text.
+While idle, it measures the costs of steps if start-up has deferred that (`Engine.profile`). Knows no text.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from infer.request import SamplingParams, StepOutput
 
 
 class Stopped(Exception):
-    """What is measured in idle time has to wait: there is a request."""
+    """Interrupts the profiling in idle time, since there is a request."""
 
 
 class EngineThread:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._thread = engine, ThreadPoolExecutor(1, "engine")
-        # Set by a signal's handler, which may interrupt any line: a plain attribute, no Event with a lock inside.
+        # Set by a signal handler, which may interrupt any line: a plain attribute, as an Event contains a lock.
         self._stopping = False
         self._profile: Future[None] | None = None
 
     def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[StepOutput]:
-        """The steps of one request as they come, up to its last, or until `stop`. ValueError: it cannot be served."""
+        """Yield the steps of one request, up to its last or until `stop`. Raises ValueError if it cannot be served."""
         self._end_profile()
         self._stopping = False
         outputs: queue.SimpleQueue[StepOutput | None] = queue.SimpleQueue()
@@ -36,11 +36,11 @@ class EngineThread:
         done.result()
 
     def stop(self) -> None:
-        """Ends the request that is running, after the step in progress."""
+        """End the running request after the step in progress."""
         self._stopping = True
 
     def idle(self) -> None:
-        """Nobody asks for now."""
+        """Start profiling if it is due: no request is expected for now."""
         if self._profile is None and self._engine.profile_due:
             self._stopping = False
             self._profile = self._thread.submit(self._run_profile)

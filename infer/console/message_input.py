@@ -1,4 +1,4 @@
-"""A person's messages from a terminal, line editing and pastes of several lines included, or from a pipe."""
+"""Reads a user's messages from a terminal, with line editing and pastes of several lines, or from a pipe."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ BOLD, RESET = "\x1b[1m", "\x1b[0m"
 
 
 class MessageInput:
-    """From a terminal a message ends with Enter, from a pipe with its line; a `\\` at its end goes on in the next.
+    """From a terminal a message ends with Enter, from a pipe with its line; a `\\` at its end continues it on the next.
 
-    A paste is one message, whatever lines it has: readline puts it into the line that is being edited (bracketed
-    paste). Where it cannot do that, all lines that are waiting when Enter is read are taken together.
+    A paste is one message, however many lines it has: readline inserts it into the line being edited (bracketed paste).
+    Where it cannot do that, all lines that are waiting when Enter is read are taken together.
     """
 
     def __init__(self, *, color: bool) -> None:
         self.interactive = sys.stdin.isatty()
-        # readline hides what is between \1 and \2 from its reckoning of columns.
+        # readline does not count what is between \1 and \2 as columns.
         self._prompt = f"\1{BOLD}\2{PROMPT}\1{RESET}\2" if color and self.interactive else PROMPT
         self._readline = line_editing() if self.interactive and sys.stdout.isatty() else None
         self._takes_waiting = self.interactive and not takes_pastes(self._readline)
 
     def read(self) -> str | None:
-        """The next message; None at the end of the input (Ctrl-D). Raises KeyboardInterrupt: Ctrl-C at an empty prompt.
+        """Return the next message; None at the end of the input (Ctrl-D).
 
-        Ctrl-C behind text drops the text and prompts again.
+        Raises KeyboardInterrupt on Ctrl-C at an empty prompt. Ctrl-C after text discards the text and prompts again.
         """
         while True:
             try:
@@ -60,14 +60,14 @@ class MessageInput:
             if not line:
                 raise EOFError
             return line.removesuffix("\n")
-        if self._readline is None:  # what is printed may go to a file
+        if self._readline is None:  # standard output may be a file
             print(prompt, end="", file=sys.stderr, flush=True)
             prompt = ""
         return input(prompt)
 
 
 def line_editing() -> ModuleType | None:
-    """readline, which `input` uses from then on; None where Python was built without."""
+    """Return readline, which `input` uses from then on; None if Python was built without it."""
     try:
         import readline
     except ImportError:
@@ -78,7 +78,7 @@ def line_editing() -> ModuleType | None:
 
 
 def takes_pastes(readline: ModuleType | None) -> bool:
-    """Whether it has bracketed paste: GNU readline from 7 on, on a terminal that knows escape codes."""
+    """Return whether bracketed paste works: GNU readline from version 7 on, in a terminal that knows escape codes."""
     if readline is None or "libedit" in (readline.__doc__ or "") or os.environ.get("TERM", "dumb") == "dumb":
         return False
     return int(readline._READLINE_LIBRARY_VERSION.partition(".")[0]) >= 7

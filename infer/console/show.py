@@ -1,4 +1,4 @@
-"""What generate.py shows: the texts as they come with a card, or the comparison with a card and one JSON line."""
+"""Output of generate.py: streamed texts with a card, or the comparison with a card and one JSON line."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def show_texts(config: GenerateConfig, engine: Engine, groups: Sequence[Prompts]
 
 
 def describe_prompt(config: GenerateConfig, engine: Engine) -> list[tuple[str, str]]:
-    """How the user's prompts were put; no line for those of the corpus."""
+    """Return how the user's prompts were formatted; no row for prompts of the corpus."""
     assert engine.tokenizer is not None
     if config.prompt is None and config.prompts_file is None:
         return []
@@ -63,7 +63,7 @@ def describe_prompt(config: GenerateConfig, engine: Engine) -> list[tuple[str, s
 
 
 def show_comparison(config: GenerateConfig, engine: Engine, groups: Sequence[Prompts], params: SamplingParams) -> bool:
-    """Measures with the sampling that was asked for, and checks identity under greedy and sampled choice both.
+    """Measure with the requested sampling, and check that ids are identical in both greedy and sampled decoding.
 
     Returns whether all token ids were identical.
     """

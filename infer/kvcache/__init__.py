@@ -1,1 +1,1 @@
-"""The paged KV cache: its pool, who holds which block, and its tensors."""
+"""The paged KV cache: pool and block tables, ownership and prefix cache of pages, tensors, memory planning."""

@@ -1,8 +1,8 @@
-"""Who holds which page of the pool, and which full pages are known by their content. Knows no tensors.
+"""Reference counts of the pool's pages, and the prefix cache of full pages, keyed by content. Uses no tensors.
 
-A published page is found again by the key of its content: a keyed hash over all tokens up to its end, the tenant's
-salt and what filled it. Several requests may hold it at once; when the last of them lets go it stays, unheld, until
-its room is needed: the page that was let go first goes first.
+A published page is looked up by its key: a keyed hash over all tokens up to its end, the tenant's salt and what filled
+it. Several requests may hold a page at once. When the last holder drops it, the page stays cached until its memory is
+needed: the page that was dropped first is evicted first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEY_BYTES = 16
 
 
 class BlockKeys:
-    """Content keys of a token sequence's full blocks, each made once. Keyed, so nobody can construct a collision."""
+    """Content keys of a sequence's full blocks, each computed once. The hash is keyed to prevent forged collisions."""
 
     def __init__(self, secret: bytes, salt: str, filled_by: str, block: int) -> None:
         self._secret, self._block = secret, block
@@ -25,7 +25,7 @@ class BlockKeys:
         self._start = self._hash(b"", f"{len(salt)}:{salt}:{filled_by}".encode())
 
     def upto(self, tokens: Sequence[int], blocks: int) -> list[bytes]:
-        """The keys of the first `blocks` blocks; `tokens` extends that of the last call."""
+        """Return the keys of the first `blocks` blocks. `tokens` must extend those of the last call."""
         while len(self._keys) < blocks:
             first = len(self._keys) * self._block
             content = b"".join(token.to_bytes(4, "little") for token in tokens[first : first + self._block])
@@ -37,7 +37,7 @@ class BlockKeys:
 
 
 class Pages:
-    """Pages 1 .. `count`. Everything but `invariants` costs the same however many pages there are."""
+    """Pages 1 .. `count`. The cost of all methods but `invariants` does not depend on the number of pages."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -51,25 +51,25 @@ class Pages:
 
     @property
     def free(self) -> int:
-        """Pages that a request could have."""
+        """Return the number of pages that can be taken: unused ones and cached ones without a holder."""
         return len(self._free) + len(self._unheld)
 
     def free_without(self, pages: Iterable[int]) -> int:
-        """`free` once these are held."""
+        """Return what `free` will be once `pages` are held."""
         return self.free - sum(page in self._unheld for page in pages)
 
     def take(self, count: int) -> list[int]:
-        """New pages with one holder each; the caller has looked at `free`."""
+        """Take `count` pages, with one holder each. The caller must have checked `free`."""
         return [self._take() for _ in range(count)]
 
     def hold(self, pages: Iterable[int]) -> None:
-        """One more holder for published or held pages."""
+        """Add a holder to pages that are published or held."""
         for page in pages:
             self._unheld.pop(page, None)
             self._holders[page] += 1
 
     def drop(self, pages: Sequence[int]) -> None:
-        """One holder less, the last page first: a page is of use only with those before it, so these outlive it."""
+        """Remove a holder, last page first: a page is useful only with those before it, so these are evicted later."""
         for page in reversed(pages):
             self._holders[page] -= 1
             if self._holders[page] == 0:
@@ -79,12 +79,12 @@ class Pages:
                     self._free.append(page)
 
     def publish(self, page: int, key: bytes, value: Any) -> None:
-        """Makes a full, verified page known. A second page of the same content stays private."""
+        """Add a full, verified page to the prefix cache. A second page with the same content stays private."""
         if key not in self._page_of and page not in self._key_of:
             self._page_of[key], self._key_of[page], self._value_of[page] = page, key, value
 
     def find(self, *chains: Sequence[bytes]) -> list[int]:
-        """The longest run of pages known by a key in any of the chains, which are as long as each other."""
+        """Return the longest prefix of cached pages, each found by a key of any chain. Chains have equal length."""
         found = []
         for keys in zip(*chains, strict=True):
             page = next((self._page_of[key] for key in keys if key in self._page_of), None)
@@ -97,13 +97,13 @@ class Pages:
         return self._value_of[page]
 
     def forget(self) -> None:
-        """Nothing is known by its content any more (the layers that fill pages have changed)."""
+        """Empty the prefix cache (the layers that fill pages have changed)."""
         self._free += self._unheld
         for known in (self._unheld, self._page_of, self._key_of, self._value_of):
             known.clear()
 
     def invariants(self, held: Iterator[int]) -> None:
-        """`held`: every page of every running request, one mention per holder."""
+        """Assert that the accounting is consistent. `held`: every page of every running request, once per holder."""
         holders = Counter(held)
         assert all(self._holders[page] == holders[page] for page in range(1, self.count + 1)), "holders miscounted"
         unheld = set(self._unheld)

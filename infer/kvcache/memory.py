@@ -1,4 +1,4 @@
-"""How much memory serving will need, planned before any of it is taken: weights, KV pool, workspace of a step."""
+"""Plans the memory of serving before it is allocated: weights, KV pool, workspace of a step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from models.layers import Linear
 
 MIB = 2**20
 DEFAULT_TOKENS = 65536
-SPARE = 0.1  # of what is free, left to everything that is not planned here
+SPARE = 0.1  # share of free memory left for everything that is not planned here
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """In bytes, of this process: rank 0 of `ranks`. `pages`: of the KV pool, `page_size` tokens each."""
+    """Memory of this process (rank 0 of `ranks`) in bytes. `pages`: pages of the KV pool, of `page_size` tokens each."""
 
     weights: int
     kv: int
@@ -45,10 +45,12 @@ def plan_memory(
     weights: int,
     free: int | None,
 ) -> MemoryPlan:
-    """`free`: bytes that can still be taken, the weights being there already; None where that cannot be told.
+    """Plan the size of the KV pool.
 
-    Without engine.max_tokens_in_cache the pool holds a context for every request of a batch, at most 65536 tokens, or
-    what fits. Raises ValueError if what was asked for does not fit, or not even one page.
+    `free`: bytes that can still be allocated once the weights are loaded; None if unknown. Without
+    engine.max_tokens_in_cache the pool is sized for a context for every request of a batch, but no more than 65536
+    tokens (or one context, if longer), and no more than fits. Raises ValueError if engine.max_tokens_in_cache, or even
+    one page, does not fit.
     """
     per_value = kv_dtype(config.kv_dtype, dtype).itemsize
     per_page = config.page_size * per_value * sum(2 * shape.kv_heads * shape.head_dim for shape in layers)
@@ -57,7 +59,7 @@ def plan_memory(
     tokens = config.max_tokens_in_cache or max(context, min(config.max_batch * context, DEFAULT_TOKENS))
     pages = -(-tokens // config.page_size)
     if free is not None:
-        fitting = int((free * (1 - SPARE) - workspace) // per_page) - 1  # one page belongs to nobody
+        fitting = int((free * (1 - SPARE) - workspace) // per_page) - 1  # less the null block
         if fitting < 1 or (config.max_tokens_in_cache and pages > fitting):
             raise ValueError(
                 f"engine.max_tokens_in_cache={tokens}: its KV needs {pages * per_page / MIB:.0f} MiB and a step "
@@ -69,13 +71,13 @@ def plan_memory(
 
 
 def workspace_bytes(rows: int, target: TargetConfig, dtype: torch.dtype) -> int:
-    """What a forward of `rows` rows holds at once, amply: a layer's activations, and fp32 logits of every row."""
+    """Return a generous bound on what a forward of `rows` rows holds at once: a layer's activations and fp32 logits."""
     widest = max(2 * target.intermediate_size, (target.num_heads + 2 * target.num_kv_heads) * target.head_dim)
     return rows * (4 * target.hidden_size * dtype.itemsize + 2 * widest * dtype.itemsize + 2 * 4 * target.vocab_size)
 
 
 def weight_bytes(*modules: nn.Module) -> int:
-    """Of parameters, packed ones included; a tensor that two of them share counts once."""
+    """Return the bytes of all parameters, packed ones included; a shared tensor counts once."""
     seen: dict[int, int] = {}
     for module in modules:
         for child in module.modules():
@@ -88,8 +90,8 @@ def weight_bytes(*modules: nn.Module) -> int:
 
 def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
-        gc.collect()  # what is replaced may lie in cycles
-        torch.cuda.empty_cache()  # what torch only keeps for later can be taken
+        gc.collect()  # reference cycles may keep alive what is being replaced
+        torch.cuda.empty_cache()  # memory in torch's cache counts as free
         return torch.cuda.mem_get_info(device)[0]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -1,7 +1,7 @@
-"""The paged KV pool: one set of page ids for every layer, the head's layers included; who owns which page.
+"""The paged KV pool: block tables with one set of page ids for all layers, the head's included.
 
-Slot = page * page_size + offset. Page 0 belongs to nobody: what is read there is masked away. The tensors themselves
-(infer/kvcache/tensors.py) are told slots.
+A place is an index into a request's pages; its slot is page * page_size + offset. Page 0 is the null block: what is
+read there is masked. The tensors (infer/kvcache/tensors.py) are addressed by slots.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from infer.request import Request, Upkeep
 from infer.speculation.tree import MAX_NODES
 from kernels.rows import AttentionRows
 
-FEW = 4  # pages that are written to a block table one by one
+FEW = 4  # up to so many pages are written to a block table one by one
 
 
 class KVPool:
     """Pages and block tables. A request holds pages for a prefix of its positions, in order.
 
     The target's layers hold a draft tree node by node until its accepted path is moved to the front. A proposer's
-    layers, after them, are its own to keep in order.
+    layers follow them, and the proposer itself manages their contents.
     """
 
     def __init__(self, layers: KVLayers, *, max_requests: int, max_positions: int) -> None:
@@ -32,7 +32,7 @@ class KVPool:
         self.layers = layers
         self.pages = Pages(self.num_pages)
         width = -(-(max_positions + MAX_NODES) // self.page_size)  # a tree has more places than positions
-        # One row more than requests, of the page that belongs to nobody.
+        # One more row than requests: a dummy request, all of whose pages are the null block.
         self.table = torch.zeros(max_requests + 1, width, dtype=torch.int64, device=self.device)
         self.nobody = max_requests
 
@@ -41,14 +41,14 @@ class KVPool:
         return self.pages.free
 
     def free_without(self, known: Sequence[int]) -> int:
-        """Pages left for others if `known` ones are held."""
+        """Return the pages left for others once the cached pages `known` are held."""
         return self.pages.free_without(known)
 
     def pages_for(self, positions: int) -> int:
         return -(-positions // self.page_size)
 
     def reserve(self, request: Request, positions: int) -> bool:
-        """Grows the request's pages to cover `positions`; False, with nothing changed, when the pool is short."""
+        """Extend the request's pages to cover `positions`. Returns False, changing nothing, if the pool is short."""
         missing = self.pages_for(positions) - len(request.pages)
         if missing <= 0:
             return True
@@ -63,13 +63,13 @@ class KVPool:
         request.pages = []
 
     def known(self, request: Request) -> list[int]:
-        """Pages that hold the KV of the request's first tokens, one of which at least is left to compute."""
+        """Return cached pages that hold a prefix of the request. At least its last token is left to compute."""
         chains = [request.keys] if request.upkeep is Upkeep.WHOLE else [request.keys, request.plain_keys]
         blocks = (len(request.tokens) - 1) // self.page_size
         return self.pages.find(*(keys.upto(request.tokens, blocks) for keys in chains if keys is not None))
 
     def adopt(self, request: Request, pages: Sequence[int]) -> None:
-        """Begins the request, which holds nothing yet, with `known` pages."""
+        """Start the request, which holds no pages yet, with cached `pages`."""
         assert not request.pages
         self.pages.hold(pages)
         self._append(request, pages)
@@ -77,7 +77,7 @@ class KVPool:
         request.last_features = self.pages.value(pages[-1]) if pages else None
 
     def keep_features(self, request: Request, count: int, features: Tensor) -> None:
-        """`features` `[count, F]` of the last committed positions: those that end a page are kept with it."""
+        """Keep `features` `[count, F]` of the last committed positions that end a page, to be published with it."""
         if request.keys is None or not features.shape[-1]:
             return
         first = request.computed - count
@@ -85,8 +85,9 @@ class KVPool:
             request.block_ends[position] = features[position - first].clone()
 
     def publish(self, request: Request, positions: int) -> None:
-        """Makes the request's pages over its first `positions` known: these are verified, and filled in every layer
-        that the keys stand for.
+        """Add the request's full pages within its first `positions` to the prefix cache.
+
+        These positions must be verified, and filled in every layer that the keys cover.
         """
         keys = request.keys if request.upkeep is Upkeep.WHOLE else request.plain_keys
         if keys is None:
@@ -98,9 +99,9 @@ class KVPool:
             self.pages.publish(request.pages[block], key, request.block_ends.pop(request.published - 1, None))
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Begins the child with the parent's pages over their common prompt; its last token is left to compute.
+        """Start the child with the parent's pages of their common prompt, whose last token is left to compute.
 
-        Full pages are shared, the page that both go on writing to is copied: the child has its own before it writes.
+        Full pages are shared. The page that both will write to is copied, before the child writes.
         """
         shared, rest = divmod(len(child.prompt_ids) - 1, self.page_size)
         self.pages.hold(parent.pages[:shared])
@@ -111,7 +112,7 @@ class KVPool:
 
     def _append(self, request: Request, pages: Sequence[int]) -> None:
         held = len(request.pages)
-        if len(pages) <= FEW:  # as in decoding: numbers go with a launch, and the host does not wait for a copy
+        if len(pages) <= FEW:  # as in decoding: scalars are launch arguments, so the host does not wait for a copy
             for place, page in enumerate(pages, start=held):
                 self.table[request.slot, place] = page
         else:
@@ -119,9 +120,9 @@ class KVPool:
         request.pages += pages
 
     def move(self, requests: Sequence[Request], sources: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
-        """Brings the KV of places `sources[b]` to places `starts[b]`, `starts[b] + 1`, ... in the target's layers.
+        """Move the KV at places `sources[b]` to places `starts[b]`, `starts[b] + 1`, ... in the target's layers.
 
-        An accepted path comes to the front of its tree; sources ascend and none lies before its destination.
+        This brings an accepted path to the front of its tree. Sources ascend and none lies before its destination.
         """
         pairs = [
             (self._slot(request, source), self._slot(request, start + index))
@@ -137,7 +138,7 @@ class KVPool:
         return request.pages[place // self.page_size] * self.page_size + place % self.page_size
 
     def invariants(self, running: Sequence[Request]) -> None:
-        """Every page is free, known or held, and tables say what requests hold. For tests: it looks at everything."""
+        """Assert that every page is free, cached or held, and that block tables match. For tests: checks all pages."""
         self.pages.invariants(page for request in running for page in request.pages)
         for request in running:
             assert self.table[request.slot, : len(request.pages)].tolist() == request.pages
@@ -152,9 +153,10 @@ class KVPool:
         first: int = 0,
         bases: Sequence[int] | None = None,
     ) -> AttentionRows:
-        """Addresses `counts[b]` new rows of each request from place `starts[b]` on; `words` `[R]` for a tree's rows.
+        """Address `counts[b]` new rows of each request from place `starts[b]` on; `words` `[R]` is the tree mask, if any.
 
-        `bases`: places, a multiple of the page size, that each request's layers begin at; places count from there.
+        `bases`: the place at which each request's layers begin, a multiple of the page size. Places in the result
+        count from there.
         """
         table, starts = self._tables(requests, starts, bases)
         size = self.page_size
@@ -170,7 +172,7 @@ class KVPool:
         first: int = 0,
         bases: Sequence[int] | None = None,
     ) -> AttentionRows:
-        """Addresses N rows of each request, at places `starts[b] + offsets[n]`; `words` `[B, N]` count from there."""
+        """Address N rows of each request at places `starts[b] + offsets[n]`; bit j of `words` `[B, N]`: `starts[b] + j`."""
         table, starts = self._tables(requests, starts, bases)
         count, width = words.shape
         request = torch.arange(count, device=self.device).repeat_interleave(width)
@@ -191,7 +193,7 @@ class KVPool:
     def _tables(
         self, requests: Sequence[Request], starts: Sequence[int], bases: Sequence[int] | None
     ) -> tuple[Tensor, list[int]]:
-        """The requests' page ids `[B, P]` and places `starts`, both from `bases` on."""
+        """Return the requests' page ids `[B, P]` and places `starts`, both relative to `bases`."""
         slots = torch.tensor([request.slot for request in requests], device=self.device)
         table = self.table.index_select(0, slots)
         if bases is None or not any(bases):

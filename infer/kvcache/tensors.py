@@ -1,6 +1,6 @@
-"""The tensors of the KV pool, layer by layer: slots are written and read by attention, moved and copied.
+"""The KV pool's tensors, layer by layer: attention writes and reads slots; slots can be moved and copied.
 
-Slot = page * page_size + offset. Who owns which page is the pool's business (infer/kvcache/pool.py).
+Slot = page * page_size + offset. Ownership of pages is managed by the pool (infer/kvcache/pool.py).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class LayerShape(NamedTuple):
 
 
 def kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """What engine.kv_dtype says of a target in `dtype`."""
+    """Return the KV dtype that engine.kv_dtype=`name` selects for a target in `dtype`."""
     return torch.float8_e4m3fn if name == "fp8" else dtype
 
 
 class KVLayers:
-    """Room for `num_pages` pages and the one that belongs to nobody.
+    """KV tensors of `num_pages` pages and the null block.
 
-    Slots hold `kv_dtype`; what reads and writes them is computed in `dtype`. The first `tree_layers` layers are the
-    target's: in these alone an accepted path is moved to the front.
+    Slots are stored as `kv_dtype`; attention computes in `dtype`. The first `tree_layers` layers are the target's: only
+    in these is an accepted path moved to the front.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class KVLayers:
         self.num_pages, self.page_size, self.device = num_pages, page_size, device
         self._dtype, self._kv_dtype = dtype, kv_dtype or dtype
         slots = (num_pages + 1) * page_size
-        # Layers of one shape lie in one tensor [layers, 2, kv_heads, slots, D], so that a move is one operation.
+        # Consecutive layers of one shape share a tensor [layers, 2, kv_heads, slots, D], so that a move is one operation.
         self._tree_stacks = [
             self._zeros(len(list(group)), 2, shape.kv_heads, slots, shape.head_dim)
             for shape, group in itertools.groupby(shapes[:tree_layers])
@@ -67,25 +67,25 @@ class KVLayers:
         return torch.zeros(*shape, dtype=self._kv_dtype, device=self.device)
 
     def move(self, source: Tensor, destination: Tensor) -> None:
-        """Slots `source` `[M]` to slots `destination` in the target's layers; the two may overlap."""
+        """Move slots `source` `[M]` to slots `destination` in the target's layers; the two may overlap."""
         for stack in self._tree_stacks:
             move_slots(stack, source, destination)
 
     def copy(self, source: int, destination: int, count: int) -> None:
-        """`count` slots from `source` on to those from `destination` on, in every layer; they do not overlap."""
+        """Copy `count` slots from `source` on to `destination` on, in every layer; the ranges must not overlap."""
         for cache in self.caches:
             cache[:, :, destination : destination + count] = cache[:, :, source : source + count]
 
     def attention(
         self, rows: AttentionRows, num_heads: int, num_kv_heads: int, head_dim: int, *, first_layer: int = 0
     ) -> PooledAttention:
-        """The attention seam over these rows; `first_layer` is where the model's layers begin."""
+        """Return the attention callable for these rows; `first_layer` is where the model's layers begin in the pool."""
         plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, self._dtype, self._kv_dtype)
         return seam_over(type(plan))(self.caches, first_layer, plan)
 
 
 class PooledAttention:
-    """Implements models.attention.Attention over the pool: writes the rows' KV, then reads their request's."""
+    """Implements models.attention.Attention over the pool: writes the rows' KV, then attends to their requests' KV."""
 
     def __init__(self, caches: Sequence[Tensor], first_layer: int, plan: PagedAttention) -> None:
         self._caches, self._first, self._plan = caches, first_layer, plan
@@ -97,7 +97,7 @@ class PooledAttention:
 
 
 class PooledProjections(PooledAttention):
-    """Over a form of attention that takes a layer's projections as they are (models.attention.Project)."""
+    """Implements models.attention.Project: attention that takes a layer's raw QKV projections."""
 
     _plan: ProjectedAttention
 
@@ -116,7 +116,7 @@ class PooledProjections(PooledAttention):
 
 
 class PooledDecoding(PooledAttention):
-    """Over a form of attention that whole decoders run over (models.attention.Decode)."""
+    """Implements models.attention.Decode: attention that runs inside a fused decoder."""
 
     _plan: DecodingAttention
 
@@ -132,9 +132,9 @@ class PooledDecoding(PooledAttention):
         return self._plan.decode(decoder, x, rotary, caches, entering, tokens)
 
 
-@functools.cache  # to look at a protocol takes longer than a head's layer
+@functools.cache  # a protocol's issubclass takes longer than a head's layer
 def seam_over(plan: type[PagedAttention]) -> type[PooledAttention]:
-    """What a model is given over plans of this type."""
+    """Return the attention class that models get for plans of this type."""
     if issubclass(plan, ProjectedAttention):
         return PooledProjections
     return PooledDecoding if issubclass(plan, DecodingAttention) else PooledAttention

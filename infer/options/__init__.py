@@ -1,1 +1,1 @@
-"""What the words of a command line stand for: models, heads, trackers, texts."""
+"""The meaning of command-line words: models, heads, trackers, texts."""

@@ -1,6 +1,6 @@
-"""Command lines that people paste: the words that give a configuration again, quoted for a shell.
+"""Command lines for users to paste: the words that reproduce a configuration, quoted for a shell.
 
-Knows what `model=` and `head=` take, and no command's own keys.
+Knows what `model=` and `head=` take, and no keys of single commands.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from infer.options.head_config import HeadConfig
 from infer.options.model_names import model_at, model_options, read_model
 
 OUTPUTS = "outputs"
-TARGET_FOLDER, HEAD_FOLDER = "<folder of the target>", "<folder of this head>"  # for people to fill in
+TARGET_FOLDER, HEAD_FOLDER = "<folder of the target>", "<folder of this head>"  # for users to fill in
 
 
 def python_command(script: str, *words: str, processes: int = 1) -> str:
-    """A line that runs `script` of this repository as this process is run: from its folder, with its interpreter."""
+    """Return a command that runs `script` of this repository from this process's folder with its interpreter."""
     python, launcher = interpreter(), shutil.which("torchrun")
     start = [python]
     if processes > 1:
@@ -32,7 +32,7 @@ def python_command(script: str, *words: str, processes: int = 1) -> str:
 
 
 def interpreter() -> str:
-    """`python` where a shell finds this interpreter under that name, else where it lies."""
+    """Return `python` if a shell finds this interpreter under that name, else its path."""
     here = shutil.which("python")
     if here and Path(here).parent == Path(sys.executable).parent:
         return "python"
@@ -44,7 +44,7 @@ def _from_here(path: Path) -> str:
 
 
 def model_words(model: ModelConfig) -> list[str]:
-    """What names this target on a command line, of this machine."""
+    """Return the words that name this target on a command line of this machine."""
     is_option = model.name in model_options()
     words, usual = vars(model), vars(read_model(model.name) if is_option else model_at(model.path))
     changed = [f"model.{key}={_word(value)}" for key, value in words.items() if value != usual[key]]
@@ -52,7 +52,7 @@ def model_words(model: ModelConfig) -> list[str]:
 
 
 def head_words(head: HeadConfig, output_dir: str) -> list[str]:
-    """What names the head that training exported."""
+    """Return the words that name the head that training exported."""
     place = [f"head.path={head.path}"] if head.path else []
     if not place and output_dir != OUTPUTS:
         place = [f"output_dir={output_dir}"]
@@ -60,7 +60,7 @@ def head_words(head: HeadConfig, output_dir: str) -> list[str]:
 
 
 def portable_path(path: str) -> str | None:
-    """A path or hub id as it reads on any machine: relative to the repository. None for a place of this machine."""
+    """Return a path or hub id in a form valid on any machine: relative to the repository. None if there is none."""
     folder = Path(path).expanduser()
     if not folder.is_absolute():
         return path

@@ -1,7 +1,7 @@
-"""Where the exported head of a target is looked up, and which one `head=auto` takes.
+"""Looks up the exported head of a target, and decides which one `head=auto` takes.
 
-Training exports to <output_dir>/heads/<model>/<head>; heads that come with the repository lie in
-models/<model>/heads/<head>, and are taken where training has exported none of their kind.
+Training exports to <output_dir>/heads/<model>/<head>; heads shipped with the repository are in
+models/<model>/heads/<head>, and are taken if training has exported none of their kind.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from infer.options.head_config import AUTO, HEAD_NAMES, HeadConfig
 
 T = TypeVar("T")
 SHIPPED = REPO_ROOT / "models"
-DEFAULT_HEAD = "eagle3"  # what `auto` stands for where no head is: messages name it, and how to train it
+DEFAULT_HEAD = "eagle3"  # what `auto` means if there is no head: messages name it, and how to train it
 
 
 def head_folder(head: HeadConfig, output_dir: str, model_name: str) -> Path:
-    """Of the head to load: `head.path`, what training exported, what is shipped; where training would export else."""
+    """Return the head's folder: `head.path`, else the export, else the shipped head, else where training exports."""
     exported, shipped = head.folder(output_dir, model_name), shipped_heads(model_name) / head.name
     return shipped if not head.path and not is_head(exported) and is_head(shipped) else exported
 
@@ -33,9 +33,9 @@ def is_head(folder: Path) -> bool:
 
 
 def choose_head(head: HeadConfig, output_dir: str, model_name: str) -> HeadConfig:
-    """`head=auto` as a head by name: the one at head.path, the newest export, the first that is shipped.
+    """Return `head=auto` as a head by name: the one at head.path, else the newest export, else the first shipped one.
 
-    Raises ValueError where head.path holds none.
+    Raises ValueError if there is none at head.path.
     """
     if head.name != AUTO:
         return head
@@ -50,13 +50,13 @@ def choose_head(head: HeadConfig, output_dir: str, model_name: str) -> HeadConfi
 
 
 def with_head(config: T) -> T:
-    """A command's config in which `head=auto` is a head by name."""
+    """Return a command's config with `head=auto` replaced by a head by name."""
     own: Any = config
     return replace(own, head=choose_head(own.head, own.output_dir, own.model.name))
 
 
 def read_head_config(text: str) -> HeadConfig:
-    """From Python: a name, `none` and `auto` among them, or the folder of an exported head."""
+    """Return the head for use from Python: `text` is a name, `none` or `auto`, or the folder of an exported head."""
     if text in (*HEAD_NAMES, AUTO, "none"):
         return HeadConfig(name=text)
     if not resolve_path(text).is_dir():

@@ -1,6 +1,6 @@
 """The schemas of `head=`: which head serves or is trained, and the shape of a new one.
 
-What a shape means is said by the head's own config in models/heads; here are the keys that a user sets.
+The head's own config in models/heads documents what a shape means; here are the keys that a user sets.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ AUTO = "auto"
 
 @dataclass
 class HeadConfig:
-    """What every head has; the option `none` is exactly this with name "none"."""
+    """Keys that all heads share; the option `none` is exactly this with name "none"."""
 
     name: str = MISSING
-    path: str | None = None  # an exported head; null: as infer/options/exported_heads.py looks it up
-    allow_mismatch: bool = False  # load a head that was trained for another target
+    path: str | None = None  # an exported head; null: looked up by infer/options/exported_heads.py
+    allow_mismatch: bool = False  # load a head even if it was trained for another target
 
     @property
     def max_depth(self) -> int | None:
-        """How many tokens a new head of these settings can draft; None for no bound."""
+        """Maximum tokens that a new head with these settings can draft; None: no bound."""
         return None
 
     def folder(self, output_dir: str, model_name: str) -> Path:
-        """Where training exports the head of this model; `path` overrides.
+        """Return where training exports the head of this model; `path` overrides.
 
-        What is loaded is looked up by infer/options/exported_heads.py.
+        infer/options/exported_heads.py looks up which head to load.
         """
         return resolve_path(self.path) if self.path else resolve_path(output_dir) / "heads" / model_name / self.name
 
@@ -45,28 +45,28 @@ class NoHeadConfig(HeadConfig):
 
 @dataclass
 class AutoHeadConfig(HeadConfig):
-    """Which head that is depends on what is there: `infer.options.exported_heads.choose_head`."""
+    """The head is chosen from the existing ones by `infer.options.exported_heads.choose_head`."""
 
 
 @dataclass
 class NewHeadConfig(HeadConfig):
     """Hyper-parameters of a new head; an exported head brings its own in its config.json."""
 
-    init_from_target: bool = True  # start from weights of the target, where the head has a place for them
-    start_from: str | None = None  # an exported head of the same shape: training goes on from its weights
+    init_from_target: bool = True  # initialise from the target's weights where the head can hold them
+    start_from: str | None = None  # an exported head of the same shape: training continues from its weights
 
 
 @dataclass
 class EagleHeadConfig(NewHeadConfig):
-    bias: bool = False  # of fc; SafeAILab's heads for Llama 2 and Vicuna have one, vLLM reads none
-    own_embedding: bool = True  # the token embedding is stored with the head; false: the target's is used in place
+    bias: bool = False  # bias of fc; SafeAILab's heads for Llama 2 and Vicuna have one, vLLM reads none
+    own_embedding: bool = True  # store the token embedding with the head; false: use the target's
 
 
 @dataclass
 class Eagle3HeadConfig(NewHeadConfig):
     draft_vocab_size: int | None = None  # at most this many draft tokens; null or more than the target has: all of them
-    num_layers: int | None = None  # null: 1; of p-eagle 4, or 1 for a target of fewer than 24
-    hidden_size: int | None = None  # null for these: the target's
+    num_layers: int | None = None  # null: 1; p-eagle: 4, or 1 for a target of fewer than 24 layers
+    hidden_size: int | None = None  # null for these five: the target's
     intermediate_size: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -75,8 +75,8 @@ class Eagle3HeadConfig(NewHeadConfig):
     norm_before_fc: bool = False  # one norm over the concatenated features
     fc_norm: bool = False  # one norm per feature
     norm_output: bool = False  # feed the post-norm state back
-    embed_requires_grad: bool | None = None  # train the token embedding; null: where its width is not the target's
-    own_embedding: bool = True  # the token embedding is stored with the head; false: readers take the target's
+    embed_requires_grad: bool | None = None  # train the token embedding; null: if its width is not the target's
+    own_embedding: bool = True  # store the token embedding with the head; false: readers use the target's
     aux_layers: list[int] | None = None  # HF hidden_states indices; null: (2, L//2, L-3)
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class Eagle3HeadConfig(NewHeadConfig):
 class PEagleHeadConfig(Eagle3HeadConfig):
     embed_requires_grad: bool | None = True
     num_depths: int = 8  # tokens drafted in one forward
-    mask_token_id: int | None = None  # stands in for tokens not known yet; null: the end of text
+    mask_token_id: int | None = None  # placeholder for tokens not known yet; null: the end-of-text token
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,8 +130,8 @@ class MlpHeadConfig(NewHeadConfig):
     inner_dim: int | None = None  # width of the state; null: the target's
     tie_weights: bool = False  # one embedding, norm and LM head for all heads, one projection after the first
     scale_input: bool = False  # norm the target's hidden state first
-    top_k_tokens_per_head: list[int] | None = None  # written down for IBM's engine; null: 5, 4, 3, 2, 1, 1, ...
-    n_candidates: int = 5  # likewise
+    top_k_tokens_per_head: list[int] | None = None  # recorded for IBM's engine; null: 5, 4, 3, 2, 1, 1, ...
+    n_candidates: int = 5  # also recorded for IBM's engine
 
     def __post_init__(self) -> None:
         for key in ("n_predict", "inner_dim", "n_candidates"):

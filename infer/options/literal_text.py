@@ -1,9 +1,9 @@
-"""Text on a command line and in a written config means what was typed, whatever it holds.
+"""Keeps text on a command line and in a written config literal, whatever it contains.
 
-Two languages would read it otherwise: Hydra's grammar of overrides (quotes, commas, braces, numbers) and OmegaConf's
-interpolation (`${...}`, with backslashes that count). Neither is escaped case by case. What could be read as anything
-but itself is written as `${text:x<its bytes in hexadecimal>}`, which both pass on, and which the resolver below turns
-back before a schema sees it. Knows dataclasses and no command.
+Two languages would interpret it: Hydra's grammar of overrides (quotes, commas, braces, numbers) and OmegaConf's
+interpolation (`${...}`, with significant backslashes). Neither is escaped case by case. Text that could be read as
+anything but itself is written as `${text:x<its bytes in hexadecimal>}`, which both pass on, and which the resolver
+below decodes before a schema sees it. Knows dataclasses and no command.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from omegaconf import OmegaConf
 
 T = TypeVar("T")
 TEXT, NULL = (str, str | None), "null"
-# no interpolation, escape or control character, and nothing that is alone in meaning something
+# no interpolation, backslash, control character or surrogate, and not `???` alone, which means a missing value
 PLAIN = re.compile(r"(?!\?\?\?$)(?:(?!\$\{)[^\\\x00-\x1f\x7f-\x9f\ud800-\udfff])*")
-MISSING, STANDS_FOR_MISSING = "???", "\ue000???"  # OmegaConf takes even a resolved ??? for a value that is not there
+MISSING, STANDS_FOR_MISSING = "???", "\ue000???"  # OmegaConf takes even a resolved ??? for a missing value
 SWEEP = re.compile(r",|\$\{|^(?:choice|range|interval|glob|sort|shuffle)\(")
 
 
 def encode(text: str) -> str:
-    """`text` as OmegaConf has to be given it."""
+    """Return `text` in the form that OmegaConf reads as `text`."""
     return text if PLAIN.fullmatch(text) else _in_hexadecimal(text)
 
 
 def _in_hexadecimal(text: str) -> str:
-    """Surrogates stand for bytes of a file name that are no UTF-8."""
+    """Encode the bytes of `text`; surrogates stand for bytes of a file name that are not UTF-8."""
     return f"${{text:x{text.encode('utf-8', 'surrogateescape').hex()}}}"
 
 
@@ -43,7 +43,7 @@ OmegaConf.register_new_resolver("text", _decode, replace=True)
 
 
 def encode_all(value: Any) -> Any:
-    """A config as plain containers whose texts are encoded, for writing it."""
+    """Return a config as plain containers with encoded texts, for writing it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: encode_all(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -54,7 +54,7 @@ def encode_all(value: Any) -> Any:
 
 
 def restore_missing(value: T) -> T:
-    """After OmegaConf: what stands for `???` is that again. Dataclasses are changed in place."""
+    """Replace the stand-in for `???` by `???`, after OmegaConf has run. Dataclasses are changed in place."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             setattr(value, field.name, restore_missing(getattr(value, field.name)))
@@ -66,10 +66,10 @@ def restore_missing(value: T) -> T:
 
 
 def literal_words(words: Sequence[str], schema: type) -> list[str]:
-    """The words of a command line, those that set a text of `schema` in such a form that Hydra leaves it alone.
+    """Return the words of a command line, encoding those that set a text of `schema` so that Hydra leaves it unchanged.
 
-    `null` stays the value that it is everywhere. A list of texts is `[a,b]`, with quotes around an item that holds a
-    comma. With `-m` a comma sweeps and `${key}` is that key's value, but in fields whose metadata say FREE_TEXT.
+    `null` keeps its usual meaning. A list of texts is `[a,b]`, with quotes around an item that contains a comma. With
+    `-m` a comma sweeps and `${key}` is that key's value, except in fields whose metadata say FREE_TEXT.
     """
     return [_literal_word(word, schema, sweeping=sweeps(words)) for word in words]
 
@@ -93,7 +93,7 @@ def _literal_word(word: str, schema: type, *, sweeping: bool) -> str:
 
 
 def _kinds(schema: type, keys: Sequence[str]) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
-    """What a key is declared as: in the schema, or in any option of its group."""
+    """Yield each declaration of a key (field and type): in the schema, or in any option of its group."""
     hints = _hints(schema)
     for field in dataclasses.fields(schema):
         if field.name != keys[0]:
@@ -118,17 +118,17 @@ def _options(kind: type) -> Iterator[type]:
 
 
 def quote(text: str) -> str:
-    """A string between quotes, in which neither Hydra nor YAML finds anything to unescape."""
+    """Return `text` as a quoted string in which neither Hydra nor YAML finds anything to unescape."""
     return "'" + (_in_hexadecimal(text) if "'" in text else encode(text)) + "'"
 
 
 def _lists_texts(text: str) -> bool:
-    """Of a value of any type: whether it is a list with something in it that is not Hydra's grammar, and not nested."""
+    """Return whether a value of type Any is a list, not nested, with characters outside Hydra's grammar."""
     return text[1:2] not in ("[", "{") and re.search(r"[^\w,. /*\[\]-]", text) is not None
 
 
 def list_items(text: str) -> list[str]:
-    """The items of a list: what stands between commas, without blanks and quotes around it."""
+    """Return the items of a list: the text between commas, without surrounding blanks and quotes."""
     parts = re.findall(r"""\s*(?:'([^']*)'|"([^"]*)"|([^,]*?))\s*(?:,|$)""", text)
     items = [single or double or bare for single, double, bare in parts]
     return items[:-1] if items and not items[-1] else items

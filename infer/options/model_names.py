@@ -1,7 +1,7 @@
-"""What `model=` names: an option of conf/model/, a folder, a .gguf file or a hub id; and its name in what is written.
+"""Resolves `model=` (an option of conf/model/, a folder, a .gguf file or a hub id), and names the target in outputs.
 
-Hydra's groups know files of conf/ alone. So before Hydra reads a command line, any other target becomes an option that
-is registered for this process (`model_choices`). Python takes the same words through `read_model`.
+Hydra's groups contain only the files of conf/. So before Hydra reads a command line, any other target is registered as
+an option for this process (`model_choices`). From Python, `read_model` takes the same words.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from infer.options.literal_text import SWEEP, encode, list_items, quote, sweeps
 CONF = REPO_ROOT / "conf"
 GGUF, PACKAGE = ".gguf", "package:"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-OPTION = "named_by_"  # how the registered options begin
+OPTION = "named_by_"  # prefix of registered options
 CHOICE = re.compile(r"(choice\()?(.*?)(?(1)\))", re.DOTALL)  # with -m: a,b or choice(a,b)
-MORE_CONFIGS = ("--config-dir", "-cd", "hydra.searchpath")  # with which Hydra finds options that are not in conf/
+MORE_CONFIGS = ("--config-dir", "-cd", "hydra.searchpath")  # with these, Hydra finds options outside conf/
 
 
 def read_model(text: str, **settings: Any) -> ModelConfig:
-    """The target that `text` names, with other `settings` of ModelConfig. Raises ValueError if it names none."""
+    """Return the target that `text` names, with other `settings` of ModelConfig. Raises ValueError if it names none."""
     if text in model_options():
         return ModelConfig(**(read_option("model", text) | settings))
     path = find_model(text)
@@ -40,12 +40,12 @@ def read_model(text: str, **settings: Any) -> ModelConfig:
 
 
 def model_at(path: str) -> ModelConfig:
-    """What a `model.path` that no option has stands for."""
+    """Return the target at a `model.path` that no option of conf/model/ has."""
     return ModelConfig(name=model_name(path), path=path, dtype="auto")
 
 
 def read_option(group: str, option: str) -> dict[str, Any]:
-    """The keys that conf/<group>/<option>.yaml sets. Raises ValueError if there is no such file."""
+    """Return the keys that conf/<group>/<option>.yaml sets. Raises ValueError if there is no such file."""
     options = options_of(group)
     if option not in options:
         raise ValueError(f"{group}={option}: no such option; known: {', '.join(options)}")
@@ -62,9 +62,10 @@ def model_options() -> list[str]:
 
 
 def find_model(text: str) -> str | None:
-    """`model.path` of a folder or .gguf file, from here or from the repository, or of a hub id; None for anything else.
+    """Return `model.path` of a folder, a .gguf file or a hub id; None for anything else.
 
-    Absolute, or relative to the repository for what lies in it.
+    Files are looked up from the working directory, then from the repository. Their path is absolute, or relative to the
+    repository if inside it.
     """
     for start in (Path.cwd(), REPO_ROOT):
         place = Path(os.path.abspath(start / Path(text).expanduser()))
@@ -76,9 +77,9 @@ def find_model(text: str) -> str | None:
 
 
 def model_name(path: str) -> str:
-    """The last part of a path or hub id, without .gguf, in small letters; what no file name should hold becomes '-'.
+    """Return the last part of a path or hub id in lower case, without .gguf; '-' replaces characters unfit for a file.
 
-    Files that differ in their quantisation are different targets, so that stays part of the name.
+    The quantisation stays part of the name, as files that differ in it are different targets.
     """
     last = os.path.basename(str(resolve_path(path))).lower().removesuffix(GGUF)
     return re.sub(r"[^\w.-]+", "-", last).strip(".-") or "target"
@@ -91,10 +92,10 @@ def no_model(text: str) -> str:
 
 
 def model_choices(words: Sequence[str]) -> list[str]:
-    """The words of a command line, with every target that `model=` names as an option that Hydra finds.
+    """Return the words of a command line, with every target that `model=` names as an option that Hydra finds.
 
-    A recipe may hold the path of its own target, so with `experiment=` the path and name are said as well. Raises
-    ValueError for what names no target.
+    A recipe may set the path of its own target, so with `experiment=` path and name are added as overrides. Raises
+    ValueError for a text that names no target.
     """
     result, keys = [], {word.partition("=")[0].lstrip("+") for word in words}
     for word in words:
@@ -119,7 +120,7 @@ def _option(text: str, words: Sequence[str]) -> str:
     if text in model_options() or (find_model(text) is None and any(word.startswith(MORE_CONFIGS) for word in words)):
         return text
     model = read_model(text)
-    name = OPTION + text.encode("utf-8", "surrogateescape").hex()  # whatever it holds, Hydra takes this for a word
+    name = OPTION + text.encode("utf-8", "surrogateescape").hex()  # whatever it contains, Hydra takes this for a word
     node = replace(model, name=encode(model.name), path=encode(model.path))
     ConfigStore.instance().store(group="model", name=name, node=node, provider="headway")
     return name

@@ -1,4 +1,4 @@
-"""conf/tracker: where metrics go beside the run's own files."""
+"""The schemas of conf/tracker: where metrics go in addition to the run's own files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WandbConfig(TrackerConfig):
     project: str = "headway"
     entity: str | None = None
     mode: str = "auto"  # auto: online with credentials, else offline | online | offline
-    samples: int = 0  # held-out texts, accepted drafts marked, that are sent as a table; they may be private
+    samples: int = 0  # number of held-out texts sent as a table, accepted drafts marked; they may be private
     upload: bool = False  # send the exported head as an artifact
 
     def __post_init__(self) -> None:

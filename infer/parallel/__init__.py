@@ -1,1 +1,1 @@
-"""One target on several processes: who they are, what they exchange, how they start and end."""
+"""Tensor parallelism in serving: the ranks, their communication, and how their processes start and end."""

@@ -1,7 +1,7 @@
-"""The processes that rank 0 starts for the other ranks of a divided target, and how they end with it.
+"""The processes that rank 0 starts for the other tensor parallel ranks, and how they end with it.
 
-A child holds the read end of a pipe and ends when the write end is gone: after `close`, and however rank 0 ends. It is
-in a session of its own, so that Ctrl-C in a terminal is rank 0's affair.
+A child holds the read end of a pipe and exits when the write end is closed: by `close`, or by any end of rank 0. It has
+a session of its own, so that Ctrl-C in a terminal reaches rank 0 only.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typing import Any
 
 from infer.config_checks import REPO_ROOT
 
-END_S = 5.0  # how long a child may take to end by itself
+END_S = 5.0  # how long a child may take to exit by itself before it is killed
 
 
 class Children:
-    """One process of infer/follower.py per entry of `settings`, which it is given as JSON."""
+    """One process of infer/follower.py per entry of `settings`, which it receives as JSON."""
 
     def __init__(self, settings: Sequence[Mapping[str, Any]], folder: tempfile.TemporaryDirectory[str]) -> None:
-        self._folder = folder  # where they meet; goes with them
+        self._folder = folder  # holds the ranks' store; removed in `close`
         self._processes: list[subprocess.Popen[bytes]] = []
         command = [sys.executable, str(REPO_ROOT / "infer" / "follower.py")]
         try:
             for own in settings:
-                # What it prints is for people, and standard output may be read by a program.
+                # It prints to standard error: a program may read standard output.
                 child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
                 self._processes.append(child)
                 assert child.stdin is not None
@@ -43,7 +43,7 @@ class Children:
             raise
 
     def ended(self, patience_s: float = 0.0) -> str:
-        """Which of them have ended and how, empty if none has; one of them may still be about to."""
+        """Return which children have exited and how; empty if none does within `patience_s` seconds."""
         deadline = time.monotonic() + patience_s
         while True:
             codes = {rank: child.poll() for rank, child in enumerate(self._processes, start=1)}
@@ -71,13 +71,13 @@ def how(code: int) -> str:
 
 
 def read_settings() -> dict[str, Any]:
-    """In a child: what it was given. From now on it ends when rank 0 does."""
+    """In a child: read its settings from the pipe. From then on it exits when rank 0 does."""
     settings = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_rank_0, args=(Path(settings["store"]).parent,), daemon=True).start()
     return settings
 
 
 def _end_with_rank_0(folder: Path) -> None:
-    os.read(0, 1)  # returns when the pipe's other end is gone
-    shutil.rmtree(folder, ignore_errors=True)  # rank 0 may have had no time for it
+    os.read(0, 1)  # returns when the pipe's write end is closed
+    shutil.rmtree(folder, ignore_errors=True)  # rank 0 may have ended without removing it
     os._exit(0)

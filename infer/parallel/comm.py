@@ -1,8 +1,8 @@
-"""The processes of tensor parallelism and what passes between them: commands from rank 0, parts of tensors from all.
+"""Tensor parallel ranks and their communication: commands from rank 0, collectives over parts of tensors among all.
 
-torch.distributed without its global state: commands go through gloo on loopback, which waits as long as rank 0 is
-idle; tensors through gloo or, on GPUs, NCCL, where a rank that does not answer in time is lost. Tensors travel as
-bytes, so no bit changes. Knows neither targets nor what the commands mean.
+Uses torch.distributed without its global state. Commands go through gloo on loopback, where the other ranks wait as
+long as rank 0 is idle; tensors through gloo or, on GPUs, NCCL, where a rank that does not respond in time counts as
+lost. Tensors travel as bytes, so no bit changes. Knows neither targets nor what the commands mean.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.distributed import GatherOptions, PrefixStore, ProcessGroupGloo, Stor
 from infer.parallel.children import Children
 from models.parallel import Part
 
-IDLE = timedelta(days=3650)  # between two commands
-ANSWER = timedelta(seconds=60)  # of every rank to one exchange of tensors
+IDLE = timedelta(days=3650)  # timeout between two commands
+ANSWER = timedelta(seconds=60)  # timeout of one collective
 POLL_S = 0.02
 HEADER = 1024  # numbers that describe a command
 STOP = -1
@@ -31,11 +31,11 @@ DTYPES = (torch.int64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class RankLost(ConnectionError):
-    """A rank ended or does not answer. Nothing can be computed any more."""
+    """A rank ended or does not respond. Nothing can be computed any more."""
 
 
 class Ranks:
-    """One of `count` processes on this machine. `connect` before anything passes."""
+    """One of `count` processes on this machine. Call `connect` before any communication."""
 
     def __init__(
         self, rank: int, count: int, store: Store, device: torch.device, children: Children | None = None
@@ -51,40 +51,41 @@ class Ranks:
     def part(self) -> Part:
         return Part(self.rank, self.count, self.gather)
 
-    # ---- beginning and end --------------------------------------------------------------------------------------
+    # ---- connect and close --------------------------------------------------------------------------------------
 
     def connect(self, error: str = "") -> None:
-        """For every rank, when it has loaded its part; `error` says why it could not, and rank 0 raises ValueError."""
+        """Connect this rank once it has loaded its part. `error`: why it could not; rank 0 then raises ValueError."""
         if self.rank:
             self._store.set(f"loaded/{self.rank}", error)
         else:
             self._await_loaded()
         if error:
             return
-        patience = IDLE if self.rank else ANSWER  # a command is there when it comes, and must be taken when it does
+        # Other ranks may wait for a command indefinitely; rank 0 must not wait long for them to receive it.
+        patience = IDLE if self.rank else ANSWER
         self._control = _gloo(PrefixStore("control", self._store), self.rank, self.count, patience)
         self._data = (_nccl if self.device.type == "cuda" else _gloo)(
             PrefixStore("data", self._store), self.rank, self.count, ANSWER
         )
         self._connected = True
-        self.gather(torch.zeros(1, device=self.device), [1] * self.count)  # NCCL connects at the first exchange
+        self.gather(torch.zeros(1, device=self.device), [1] * self.count)  # NCCL connects at the first collective
 
     def close(self) -> None:
-        """On rank 0: ends the other ranks. May be called twice, and after a rank was lost."""
+        """On rank 0: end the other ranks. May be called twice, and after a rank was lost."""
         with suppress(RankLost):
             if self._connected and not self._closed:
                 self.send(STOP)
         self._end()
 
     def disconnect(self) -> None:
-        """Ends what this rank exchanges by. Its threads are joined: one that still releases the tensors of an exchange
-        while the interpreter ends would abort the process.
+        """Release this rank's process groups, which joins their threads: one that still releases the tensors of a
+        collective while the interpreter exits would abort the process.
         """
         self._closed = True
         self._control = self._data = None
 
     def _end(self) -> None:
-        """Without a word: the others may be waiting for a part of a tensor."""
+        """Disconnect without sending STOP: the other ranks may be waiting in a collective."""
         self.disconnect()
         if self._children is not None:
             self._children.close()
@@ -92,7 +93,7 @@ class Ranks:
     def _await_loaded(self) -> None:
         waiting = set(range(1, self.count))
         while waiting:
-            ended = self._children.ended() if self._children is not None else ""  # before looking at what they said
+            ended = self._children.ended() if self._children is not None else ""  # before reading what they reported
             for rank in [rank for rank in waiting if self._store.check([f"loaded/{rank}"])]:
                 if error := self._store.get(f"loaded/{rank}").decode():
                     raise ValueError(error)
@@ -105,7 +106,7 @@ class Ranks:
 
     @contextmanager
     def leading(self, operation: int, numbers: Sequence[int] = (), tensors: Sequence[Tensor] = ()) -> Iterator[None]:
-        """On rank 0: the others do `operation` too while it does the block. If it fails they are ended: out of step."""
+        """On rank 0: the others run `operation` while it runs the block. If that fails, it ends them (out of step)."""
         try:
             self.send(operation, numbers, tensors)
             yield
@@ -114,7 +115,7 @@ class Ranks:
             raise
 
     def send(self, operation: int, numbers: Sequence[int] = (), tensors: Sequence[Tensor] = ()) -> None:
-        """A command to all others, who `receive` it; `tensors` are of one dtype."""
+        """Broadcast a command to all other ranks, which `receive` it; all `tensors` have one dtype."""
         payload = torch.cat([tensor.flatten() for tensor in tensors]) if tensors else torch.empty(0)
         shapes = [number for tensor in tensors for number in (tensor.ndim, *tensor.shape)]
         head = [operation, len(numbers), *numbers, DTYPES.index(payload.dtype), len(tensors), *shapes]
@@ -126,7 +127,7 @@ class Ranks:
                 self._data.broadcast([payload.view(torch.uint8)]).wait()
 
     def receive(self) -> tuple[int, list[int], list[Tensor]]:
-        """Waits for the next command of rank 0."""
+        """Wait for rank 0's next command; return its operation, numbers and tensors."""
         header = torch.zeros(HEADER, dtype=torch.int64)
         with self._others():
             self._control.broadcast([header]).wait()
@@ -147,7 +148,7 @@ class Ranks:
     # ---- parts of tensors ---------------------------------------------------------------------------------------
 
     def gather(self, x: Tensor, sizes: Sequence[int], *, everywhere: bool = True) -> Tensor:
-        """models.parallel.Gather. Other ranks than 0 get no columns where they need none."""
+        """Implement models.parallel.Gather. Unless `everywhere`, ranks other than 0 get a tensor without columns."""
         widest, lead = max(sizes), x.shape[:-1]
         own = F.pad(x, (0, widest - x.shape[-1])).flatten()
         whole = own.new_empty(self.count if everywhere or self.rank == 0 else 0, *lead, widest)
@@ -165,7 +166,7 @@ class Ranks:
         return torch.cat([part[..., :size] for part, size in zip(whole, sizes, strict=True)], dim=-1)
 
     def least(self, free: int | None) -> int | None:
-        """What every rank may take of the free memory it sees: on a CPU they all see the same. None: not known."""
+        """Return the free bytes that every rank can use; on a CPU all see the same and share it. None: unknown."""
         sharing = self.count if self.device.type == "cpu" else 1
         own = torch.tensor([-1 if free is None else free // sharing], device=self.device)
         smallest = int(self.gather(own, [1] * self.count).min())
@@ -173,7 +174,7 @@ class Ranks:
 
     @contextmanager
     def _others(self) -> Iterator[None]:
-        """What goes wrong between ranks is an error that says which of them is gone."""
+        """Turn a communication error into RankLost, which says which rank has ended."""
         if self._closed:
             raise RankLost(f"engine.tensor_parallel={self.count}: the other ranks were ended; make a new engine")
         try:

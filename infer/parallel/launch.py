@@ -1,9 +1,9 @@
-"""How the ranks of a divided target come to be: rank 0 starts them, or torchrun started all of them alike.
+"""Starts the ranks of a tensor parallel target: rank 0 starts the others, or torchrun has started all of them.
 
-    engine = Engine.load(model, engine=EngineConfig(tensor_parallel=2))                   # starts the other one
-    torchrun --nproc_per_node 2 infer/generate.py model=demo engine.tensor_parallel=2     # both are there
+    engine = Engine.load(model, engine=EngineConfig(tensor_parallel=2))                   # starts rank 1
+    torchrun --nproc_per_node 2 infer/generate.py model=demo engine.tensor_parallel=2     # torchrun starts both
 
-Ranks are on one machine and meet on loopback, each on a GPU of its own or all on the CPU.
+Ranks run on one machine and communicate over loopback, each on a GPU of its own or all on the CPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MEET = timedelta(minutes=5)
 
 @contextmanager
 def ranks_of(model: ModelConfig, engine: EngineConfig) -> Iterator[Ranks | None]:
-    """On rank 0: the ranks, None without any others. In the block it makes an engine; if that fails they are ended."""
+    """On rank 0: yield its `Ranks`, None if it is alone. The block makes an engine; if it fails, the ranks end."""
     if engine.tensor_parallel == 1:
         yield None
         return
@@ -50,7 +50,7 @@ def ranks_of(model: ModelConfig, engine: EngineConfig) -> Iterator[Ranks | None]
 
 
 def lead(model: ModelConfig, engine: EngineConfig) -> Ranks:
-    """Rank 0, the other ranks loading their parts from now on. Raises ValueError if they cannot be had."""
+    """Return rank 0's `Ranks`; the other ranks start to load their parts. Raises ValueError if that is impossible."""
     count, rank = engine.tensor_parallel, launched_rank(engine)
     if rank:
         raise ValueError(
@@ -71,7 +71,7 @@ def lead(model: ModelConfig, engine: EngineConfig) -> Ranks:
 
 
 def follow_launched(model: ModelConfig, engine: EngineConfig) -> None:
-    """Under torchrun, on another rank than 0: holds a part of the target until rank 0's engine is closed or ends."""
+    """Under torchrun, on a rank other than 0: run a part of the target until rank 0's engine is closed or ends."""
     rank = launched_rank(engine)
     assert rank
     device = rank_device(model, rank, engine.tensor_parallel)
@@ -79,7 +79,7 @@ def follow_launched(model: ModelConfig, engine: EngineConfig) -> None:
 
 
 def follow_parent(settings: Mapping[str, Any]) -> None:
-    """In a process that `lead` started, with what it was given."""
+    """In a process that `lead` started: run a part of the target, with the settings received from rank 0."""
     model, engine = ModelConfig(**settings["model"]), EngineConfig(**settings["engine"])
     rank, count = settings["rank"], engine.tensor_parallel
     _follow(Ranks(rank, count, FileStore(settings["store"], count), rank_device(model, rank, count)), model, engine)
@@ -91,18 +91,18 @@ def _follow(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> None:
     except ValueError as error:
         return ranks.connect(str(error))  # rank 0 raises it
     ranks.connect()
-    for number in (signal.SIGINT, signal.SIGTERM):  # from now on it is rank 0's to say when it ends
+    for number in (signal.SIGINT, signal.SIGTERM):  # from now on rank 0 decides when this process ends
         signal.signal(number, signal.SIG_IGN)
     try:
         follow(shard, ranks)
     except RankLost:
-        raise SystemExit(1) from None  # the reason is another rank's to tell
+        raise SystemExit(1) from None  # another rank reports the reason
     finally:
         ranks.disconnect()
 
 
 def load_shard(ranks: Ranks, model: ModelConfig, engine: EngineConfig) -> Shard:
-    """This rank's part of the target, packed, after the same probes that rank 0 makes."""
+    """Load and pack this rank's part of the target, and run the same probes as rank 0."""
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
     target = load_target(

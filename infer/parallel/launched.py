@@ -1,4 +1,4 @@
-"""Whether torchrun started this process as one of several. Imports nothing heavy: entry points ask first."""
+"""Detects whether torchrun started this process as one of several. Light imports: entry points check this first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from infer.config import EngineConfig
 
 
 def launched_rank(engine: EngineConfig) -> int | None:
-    """This process's rank, None if it was started alone. Raises ValueError if others were than `engine` asks for."""
+    """Return this process's rank, or None if it was started alone.
+
+    Raises ValueError if the processes are not as many as `engine` asks for, or are on several machines.
+    """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1 or "RANK" not in os.environ:
         return None

@@ -1,10 +1,10 @@
-"""How one of several processes ends: without the interpreter's own teardown.
+"""Ends one of several processes without the interpreter's teardown.
 
-gloo's threads release the tensors of an exchange after whoever waited for it has gone on, and take the interpreter's
-lock to do so. A thread that waits for that lock while the interpreter is torn down is ended by it, within a C++
-destructor, and that aborts the process: `terminate called without an active exception`, SIGABRT, after all its work was
-done. `destroy_process_group` does not help: these threads are joined only when nothing refers to a group any more, and
-torch's caches and DeepSpeed's modules refer to groups until the end. So the teardown is left out.
+gloo's threads release the tensors of a collective after the thread that waited for it has continued, and take the GIL
+to do so. A thread that waits for the GIL during the interpreter's teardown is terminated within a C++ destructor, which
+aborts the process (`terminate called without an active exception`, SIGABRT) after all its work was done.
+`destroy_process_group` does not help: these threads are joined only when nothing refers to a group any more, and
+torch's caches and DeepSpeed's modules refer to groups until the end. So the teardown is skipped.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 
 def run_process(main: Callable[[], Any]) -> None:
-    """Runs a command's main function. If a launcher started several processes, this one ends with it, by the exit code
-    that it would have had.
+    """Run a command's main function. If a launcher started several processes, end this one right after it, with the
+    exit code that it would have had.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         main()
@@ -35,7 +35,7 @@ def run_process(main: Callable[[], Any]) -> None:
 
 
 def exit_code(error: SystemExit) -> int:
-    """As the interpreter has it: a text is an error's message."""
+    """Return the exit code as the interpreter would: a text is an error message, which is printed, with code 1."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)
@@ -43,7 +43,7 @@ def exit_code(error: SystemExit) -> int:
 
 
 def end_process(code: int) -> NoReturn:
-    """Waits for threads, runs what was registered for the end, writes out what was printed, and ends the process."""
+    """Join threads, run atexit functions, flush standard output and error, and end the process."""
     try:
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
         atexit._run_exitfuncs()

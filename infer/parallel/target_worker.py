@@ -1,7 +1,7 @@
-"""The tensor side of serving: the target, or one rank's part of it, with the KV of its layers. Knows no requests.
+"""The tensor side of serving: the target, or one rank's part of it, with the KV cache of its layers. Knows no requests.
 
-Everything that a step does to the target's tensors goes through here, addressed by slots and rows, so that every rank
-of a divided target can do the same (infer/parallel/tensor_parallel.py).
+Every operation of a step on the target's tensors goes through here, addressed by slots and rows, so that every tensor
+parallel rank can do the same (infer/parallel/tensor_parallel.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from models.targets.llama import LlamaTarget, TargetOutput
 
 
 class Shard:
-    """Takes over a target, or a part of one, and packs it for serving. Allocate before use."""
+    """A target, or one rank's part of it, which it takes over and packs for serving. Call `allocate` before use."""
 
     ranks = 1
     _make_layers: Callable[..., KVLayers] = KVLayers
@@ -43,12 +43,12 @@ class Shard:
         return self._kv
 
     def free(self) -> int | None:
-        """Lets go of the KV, and says how many bytes can then be taken for it; None where that cannot be told."""
+        """Release the KV cache; return how many bytes are then free for it, or None if unknown."""
         self._kv = None
         return free_bytes(self.device)
 
     def allocate(self, num_pages: int, page_size: int, others: Sequence[LayerShape] = ()) -> KVLayers:
-        """KV for the target's layers and, after them, for those of proposers."""
+        """Allocate KV for the target's layers and, after them, for those of proposers (`others`)."""
         self._kv = self._make_layers(
             [*self.layer_shapes, *others],
             tree_layers=len(self.layer_shapes),
@@ -61,7 +61,7 @@ class Shard:
         return self._kv
 
     def forward(self, ids: Tensor, positions: Tensor, rows: AttentionRows, aux: Sequence[int]) -> TargetOutput:
-        """ids and positions `[R]` of the rows; `aux` are the hidden states wanted as features."""
+        """Run the target on rows with ids and positions `[R]`; `aux`: the hidden states to return as features."""
         attention = self.kv.attention(rows, *self.target.heads)
         return self.target(ids, positions, attention, aux_layers=aux)
 
@@ -69,4 +69,4 @@ class Shard:
         return self.target.logits(hidden)
 
     def close(self) -> None:
-        """Ends other ranks."""
+        """End the other ranks, if any."""

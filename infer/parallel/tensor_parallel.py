@@ -1,8 +1,8 @@
-"""A target divided among ranks: rank 0 leads an engine as if it were alone, the others do to their part what it does.
+"""Tensor parallelism in serving: rank 0 runs the engine, and the others repeat its operations on their target parts.
 
-Only what touches the target's tensors is shared: forwards, logits, and moves and copies of KV. Requests, drafts and
-choices are rank 0's; proposers keep their layers there. Forwards over whole sequences, without KV, are training's. How
-a target is divided, and why no bit changes: models/parallel.py.
+Only operations on the target's tensors are repeated: forwards, logits, and moves and copies of KV. Requests, drafts and
+sampling exist on rank 0 only, and so do the layers of proposers. Forwards over whole sequences, without KV, are for
+training. How a target is split, and why no bit changes: models/parallel.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FREE, ALLOCATE, FORWARD, LOGITS, MOVE, COPY, SEQUENCES = range(7)
 
 
 class LeadingShard(Shard):
-    """Rank 0's part of the target; whatever is done to it the other ranks do to theirs at the same time."""
+    """Rank 0's part of the target; the other ranks run each of its operations on their parts at the same time."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class LeadingShard(Shard):
         ranks.connect()
         self.ranks, self._ranks = ranks.count, ranks
         self._make_layers = partial(LeadingLayers, ranks)
-        # Not here but in the layer itself: heads borrow it and call it.
+        # Patched on the LM head itself, since draft heads share that layer and call it.
         target.lm_head.forward = partial(lead_logits, ranks, target.lm_head.forward)
         target.forward = partial(lead_sequences, ranks, target.forward)
-        self._end = weakref.finalize(self, ranks.close)  # also when the interpreter ends
+        self._end = weakref.finalize(self, ranks.close)  # also when the interpreter exits
 
     def free(self) -> int | None:
         with self._ranks.leading(FREE):
@@ -65,7 +65,7 @@ class LeadingShard(Shard):
 
 
 def lead_logits(ranks: Ranks, own: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-    """Rank 0's LM head: the others compute their columns too."""
+    """Run rank 0's LM head while the other ranks compute their columns."""
     with ranks.leading(LOGITS, tensors=[input]):
         return own(input)
 
@@ -79,7 +79,9 @@ def lead_sequences(
     *,
     aux_layers: Sequence[int] = (),
 ) -> TargetOutput:
-    """Rank 0's forward: over whole sequences the others go along; over rows with KV they do already."""
+    """Run rank 0's forward. Over whole sequences this makes the other ranks run theirs; for rows with KV,
+    `LeadingShard.forward` has already done so.
+    """
     if not isinstance(attention, CausalAttention):
         return own(ids, positions, attention, aux_layers=aux_layers)
     starts = [] if attention.starts is None else [attention.starts]
@@ -103,7 +105,7 @@ class LeadingLayers(KVLayers):
 
 @torch.inference_mode()
 def follow(shard: Shard, ranks: Ranks) -> None:
-    """On another rank: does what rank 0 does until it says stop. Raises RankLost if it ends otherwise."""
+    """On another rank: repeat rank 0's operations until it sends STOP. Raises RankLost if rank 0 ends otherwise."""
     while True:
         operation, numbers, tensors = ranks.receive()
         if operation == FREE:
@@ -130,7 +132,7 @@ def follow(shard: Shard, ranks: Ranks) -> None:
 
 
 def pack_rows(rows: AttentionRows) -> tuple[list[int], list[Tensor]]:
-    """What `unpack_rows` needs to make them again; of the tables the part that any row looks at."""
+    """Return what `unpack_rows` needs to rebuild the rows; of the page tables only the columns that any row reads."""
     table = rows.table[:, : -(-rows.longest // rows.page_size)]
     tensors = [table, rows.request, rows.committed, rows.offset]
     numbers = [rows.page_size, rows.longest, rows.first, len(rows.counts), *rows.counts]
@@ -138,7 +140,7 @@ def pack_rows(rows: AttentionRows) -> tuple[list[int], list[Tensor]]:
 
 
 def unpack_rows(numbers: Sequence[int], tensors: Sequence[Tensor]) -> tuple[AttentionRows, list[int]]:
-    """The rows, and the numbers that came after theirs."""
+    """Rebuild the rows; return them and the numbers that followed theirs."""
     page_size, longest, first, requests, *rest = numbers
     counts, aux = tuple(rest[:requests]), rest[requests:]
     table, request, committed, offset, *words = tensors

@@ -1,1 +1,1 @@
-"""From logits to tokens: parameters, processors, the choice at every row, and what ends a text."""
+"""Sampling: request parameters, logits processors, grammars, the sampler, and stop conditions."""

@@ -1,4 +1,4 @@
-"""From requests to the per-row parameters of the choice rule (kernels/choose.py)."""
+"""Builds the per-row parameters of the sampler (kernels/choose.py) from requests."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ GREEDY = SamplingParams()
 def choice_parameters(
     requests: Sequence[Request], device: torch.device, *, drafting: bool = False
 ) -> ChoiceParameters | None:
-    """One row per request, or None when all are greedy.
+    """Return one row of sampling parameters per request, or None when all requests are greedy.
 
-    A drafter meets the target's own noise, so that they choose alike; for block verification it must not. A request
-    that has failed is passed over, as if it were greedy.
+    With `drafting` a drafter gets the target's noise, so that both sample alike; under block verification it must get
+    other noise. A request that has failed is treated as greedy.
     """
     params = [GREEDY if request.failed else request.params for request in requests]
     if all(p.temperature == 0 for p in params):

@@ -1,4 +1,4 @@
-"""The target's choice at every row of a step, each row under its own request's parameters and its own prefix."""
+"""Samples the target's token at every row of a step, with the parameters of the row's request and the row's prefix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Choices:
     parameters: ChoiceParameters | None  # per row
 
     def logprobs(self, request: Request, rows: Sequence[int], tokens: Sequence[int]) -> list[TokenLogprob]:
-        """Of `tokens`, chosen at `rows`, as the request asked for them."""
+        """Return the log-probabilities that the request asked for, of `tokens` sampled at `rows`."""
         asked = request.params.logprobs
         if asked is None or not tokens:
             return []
@@ -43,7 +43,10 @@ def choose_rows(
     positions: Tensor,
     tree: DraftTree | None = None,
 ) -> Choices:
-    """logits `[R, V]`, `counts[b]` rows of each request: its nodes in `tree`, or the one row after its tokens."""
+    """Sample a token at each row of logits `[R, V]`.
+
+    `counts[b]` is the number of rows of request b: its nodes in `tree`, or without a tree the one row after its tokens.
+    """
     parameters = together(requests, lambda some: choice_parameters(some, logits.device))
     if parameters is not None:
         parameters = parameters.rows(torch.repeat_interleave(torch.tensor(counts, device=logits.device)))
@@ -61,7 +64,7 @@ def choose_rows(
 
 
 def shape_rows(request: Request, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-    """logits `[n, V]` of a request's rows, `paths[i]` the drafted tokens on the way to row i -> the shaped ones."""
+    """Apply the logits processors to logits `[n, V]` of a request's rows; `paths[i]`: drafted tokens up to row i."""
     return shape_logits(
         logits,
         request.params,
@@ -75,7 +78,7 @@ def shape_rows(request: Request, logits: Tensor, paths: Sequence[Sequence[int]])
 
 
 def drafted_paths(tree: DraftTree, row: int, count: int) -> list[list[int]]:
-    """The drafted tokens on the way to each node, the node's own included."""
+    """Return the drafted tokens on the path from the root to each node, the node's own token included."""
     tokens, parents = tree.token[row].tolist(), tree.parent[row].tolist()
     paths: list[list[int]] = [[]]
     for node in range(1, count):

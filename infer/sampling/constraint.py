@@ -1,7 +1,7 @@
-"""Keeps a request's output inside its grammar: which tokens may follow at each row of a step, drafted rows included.
+"""Constrains a request's output to its grammar: masks of the tokens that may follow at each row, drafted rows included.
 
-The state is that of the emitted tokens. Down a draft it is moved on and rolled back again, so a row of a tree is masked
-exactly as plain decoding would mask it, and speculation changes nothing.
+The matcher's state is that of the emitted tokens. Along a draft path it is advanced and then rolled back, so a row of a
+tree is masked exactly as in plain decoding, and speculation does not change the output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from infer.request import Request
 
-STEP_LIMIT_S = 1.0  # of one request's masks in one step; a grammar that takes longer would hold up everybody's tokens
+STEP_LIMIT_S = 1.0  # for one request's masks in one step; a slower grammar would delay every request in the batch
 
 
 class Constraints:
@@ -33,12 +33,12 @@ class Constraints:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._vocab_size = vocab_size
-        # A vocabulary is padded to more tokens than there are, never to fewer.
+        # `n_vocab` may exceed the number of the tokenizer's tokens (padding), but must not be smaller.
         size = max(vocab_size, tokenizer.vocab_size)
         self._tokenizer = make_tokenizer(tokenizer.backend.to_str(), size, list(eos_ids))
 
     def compile(self, grammar: Grammar) -> Constraint:
-        """Raises ValueError for a grammar that is wrong or too large."""
+        """Compile a grammar. Raises ValueError if it is invalid or too large."""
         return Constraint(compile_matcher(grammar, self._tokenizer), self._vocab_size)
 
 
@@ -46,23 +46,23 @@ class Constraint:
     def __init__(self, matcher: LLMatcher, vocab_size: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._matcher, self.vocab_size, self._clock = matcher, vocab_size, clock
         self._all = packed(torch.ones(vocab_size, dtype=torch.bool))
-        self.error: str | None = None  # why the request cannot go on
+        self.error: str | None = None  # why the request cannot continue
 
     def copy(self) -> Constraint:
-        """For another answer to the same prompt; before anything was pushed."""
+        """Return a copy for another completion of the same prompt. Call before any token is pushed."""
         return Constraint(self._matcher.deep_copy(), self.vocab_size, clock=self._clock)
 
     def push(self, token: int) -> bool:
-        """Takes in an emitted token. Whether the output ends with it: nothing may follow, or the grammar failed."""
+        """Advance by an emitted token; return whether the output ends: nothing may follow, or the grammar failed."""
         if not self._matcher.try_consume_tokens([token]):
             self._fail(one_line(self._matcher.get_error()) if self._matcher.is_error() else "the output left it")
         return self.error is not None or self._matcher.is_stopped()
 
     def words(self, paths: Sequence[Sequence[int]]) -> Tensor:
-        """int32 `[n, ceil(V / 32)]`, a bit per token (kernels/shape.py): what may follow after the emitted tokens and
-        the drafted ones of each path.
+        """Return masks of the tokens that may follow the emitted tokens and the drafted tokens of each path.
 
-        A path that the grammar forbids leads nowhere: the target cannot choose its last token, and its row is free.
+        int32 `[n, ceil(V / 32)]`, a bit per token (kernels/shape.py). The row of a path that the grammar forbids allows
+        every token: the target cannot choose the path's last token, so this row is never reached.
         """
         began = self._clock()
         rows = self._all.repeat(len(paths), 1)
@@ -80,7 +80,7 @@ class Constraint:
         return rows if self.error is None else self._all.repeat(len(paths), 1)
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
-        """Nodes of a draft tree that the grammar permits, each with its ancestors. Node 0 is the root."""
+        """Return the nodes of a draft tree that the grammar permits along with their ancestors. Node 0 is the root."""
         paths: dict[int, list[int]] = {0: []}
         held: list[int] = []
         for node in range(1, len(tokens)):
@@ -92,7 +92,7 @@ class Constraint:
         return list(paths)
 
     def _walk(self, held: list[int], path: Sequence[int]) -> bool:
-        """Brings the state from the drafted tokens `held` to those of `path`; False if these are forbidden."""
+        """Move the state from the drafted tokens `held` to those of `path`; return False if these are forbidden."""
         common = 0
         while common < min(len(held), len(path)) and held[common] == path[common]:
             common += 1
@@ -113,7 +113,7 @@ class Constraint:
 
 
 def without_forbidden(tree: DraftTree, requests: Sequence[Request]) -> DraftTree:
-    """The tree less the drafted nodes that a request's grammar forbids: no row is spent on them."""
+    """Return the tree without the drafted nodes that a request's grammar forbids, so that no row is spent on them."""
     if all(request.constraint is None for request in requests):
         return tree
     kept = [list(range(length)) for length in tree.length.tolist()]
@@ -128,9 +128,9 @@ def without_forbidden(tree: DraftTree, requests: Sequence[Request]) -> DraftTree
 
 
 def narrowed(requests: Sequence[Request], logits: Tensor, paths: Sequence[Sequence[int]], ids: Tensor) -> Tensor:
-    """A draft's logits `[B, K]` over the target ids `ids` `[K]`, less what each grammar forbids after its path.
+    """Mask draft logits `[B, K]`, over the target ids `ids` `[K]`, where a grammar forbids a token after its path.
 
-    Where nothing is left the row stays as it is: what it drafts is dropped later.
+    A row of which nothing would be left stays unmasked: what it drafts is dropped later (`without_forbidden`).
     """
     rows = [b for b, request in enumerate(requests) if request.constraint is not None]
     if not rows:

@@ -1,7 +1,7 @@
-"""Grammars that an output can be bound to, and how llguidance is told of them. Light: imports no torch.
+"""Grammars that constrain an output, and their translation for llguidance. Light: imports no torch.
 
-JSON's white space between tokens is at most 40 characters long, so that a model cannot run on in it for ever. `oneOf`
-is read as `anyOf`: the same wherever the alternatives exclude each other, as those of a discriminated union do.
+White space between JSON tokens is limited to 40 characters, so that a model cannot emit it for ever. `oneOf` is read as
+`anyOf`: equivalent wherever the alternatives exclude each other, as those of a discriminated union do.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}", "coerce_
 
 @dataclass(frozen=True)
 class Grammar:
-    """`text`: a JSON schema, a regular expression, a JSON list of strings, or a grammar in llguidance's Lark.
+    """A grammar whose `text` is a JSON schema, a regular expression, a JSON list of strings, or llguidance's Lark.
 
-    Raises ValueError naming the kind for what is not even of that form; `compile_matcher` finds the rest.
+    Raises ValueError naming the kind if `text` does not have that form; `compile_matcher` finds all other errors.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "lark"]
@@ -45,7 +45,7 @@ class Grammar:
 
     @property
     def source(self) -> str:
-        """As llguidance reads it."""
+        """The grammar in llguidance's format."""
         from llguidance import LLMatcher
 
         if self.kind == "regex":
@@ -60,7 +60,7 @@ class Grammar:
 
 
 def make_tokenizer(tokenizer_json: str, vocab_size: int, eos_ids: list[int]) -> llguidance.LLTokenizer:
-    """Raises ValueError when llguidance is not installed or cannot read the tokenizer."""
+    """Make llguidance's tokenizer. Raises ValueError if llguidance is not installed or cannot read `tokenizer_json`."""
     try:
         from llguidance import LLTokenizer
     except ImportError as error:
@@ -69,7 +69,7 @@ def make_tokenizer(tokenizer_json: str, vocab_size: int, eos_ids: list[int]) -> 
 
 
 def compile_matcher(grammar: Grammar, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
-    """Raises ValueError saying what is wrong with the grammar."""
+    """Compile a grammar. Raises ValueError saying what is wrong with it."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
@@ -77,7 +77,7 @@ def compile_matcher(grammar: Grammar, tokenizer: llguidance.LLTokenizer) -> llgu
         step_lexer_fuel=100_000,
         max_lexer_states=50_000,
         max_grammar_size=100_000,
-        verbose_errors=False,  # the parser's state would show what the client wrote
+        verbose_errors=False,  # they contain the parser's state, and with it what the client wrote
     )
     matcher = LLMatcher(tokenizer, grammar.source, log_level=0, limits=limits)
     if matcher.is_error():

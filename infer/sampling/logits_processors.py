@@ -1,7 +1,7 @@
-"""Penalties, bias and masks: the logits of a row after everything that depends on that row's own prefix.
+"""Logits processors: penalties, bias and masks, each of which depends on the row's own prefix only.
 
-A row's prefix is the request's tokens and, down a draft, the drafted tokens on the row's path. So a drafted token is
-counted for the rows below it and for no other, and rows of a tree get what plain decoding would give them.
+A row's prefix is the request's tokens and, in a draft, the drafted tokens on the row's path. So a drafted token counts
+for the rows below it and for no others, and rows of a tree get the same logits as in plain decoding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.shape import WORD, Shaping, packed, shape
 
 
 class TokenCounts:
-    """How often each token stands in a request's prompt and output; kept up with the request, not recounted."""
+    """Which tokens occur in a request's prompt, and how often each occurs in its output; updated incrementally."""
 
     def __init__(self, vocab_size: int, prompt: Sequence[int], device: torch.device) -> None:
         self.prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
@@ -25,7 +25,7 @@ class TokenCounts:
         self._counted = len(prompt)
 
     def update(self, tokens: Sequence[int]) -> None:
-        """`tokens`, prompt and output, extends that of the last call."""
+        """Count new tokens. `tokens`, prompt and output, extends the sequence of the last call."""
         new = torch.tensor(list(tokens[self._counted :]), dtype=torch.int64, device=self.output.device)
         self.output.index_add_(0, new, torch.ones(len(new), device=self.output.device))
         self._counted = len(tokens)
@@ -41,11 +41,11 @@ def shape_logits(
     stop_ids: Collection[int],
     grammar: Tensor | None = None,
 ) -> Tensor:
-    """logits `[n, V]` of one request's rows -> the shaped ones, fp32.
+    """Apply a request's logits processors to the logits `[n, V]` of its rows; returns fp32 logits.
 
-    `paths[i]`: the drafted tokens on row i's path, the root not counted. `tokens`: prompt and output up to the root,
-    of which the last `output_length` are output. `counts` is needed for penalties; `stop_ids` for `min_tokens`.
-    `grammar`: int32 `[n, ceil(V / 32)]`, what it allows at each row (kernels/shape.py).
+    `paths[i]`: the drafted tokens on row i's path, without the root. `tokens`: prompt and output up to the root, of
+    which the last `output_length` are output. `counts` is needed for penalties; `stop_ids` for `min_tokens`.
+    `grammar`: int32 `[n, ceil(V / 32)]`, the mask of tokens that it allows at each row (kernels/shape.py).
     """
     device, size = logits.device, logits.shape[1]
     shaping = Shaping(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
@@ -72,11 +72,11 @@ def shape_logits(
 def allowed_words(
     size: int, allowed: Sequence[int] | None, banned: Sequence[Sequence[int]], grammar: Tensor | None
 ) -> Tensor:
-    """Words of a mask, `[n, ceil(size / 32)]`: what all of these leave, of which `banned` holds one list per row."""
+    """Return the packed mask `[n, ceil(size / 32)]` of tokens that all of these allow; `banned`: a list per row."""
     row = torch.ones(size, dtype=torch.bool)
     if allowed is not None:
         row.zero_()[torch.tensor(allowed)] = True
-    words = packed(row).repeat(len(banned), 1)  # kernels read rows one after another
+    words = packed(row).repeat(len(banned), 1)  # copies: kernels need contiguous rows
     if grammar is not None:
         words &= grammar
     for own, tokens in zip(words, banned, strict=True):

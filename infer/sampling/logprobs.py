@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the likeliest ones."""
+"""Log-probabilities of chosen tokens and of the most likely ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.choose import logprobs
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """`rank` counts from 1: how many tokens are at least as likely. `top`: the likeliest ids, ties by lowest id."""
+    """`rank`: the number of tokens at least as likely, from 1. `top`: the most likely ids, ties by lowest id."""
 
     token: int
     logprob: float
@@ -22,7 +22,7 @@ class TokenLogprob:
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-    """logits `[n, V]`, the token at each row. Row by row the same bits, whatever rows stand beside it."""
+    """Return the log-probability of each row's token. logits `[n, V]`; a row's bits do not depend on other rows."""
     own, rank, ids, values = (
         part.tolist() for part in logprobs(logits, torch.tensor(list(tokens), device=logits.device), top)
     )

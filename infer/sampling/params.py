@@ -1,4 +1,4 @@
-"""What a request may ask for. Token ids only: turning words into ids is the caller's."""
+"""Sampling parameters of a request. Words are lists of token ids: the caller tokenises them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ MAX_INT = 2**63 - 1  # of an int64 tensor
 MAX_SEED = MAX_INT
 MAX_N = 2**16
 MAX_LOGPROBS = 64
-# The sampler computes in fp32 (kernels/choose.py, kernels/shape.py). Below the first temperature a logit over it keeps
-# hardly a bit of the noise that is added, and the quotients become infinite, all of them alike, further down.
+# The sampler computes in fp32 (kernels/choose.py, kernels/shape.py). A logit divided by a temperature below
+# LEAST_TEMPERATURE is so large that hardly a bit of the added noise survives; further down all quotients are infinite.
 LEAST_TEMPERATURE = 1e-5
 LEAST_NORMAL, MOST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-# A logit of 65504, times this, over the least temperature, is still finite.
+# A logit of 65504, times this, divided by LEAST_TEMPERATURE, is still finite.
 MOST_PENALTY = MOST_BIAS = 1e10
 BIAS_RULE = f"must be {-MOST_BIAS:g} to {MOST_BIAS:g}"
 ABSENT = {"seed", "logprobs", "prompt_logprobs", "max_draft_tokens", "deadline_s"}
-# Field -> least, most, and what an error says.
+# Field -> minimum, maximum, and the rule that an error states.
 INTEGERS = {
     "top_k": (0, MAX_INT, "must be 0 (off) or at least 1, and fit 64 bits"),
     "seed": (0, MAX_SEED, "must be 0 to 2^63 - 1, or absent"),
@@ -52,44 +52,44 @@ AcceptanceRule = Literal["exact", "block", "typical"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. Defaults ask for nothing: greedy, until an end token or `max_tokens`.
+    """How tokens are sampled and when generation stops. Defaults: greedy, until an end token or `max_tokens`.
 
-    A row's logits go through, in this order and each only if asked for: repetition, frequency and presence penalty,
-    `logit_bias`, the masks (`allowed_token_ids`, `bad_words`, and end tokens and stop ids before `min_tokens`),
-    temperature, `min_p`, `top_k`, `top_p`. Penalties and masks at a row see exactly that row's own prefix. A `grammar`
-    masks last of all before the temperature, and ends the output where nothing may follow.
+    A row's logits pass through these steps in order, each only if requested: repetition, frequency and presence
+    penalty, `logit_bias`, the masks (`allowed_token_ids`, `bad_words`, and end tokens and stop ids before
+    `min_tokens`), temperature, `min_p`, `top_k`, `top_p`. Penalties and masks at a row use exactly that row's prefix.
+    The mask of a `grammar` is the last step before the temperature, and the output ends where nothing may follow.
 
-    Every number is bounded by what computes with it: an integer by int64, a float by fp32. Raises ValueError naming the
-    field.
+    Every number is bounded by the type that computes with it: an integer by int64, a float by fp32. Raises ValueError
+    naming the field.
     """
 
-    temperature: float = 0.0  # 0, and below LEAST_TEMPERATURE: greedy
+    temperature: float = 0.0  # 0, or below LEAST_TEMPERATURE: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
-    min_p: float = 0.0  # 0: off; tokens less likely than this share of the likeliest are left out
-    presence_penalty: float = 0.0  # taken off the logit of every token in the output so far
-    frequency_penalty: float = 0.0  # the same, times how often it is there
+    min_p: float = 0.0  # 0: off; drops tokens less likely than this fraction of the most likely one
+    presence_penalty: float = 0.0  # subtracted from the logit of every token in the output so far
+    frequency_penalty: float = 0.0  # the same, times the number of occurrences
     repetition_penalty: float = 1.0  # divides (multiplies, if negative) logits of tokens in prompt or output
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()  # added to the logits of these ids
-    allowed_token_ids: tuple[int, ...] | None = None  # no others are chosen
-    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of ids, the last of which is not chosen after the others
+    allowed_token_ids: tuple[int, ...] | None = None  # only these are sampled
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of ids; the last id is masked after the others
     seed: int | None = None  # null: drawn at random and returned
-    n: int = 1  # answers to the prompt; the i-th has seed + i
+    n: int = 1  # completions of the prompt; the i-th has seed + i
     max_tokens: int = 128
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()  # ends the text before any of these; the engine needs a tokenizer for it
+    stop: tuple[str, ...] = ()  # the text ends before any of these; needs an engine with a tokenizer
     stop_token_ids: tuple[int, ...] = ()
-    skip_special_tokens: bool = True  # false: the text, in which stop strings are looked for, shows special tokens
-    ignore_eos: bool = False  # true: goes on after every end token of the target
-    grammar: Grammar | None = None  # the output is of this form; the engine needs a tokenizer for it
-    logprobs: int | None = None  # of the chosen token and of this many likeliest; 0: of the chosen one alone
-    prompt_logprobs: int | None = None  # likewise at every prompt position but the first
-    logprobs_of: Literal["raw", "processed"] = "raw"  # the target's own law, or the one that was sampled from
+    skip_special_tokens: bool = True  # false: the text, which is searched for stop strings, shows special tokens
+    ignore_eos: bool = False  # true: continue after the target's end tokens
+    grammar: Grammar | None = None  # constrains the output; needs an engine with a tokenizer
+    logprobs: int | None = None  # of the sampled token and this many most likely ones; 0: the sampled one only
+    prompt_logprobs: int | None = None  # the same at every prompt position but the first
+    logprobs_of: Literal["raw", "processed"] = "raw"  # of the target's raw distribution, or of the one sampled from
     speculate: bool = True  # false: no drafts for this request
     proposer: str | None = None  # null: the engine's
-    max_draft_tokens: int | None = None  # at most this deep; null: the engine's
-    acceptance: AcceptanceRule = "exact"  # block and typical give something up (infer/speculation/lossy.py)
-    cache_salt: str = ""  # requests share cached text (KV pages, earlier responses) only under one salt
+    max_draft_tokens: int | None = None  # maximum draft depth; null: the engine's
+    acceptance: AcceptanceRule = "exact"  # block and typical relax a guarantee (infer/speculation/lossy.py)
+    cache_salt: str = ""  # requests share cached text (KV pages, earlier responses) only with equal salts
     priority: int = 0  # higher runs first
     deadline_s: float | None = None  # ends the request this long after it was added
 
@@ -104,7 +104,7 @@ class SamplingParams:
         check(deadline_ok, "deadline_s", self.deadline_s, FLOATS["deadline_s"][2])
         if self.temperature < LEAST_TEMPERATURE:
             self._set("temperature", 0.0)
-        # What fp32 cannot hold, rounded to what means the same: the likeliest token alone, and no token left out.
+        # Below fp32's normal range, use an equivalent value: top_p keeps the most likely token only, min_p drops none.
         self._set("top_p", max(self.top_p, LEAST_NORMAL))
         self._set("min_p", self.min_p if self.min_p >= LEAST_NORMAL else 0.0)
         self._check_tokens()
@@ -116,14 +116,14 @@ class SamplingParams:
         except UnicodeEncodeError:
             raise ValueError("cache_salt: holds half of a surrogate pair, which is no character") from None
         check(self.logprobs_of in ("raw", "processed"), "logprobs_of", self.logprobs_of, "must be raw or processed")
-        if self.grammar is not None:  # which says itself what may come, and when the output ends
+        if self.grammar is not None:  # it alone decides what may follow and when the output ends
             for name in ("ignore_eos", "min_tokens", "bad_words", "allowed_token_ids"):
                 check(not getattr(self, name), name, getattr(self, name), "not together with a grammar")
         rules = ", ".join(ACCEPTANCE_RULES)
         check(self.acceptance in ACCEPTANCE_RULES, "acceptance", self.acceptance, f"must be one of {rules}")
 
     def _check_tokens(self) -> None:
-        """Whether they are of the vocabulary is for the engine to say, which has one."""
+        """Check and normalise token ids. The engine checks them against its vocabulary."""
         biases = [
             (token_id("logit_bias", token), real(f"logit_bias[{token}]", bias, -MOST_BIAS, MOST_BIAS, BIAS_RULE))
             for token, bias in pairs(self.logit_bias)
@@ -141,7 +141,7 @@ class SamplingParams:
 
     @property
     def token_ids(self) -> dict[str, Sequence[int]]:
-        """Every id that is named, by field, for checking against a vocabulary."""
+        """Every token id in these parameters, by field, for checking against a vocabulary."""
         return {
             "stop_token_ids": self.stop_token_ids,
             "allowed_token_ids": self.allowed_token_ids or (),
@@ -151,7 +151,7 @@ class SamplingParams:
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether anything comes before the temperature."""
+        """Whether any step before the temperature applies, the grammar aside."""
         return bool(
             self.repetition_penalty != 1
             or self.presence_penalty
@@ -178,7 +178,7 @@ def token_id(name: str, token: Any) -> int:
 
 
 def integer(name: str, value: Any, least: int, most: int, rule: str) -> int | None:
-    """`value` as a plain int, such as torch takes; None as it is. Raises ValueError naming the field."""
+    """Return `value` as a plain int, which torch accepts; None stays None. Raises ValueError naming the field."""
     if value is None and name in ABSENT:
         return None
     try:
@@ -192,7 +192,7 @@ def integer(name: str, value: Any, least: int, most: int, rule: str) -> int | No
 
 
 def real(name: str, value: Any, least: float, most: float, rule: str) -> float | None:
-    """`value` as a plain float; None as it is. Raises ValueError naming the field, for NaN too."""
+    """Return `value` as a plain float; None stays None. Raises ValueError naming the field, for NaN too."""
     if value is None and name in ABSENT:
         return None
     number = float("nan")
@@ -209,6 +209,6 @@ def real(name: str, value: Any, least: float, most: float, rule: str) -> float |
 
 def check(holds: bool, name: str, value: object, rule: str) -> None:
     if not holds:
-        if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to write very long ones
+        if isinstance(value, int) and value.bit_length() > 128:  # Python refuses to print very long integers
             value = f"an integer of {value.bit_length()} bits"
         raise ValueError(f"{name}={value}: {rule}")

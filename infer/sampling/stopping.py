@@ -1,4 +1,4 @@
-"""When a request ends: which of the tokens a step offers it are emitted, and why it stops."""
+"""Stop conditions: which of a step's tokens are emitted, and why a request finishes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 
 
 class StopStrings:
-    """Looks for stop strings in a text that comes in pieces, and holds back what may be the beginning of one."""
+    """Finds stop strings in streamed text, and holds back text that may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, str | None]:
-        """The text that is now certain, without the stop string, and the stop string that ended it if one did."""
+        """Return the text that is now final, without the stop string, and the stop string that ended it, or None."""
         text = self._held + piece
         found = [(place, -len(stop), stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if found:
-            place, _, stop = min(found)  # the earliest, of these the longest
+            place, _, stop = min(found)  # the earliest; of several at one place the longest
             self._held = ""
             return text[:place], stop
         self._held = text[len(text) - self._undecided(text) :]
@@ -34,7 +34,7 @@ class StopStrings:
         return held
 
     def _undecided(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Return the length of the longest suffix of `text` that begins a stop string without completing it."""
         longest = 0
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(text)), longest, -1):
@@ -45,16 +45,16 @@ class StopStrings:
 
 
 class StopText:
-    """One request's text, token by token, for finding its stop strings."""
+    """Detokenises one request's output token by token, and finds its stop strings."""
 
     def __init__(self, stream: DetokenizeStream, stops: Sequence[str]) -> None:
         self._stream, self._strings = stream, StopStrings(stops)
-        self.text = ""  # up to the stop string once one was found; what may begin one is not in it yet
-        self.decoded = 0  # characters of the text with what is held back
+        self.text = ""  # up to the stop string once one was found; without held-back text, which may begin one
+        self.decoded = 0  # characters of the text, held-back text included
         self.stop: str | None = None
 
     def push(self, token: int, *, heed: bool) -> bool:
-        """Whether the text ends with this token. Without `heed` it does not, whatever it says."""
+        """Append a token; return whether its text completes a stop string. Without `heed` stop strings are ignored."""
         piece = self._stream.push([token])
         self.decoded += len(piece)
         if heed:
@@ -63,7 +63,7 @@ class StopText:
         return self.stop is not None
 
     def finish(self) -> str:
-        """The whole text of a request that ended otherwise."""
+        """Return the whole text; for a request that did not end at a stop string, flushes what is held back."""
         if self.stop is None:
             piece, self.stop = self._strings.push(self._stream.flush())
             self.text += piece + self._strings.flush()
@@ -81,11 +81,11 @@ def cut(
     text: StopText | None,
     constraint: Constraint | None = None,
 ) -> tuple[list[int], Literal["stop", "length", "error"] | None, int | str | None]:
-    """The tokens that are emitted of `tokens`, the reason to finish or None, and the stop id or string that was met.
-    The stop id `eos_id`, and a grammar after which nothing may follow, stop without either, as in vLLM.
+    """Return the tokens of `tokens` to emit, the finish reason or None, and the stop id or stop string that matched.
+    For the stop id `eos_id`, and for a grammar after which nothing may follow, the latter is None, as in vLLM.
 
-    What follows a stop, or lies past `room`, is cut. Before `min_tokens` a stop string is no stop (stop ids cannot
-    occur there: they are masked).
+    Tokens after a stop, or beyond `room`, are cut. Before `min_tokens` stop strings are ignored (stop ids cannot occur
+    there: they are masked).
     """
     emitted: list[int] = []
     for token in tokens[:room]:

@@ -1,4 +1,4 @@
-"""Where the server listens, settled before anything slow happens: exposure, and the socket itself."""
+"""API keys, the exposure check and the listening socket, all done before anything slow starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ MIN_KEY_LENGTH = 8
 
 
 def read_api_keys(config: ServerConfig) -> tuple[str, ...]:
-    """From the environment and from `server.api_keys_file`, one a line; each is a tenant of its own."""
+    """Return the API keys of the environment and of `server.api_keys_file` (one per line); each is a separate tenant.
+
+    Raises ValueError if the file cannot be read or holds no key, or if a key is too short or not ASCII.
+    """
     keys = [key for key in [key_of_environment()] if key is not None]
     if config.api_keys_file is not None:
         file = resolve_path(config.api_keys_file)
@@ -34,7 +37,7 @@ def read_api_keys(config: ServerConfig) -> tuple[str, ...]:
 
 
 def key_of_environment() -> str | None:
-    """Raises ValueError where it is set and empty."""
+    """Return the key of KEY_VARIABLE, if set. Raises ValueError if it is set but empty."""
     key = os.environ.get(KEY_VARIABLE)
     if key is not None and not key.strip():
         raise ValueError(f"{KEY_VARIABLE}: is set but empty; unset it or give it a key")
@@ -49,7 +52,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(config: ServerConfig, api_keys: Sequence[str]) -> None:
-    """Nobody opens a server to the network by accident."""
+    """Raises ValueError if the server would be open to the network by accident: without a key or `server.insecure`."""
     if not is_loopback(config.host) and not api_keys and not config.insecure:
         raise ValueError(
             f"server.host={config.host}: others could use this server without a key; set {KEY_VARIABLE} or "
@@ -58,7 +61,7 @@ def check_exposure(config: ServerConfig, api_keys: Sequence[str]) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ValueError with the address and what to do."""
+    """Return a listening socket. Raises ValueError with the address and a suggestion."""
     at = f"{host}:{port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -83,7 +86,7 @@ def other(port: int) -> int:
 
 
 def url(listener: socket.socket) -> str:
-    """As a client on this machine would write it."""
+    """Return the server's URL for a client on this machine."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,4 +1,4 @@
-"""The FastAPI application: which endpoints there are, and the gate in front of them."""
+"""The FastAPI application: its endpoints, and the `Gate` middleware in front of them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from infer.server.service import Service
 
 
 def create_app(service: Service, *, api_keys: Sequence[str]) -> FastAPI:
-    # No /docs: its page loads scripts from elsewhere. /openapi.json is there for tools.
+    # No /docs: its page loads scripts from other hosts. /openapi.json remains for tools.
     app = FastAPI(title="Headway", docs_url=None, redoc_url=None)
     errors.install(app)
     app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=service.config.max_body_bytes)
-    if origins := service.config.cors_origins:  # before the gate: a browser's preflight carries no key
+    if origins := service.config.cors_origins:  # runs before the gate: a browser's preflight carries no API key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -32,7 +32,7 @@ def create_app(service: Service, *, api_keys: Sequence[str]) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
             allow_private_network=True,
-            allow_credentials=False,  # keys come in a header that the page sets, never with a browser's own cookies
+            allow_credentials=False,  # keys come in a header that the page sets, never in cookies
         )
     app.include_router(completions.router(service))
     app.include_router(chat.router(service))
@@ -62,7 +62,7 @@ def create_app(service: Service, *, api_keys: Sequence[str]) -> FastAPI:
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        """Whether a request sent now would be taken."""
+        """Return 200 if a request sent now would be accepted, else 503."""
         service.runtime.check_open()
         if service.runtime.room < 1:
             raise ApiError(503, "as many requests wait as may", code="queue_full", retry_after=1)

@@ -1,6 +1,6 @@
-"""The body of the engine's thread: take commands, step, report. Knows no event loop and no HTTP.
+"""The loop of the engine's thread: take commands, step the engine, report. Independent of asyncio and HTTP.
 
-Commands come through a queue that is emptied between steps, so an abort frees its pages before the next step runs.
+Commands arrive through a queue that is emptied between steps, so an abort frees its KV pages before the next step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Add:
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
-    parent: str | None = None  # an earlier answer to the same prompt
+    parent: str | None = None  # id of an earlier request with the same prompt (for n > 1)
     constraint: Constraint | None = None
 
 
@@ -57,7 +57,7 @@ def is_last(event: Event) -> bool:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The engine's counters as of some step; others read it while the engine goes on."""
+    """The engine's counters after one step. Other threads read it while the engine continues."""
 
     running: int = 0
     waiting: int = 0
@@ -66,11 +66,11 @@ class Snapshot:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generation_tokens: int = 0
-    drafts: int = 0  # verifies that had drafted tokens
+    drafts: int = 0  # verifies that contained draft tokens
     drafted: int = 0
     accepted: int = 0
     accepted_by_position: tuple[int, ...] = ()
-    forecast: Forecast | None = None  # where drafts go only as far as pays
+    forecast: Forecast | None = None  # None unless speculation is adaptive
 
 
 def take_snapshot(engine: Engine) -> Snapshot:
@@ -93,7 +93,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
 
 
 class EngineLoop:
-    """`report` gets the events of every round. `run` ends with a Stop, or with the exception that `step` raised."""
+    """Runs the engine. `report` is called after every iteration; `run` ends on a Stop, or raises what `step` raised."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class EngineLoop:
             self.report(events, take_snapshot(self.engine))
 
     def _take_commands(self, events: list[Event]) -> bool:
-        """All that have come; waits for one when there is nothing else to do. False: stop."""
+        """Apply all queued commands, and wait for one if the engine has no work. Returns False on a Stop."""
         wait = not self.engine.has_work
         while True:
             try:
@@ -133,7 +133,7 @@ class EngineLoop:
                 events.append(Failure(command.request_id, error))
 
     def _add(self, command: Add) -> ApiError | None:
-        """One request's failure is that request's alone."""
+        """Add a request to the engine. Returns the error if that fails, so that other requests are not affected."""
         try:
             with panics_as_errors():
                 self.engine.add(

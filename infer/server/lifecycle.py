@@ -1,7 +1,7 @@
-"""From a listening socket to an exit code: HTTP up at once, the model loaded behind it, serving, draining, the end.
+"""The server process from a listening socket to its exit code: start HTTP, load the model, serve, drain, exit.
 
-SIGTERM and Ctrl-C drain; a second one ends the drain. When the engine dies the process ends by itself, exit code 1.
-Knows what happens when, and nothing about requests.
+HTTP is up before the model is loaded. SIGTERM and Ctrl-C drain; a second one ends the drain. When the engine dies, the
+process exits with code 1. Handles the order of events only, not requests.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from infer.server.service import Service
 
 log = logging.getLogger("headway.server")
 
-HTTP_GRACE_S = 3  # for answers that are still being written when everything else has ended
+HTTP_GRACE_S = 3  # for responses still being sent after everything else has ended
 THREAD_GRACE_S = 5.0  # for the engine's step in progress
-# When the engine has died: /health says so for a moment, for who balances load, then HTTP ends, and then the process,
-# whatever still hangs. Together they stay below five seconds.
+# After the engine has died: /health reports it for DEAD_LINGER_S, for load balancers; then HTTP stops, and then the
+# process, whatever still hangs. The total stays below five seconds.
 DEAD_LINGER_S, DEAD_HTTP_GRACE_S, DEAD_LIMIT_S = 1.0, 1, 4.5
 
 
@@ -39,7 +39,7 @@ def log_to_console() -> None:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handling: who runs it says when it ends."""
+    """uvicorn without its signal handling: the caller stops it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -47,7 +47,7 @@ class HttpServer(uvicorn.Server):
 
 
 class Stopping:
-    """`asked` starts the drain, `hurry` ends it."""
+    """Shutdown requests: the first sets `asked` and starts the drain, the second sets `hurry` and ends it."""
 
     def __init__(self) -> None:
         self.asked, self.hurry = asyncio.Event(), asyncio.Event()
@@ -61,7 +61,7 @@ class Stopping:
 def serve(
     service: Service, listener: socket.socket, *, api_keys: Sequence[str], on_ready: Callable[[Engine], None]
 ) -> int:
-    """Serves until a signal. Returns the exit code; raises what loading the engine raised."""
+    """Serve until a signal. Returns the exit code; raises what loading the engine raised."""
 
     async def main() -> int:
         stopping = Stopping()
@@ -72,14 +72,14 @@ def serve(
     end_after(service.runtime.died)
     code = asyncio.run(main())
     if not service.runtime.stop(THREAD_GRACE_S if service.attached else 0):
-        # Still loading, or inside a long step: a thread in native code cannot be ended, and the interpreter's own
-        # shutdown would trip over it.
+        # Still loading, or in a long step: a thread in native code cannot be ended, and the interpreter's normal
+        # shutdown would fail on it.
         leave(code)
     return code
 
 
 def end_after(died: threading.Event) -> None:
-    """The process does not outlive its engine for long, even where the event loop or a worker thread hangs."""
+    """End the process DEAD_LIMIT_S after `died` is set, even if the event loop or a worker thread hangs."""
 
     def wait() -> None:
         died.wait()
@@ -90,7 +90,7 @@ def end_after(died: threading.Event) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process without waiting for its threads."""
+    """End the process without waiting for its threads."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -105,11 +105,11 @@ async def run(
     on_ready: Callable[[Engine], None],
     linger_s: float = DEAD_LINGER_S,
 ) -> int:
-    """`linger_s`: how long HTTP is up after the engine has died, unless it is told to stop."""
+    """Run the server and return its exit code. `linger_s`: how long HTTP stays up after the engine has died."""
     app = create_app(service, api_keys=api_keys)
     options = uvicorn.Config(
         app,
-        http="h11",  # named, so that what else is installed changes nothing
+        http="h11",  # explicit, so that other installed packages change nothing
         ws="none",
         lifespan="off",
         log_config=None,

@@ -1,8 +1,8 @@
-"""Prometheus metrics: each under our name, `headway_...`, and under vLLM's, `vllm:...`.
+"""Prometheus metrics, each exported as `headway_...` and under vLLM's name, `vllm:...`.
 
-vLLM's dashboards and `vllm bench serve` therefore read this server unchanged. Counters of the engine are read from the
-runtime's snapshot at scrape time; latencies are observed as outputs arrive. Definitions: a draft is one verify that had
-drafted tokens, so acceptance length = 1 + accepted_tokens / drafts. A server that never drafts shows none of this.
+vLLM's dashboards and `vllm bench serve` therefore work unchanged. Engine counters are read from the runtime's snapshot
+at scrape time; latencies are observed as outputs arrive. A draft is one verify that contained draft tokens, so
+acceptance length = 1 + accepted_tokens / drafts. A server that never drafts exports no speculation metrics.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from infer.server.engine_loop import Snapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LABELS = ("model_name", "engine")
-ENGINE = "0"  # vLLM numbers its data-parallel engines; here is one
+ENGINE = "0"  # vLLM numbers its data-parallel engines; this server has one
 
 FIRST_TOKEN_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
@@ -38,7 +38,7 @@ OURS, VLLMS = "headway_", "vllm:"
 
 
 class Metrics:
-    """`speculative` is set once it is known whether the server drafts."""
+    """The metrics of one server. `speculative` is set when the engine is attached: whether it has a proposer."""
 
     def __init__(self, model_name: str, snapshot: Callable[[], Snapshot], stalls: Callable[[], int]) -> None:
         self.speculative = False
@@ -55,9 +55,9 @@ class Metrics:
             f"{OURS}request_success", "Finished answers", (*LABELS, "finished_reason"), registry=self._registry
         )
         for reason in ("stop", "length", "abort", "error"):
-            self._finished.labels(*self._labels, reason)  # so that a rate starts from 0
+            self._finished.labels(*self._labels, reason)  # creates the series, so that a rate starts from 0
         self._all = CollectorRegistry()
-        ProcessCollector(registry=self._all)  # memory, files and CPU time under the names that dashboards know
+        ProcessCollector(registry=self._all)  # memory, files and CPU time under the standard names
         self._all.register(WithAliases(self._registry))
 
     def finished(self, reason: str, count: int = 1) -> None:
@@ -72,7 +72,7 @@ class Metrics:
 
 
 class WithAliases(Collector):
-    """Every family of a registry, and again under vLLM's name."""
+    """Exports every metric family of a registry twice: under its own name and under vLLM's."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -125,7 +125,7 @@ class EngineCounters(Collector):
             ("generation_tokens", "Tokens emitted", now.generation_tokens),
             ("engine_stalls", "Steps of the engine that took longer than server.stall_s", self._stalls()),
         ]
-        # A request may name a proposer where the server has none of its own.
+        # A request may name a proposer even if the server has no default one.
         drafts = self._speculative() or now.drafts > 0
         if drafts:
             counters += [

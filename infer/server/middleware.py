@@ -1,8 +1,8 @@
-"""What every request passes before any endpoint: a request id, an API key, the bound on the body.
+"""Middleware in front of all endpoints: request ids, API keys, and the limit on the body's size.
 
-Paths mean the same with a slash at their end, and HEAD is GET without the body.
+A trailing slash of a path is ignored, and HEAD is served as GET without the body.
 
-Plain ASGI, because Starlette's middleware base class hides a client's hang-up from the endpoint.
+Plain ASGI, because Starlette's middleware base class hides a client's disconnect from the endpoint.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infer.engine.isolation import panics_as_errors
 from infer.server.protocol.errors import REQUEST_ID, ApiError, internal_error, is_anthropic
 
-OPEN_PATHS = {"/health"}  # everything else needs a key, known endpoint or not
-PAGE_PATH = "/"  # a browser asks its user for a password there, and sends it along from then on
+OPEN_PATHS = {"/health"}  # every other path needs a key, whether or not the endpoint exists
+PAGE_PATH = "/"  # a browser prompts for a password here, and sends it with every later request
 TENANT = "headway.tenant"
 REQUEST_ID_FORM = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -71,11 +71,11 @@ class Gate:
             raise  # so that uvicorn logs it
 
     def tenant(self, path: str, headers: Headers) -> str:
-        """Whose key was given. Raises ApiError for none of ours."""
+        """Return the tenant of the request's API key. Raises ApiError if the key is missing or invalid."""
         if not self.keys or path in OPEN_PATHS:
             return ""
         sent = digest(key_in(headers))
-        # Both sides are hashed and all keys are compared: it takes the same time whatever was sent.
+        # Constant time: both sides are hashed, and all keys are compared.
         matches = [hmac.compare_digest(sent, key) for key in self.keys]
         if not any(matches):
             message = "this server needs an API key: authorization: Bearer <key>, or x-api-key: <key>"
@@ -83,7 +83,10 @@ class Gate:
         return self.keys[matches.index(True)].hex()
 
     async def read_body(self, headers: Headers, receive: Receive) -> Receive:
-        """The body in one message, so that nothing behind has to count; later calls tell of a hang-up as before."""
+        """Read the body and return a `receive` that yields it in one message, then reports a disconnect as before.
+
+        Raises ApiError if the body exceeds `max_body_bytes`, so that no later code has to count.
+        """
         limit = self.max_body_bytes
         too_large = ApiError(413, f"the body is larger than server.max_body_bytes={limit}", code="body_too_large")
         length = headers.get("content-length", "0")
@@ -110,18 +113,18 @@ class Gate:
 
 
 def normalise(scope: Scope) -> Scope:
-    """uvicorn keeps the method as it came, and sends no body after HEAD."""
+    """Replace HEAD by GET and strip trailing slashes. uvicorn keeps the original method, and sends no body for HEAD."""
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
     return {**scope, "method": method, "path": scope["path"].rstrip("/") or "/"}
 
 
 def tenant_of(request: Request) -> str:
-    """Whose request this is: tenants share no cached text. Without keys everybody is one tenant."""
+    """Return the request's tenant. Tenants share no prefix cache; without API keys there is one tenant."""
     return request.scope.get(TENANT, "")
 
 
 def key_in(headers: Headers) -> str:
-    """`authorization: Bearer <key>`, or `Basic` with the key as the password and any name; without it, `x-api-key`."""
+    """Return the key of `authorization: Bearer <key>` or `Basic` (the password, with any name), else of `x-api-key`."""
     if "authorization" not in headers:
         return headers.get("x-api-key", "").strip()
     scheme, _, given = headers["authorization"].partition(" ")

@@ -1,8 +1,8 @@
 """Several replicas of this server behind one address, by Ray Serve: `server.replicas=2`. Needs the extra `ray`.
 
-Every replica is this server's own application with an engine of its own, in a process of its own. Ray's router takes
-requests with one `x-session-id` header to one replica, whose pages then hold the conversation so far (consistent
-hashing); requests without it are spread.
+Each replica is a process with this server's application and its own engine. Ray's router sends requests with the same
+`x-session-id` header to the same replica, whose prefix cache holds the conversation so far (consistent hashing);
+requests without the header are distributed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# Before Ray is imported: nothing of ours reports to anybody, and a busy machine may take its time to start the proxy.
+# Set before Ray is imported: no usage reports, and more time to start the proxy on a busy machine.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "30")
 
@@ -33,9 +33,9 @@ APPLICATION = "headway"
 
 
 class ProxyGone:
-    """Where Ray's proxy no longer waits for an answer, its client has hung up.
+    """Reports a disconnect when Ray's proxy no longer waits for a response, because its client has disconnected.
 
-    Ray itself says so where the proxy has forgotten the request, but raises where its call to the proxy was cancelled.
+    Ray itself reports one if the proxy has dropped the request, but raises if its call to the proxy was cancelled.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -46,7 +46,7 @@ class ProxyGone:
 
         async def receive_or_hang_up() -> Message:
             nonlocal gone
-            if not gone:  # else Ray's would wait without end
+            if not gone:  # after a RayError, Ray's `receive` would wait forever
                 try:
                     return await receive()
                 except RayError:
@@ -59,7 +59,7 @@ class ProxyGone:
 @serve.deployment(request_router_config=RequestRouterConfig(request_router_class=ROUTER))  # pyright: ignore[reportArgumentType]
 @serve.ingress()
 class Replica:
-    """Raises what loading the engine raises; Ray then says that the deployment failed."""
+    """One replica. Raises what loading the engine raises; Ray then reports a failed deployment."""
 
     async def __init__(self, config: ServeConfig, api_keys: Sequence[str]) -> None:
         from infer.engine import Engine
@@ -84,7 +84,7 @@ class Replica:
         return app
 
     def check_health(self) -> None:
-        """Ray replaces a replica where this raises."""
+        """Raises RuntimeError if the engine is dead; Ray then replaces the replica."""
         if self._service.runtime.state == "dead":
             raise RuntimeError("the engine has stopped")
 
@@ -94,9 +94,9 @@ class Replica:
 
 
 def serve_replicas(config: ServeConfig, *, port: int, api_keys: Sequence[str], on_ready: Callable[[], None]) -> None:
-    """Serves until SIGTERM or Ctrl-C, then lets running requests finish; a second signal ends it at once.
+    """Serve until SIGTERM or Ctrl-C, then let running requests finish; a second signal ends it immediately.
 
-    Raises ValueError where the replicas do not start.
+    Raises ValueError if the replicas do not start.
     """
     stopping = threading.Event()
 
@@ -110,13 +110,13 @@ def serve_replicas(config: ServeConfig, *, port: int, api_keys: Sequence[str], o
         serve.start(
             proxy_location="HeadOnly",
             http_options=HTTPOptions(host=config.server.host, port=port),
-            logging_config=LoggingConfig(log_level="WARNING"),  # of Ray's own actors; replicas log as servers do
+            logging_config=LoggingConfig(log_level="WARNING"),  # for Ray's actors; replicas log like a single server
         )
         try:
             serve.run(application(config, api_keys), name=APPLICATION, route_prefix="/")
         except RuntimeError as error:
             raise ValueError(f"server.replicas={config.server.replicas}: they did not start; {error}") from error
-        for number in (signal.SIGINT, signal.SIGTERM):  # until now Ray's, which end it at once
+        for number in (signal.SIGINT, signal.SIGTERM):  # replaces Ray's handlers, which end it immediately
             signal.signal(number, stop)
         on_ready()
         stopping.wait()
@@ -126,16 +126,16 @@ def serve_replicas(config: ServeConfig, *, port: int, api_keys: Sequence[str], o
 
 
 def application(config: ServeConfig, api_keys: Sequence[str]) -> Any:
-    """Raises ValueError for more replicas than GPUs, for which Ray would wait without end."""
+    """Return the Ray application. Raises ValueError for more replicas than GPUs, for which Ray would wait forever."""
     server, there = config.server, ray.cluster_resources()
     gpus = 0 if config.model.device == "cpu" else int(there.get("GPU", 0))
     if 0 < gpus < server.replicas:
         raise ValueError(f"server.replicas={server.replicas}: each needs a GPU, and there are {gpus}")
     share = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": min(1.0, there["CPU"] / server.replicas)}
-    deployment: Any = Replica  # what Ray's decorators have made of it
+    deployment: Any = Replica  # the type that Ray's decorators return
     return deployment.options(
         num_replicas=server.replicas,
-        # A full replica hands on to the next; the rest waits for a place, and what is beyond that gets Ray's 503.
+        # A request goes to a replica that is not full, else it queues; beyond `max_queued_requests` Ray returns a 503.
         max_ongoing_requests=config.engine.max_batch + server.max_waiting,
         max_queued_requests=server.max_waiting,
         graceful_shutdown_timeout_s=server.drain_s,

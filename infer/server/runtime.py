@@ -1,7 +1,7 @@
-"""The bridge between the event loop and the engine's thread: admission, delivery, and what state the engine is in.
+"""The bridge between the event loop and the engine's thread: admission, delivery of outputs, and the engine's state.
 
 Requests go in through a queue; outputs come back with `call_soon_threadsafe`, one call per step. HTTP therefore never
-waits for a step and a step never waits for HTTP. Everything here runs in the event loop but the few lines marked.
+waits for a step and a step never waits for HTTP. Everything here runs in the event loop unless marked otherwise.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ WHY_CLOSED = {
 
 
 class Generation:
-    """The answers of one HTTP request on their way through the engine.
+    """The engine requests of one HTTP request, one per choice.
 
-    `next` gives each output with the index of its answer until every answer has finished. `close` must be called in
-    any case: it aborts what is still running.
+    `next` returns each output with the index of its choice, until every choice has finished. `close` must always be
+    called: it aborts the choices that are still running.
     """
 
     def __init__(self, request_ids: Sequence[str], abort: Callable[[str], None]) -> None:
@@ -62,7 +62,7 @@ class Generation:
         self._events.put_nowait(event)
 
     def close(self) -> int:
-        """How many answers were aborted."""
+        """Abort the unfinished choices and return how many there were."""
         aborted = list(self._open)
         self._open.clear()
         for request_id in aborted:
@@ -71,24 +71,24 @@ class Generation:
 
 
 class Runtime:
-    """Loads the engine in a thread of its own and runs it there until `stop`."""
+    """Loads the engine in a separate thread and runs it there until `stop`."""
 
     def __init__(self, load: Callable[[], Engine], *, max_waiting: int, stall_s: float) -> None:
         self.state: State = "loading"
         self.snapshot = Snapshot()
         self.stalls = 0  # steps that took longer than `stall_s`
         self._load, self._max_waiting, self._stall_s = load, max_waiting, stall_s
-        self._max_batch = 0  # known with the engine
+        self._max_batch = 0  # set once the engine is loaded
         self._generations: dict[str, Generation] = {}  # by engine request id, unfinished ones
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.died = threading.Event()  # set in the engine's thread, as its last deed when a step has raised
+        self.died = threading.Event()  # set in the engine's thread after a step has raised
 
     def start(self) -> asyncio.Future[Engine]:
-        """The future has the engine once it is loaded, or the error that loading raised."""
+        """Start the engine's thread. The future returns the loaded engine, or raises what loading raised."""
         self._loop = asyncio.get_running_loop()
-        self.dead = asyncio.Event()  # the same for the event loop: requests have been told
+        self.dead = asyncio.Event()  # like `died`, in the event loop: all requests have been failed
         self._loaded: asyncio.Future[Engine] = self._loop.create_future()
         self._thread.start()
         return self._loaded
@@ -98,24 +98,24 @@ class Runtime:
         return len(self._generations)
 
     def check_open(self) -> None:
-        """Raises the 503 that fits the state."""
+        """Raises a 503 ApiError that names the state, unless it is ready."""
         if self.state != "ready":
             raise ApiError(503, WHY_CLOSED[self.state], code=self.state, retry_after=1)
 
     @property
     def room(self) -> int:
-        """How many more answers may come: as many as run at once and may wait for it, less those under way."""
+        """How many more choices can be accepted: the maximum batch and waiting queue, less those in flight."""
         return self._max_batch + self._max_waiting - self.in_flight
 
     def check_room(self, count: int) -> None:
-        """Raises the 429 for `count` more answers than there is room for; also before work is spent on a request."""
+        """Raises a 429 ApiError if `count` exceeds `room`. Also called before tokenization, to save that work."""
         if count > self.room:
             raise ApiError(429, "too many requests are waiting; try again later", code="queue_full", retry_after=1)
 
     def submit(
         self, prompts: Sequence[list[int]], params: SamplingParams, constraint: Constraint | None = None
     ) -> Generation:
-        """`params.n` answers to every prompt, those to one prompt beside each other; `constraint`: a copy for each."""
+        """Queue `params.n` choices per prompt, in prompt order. Each choice gets a copy of `constraint`."""
         self.check_open()
         self.check_room(len(prompts) * params.n)
         singles = answers(params)
@@ -133,7 +133,7 @@ class Runtime:
         return generation
 
     async def drain(self, seconds: float) -> None:
-        """Refuses new requests, gives the running ones so long to finish, then ends them with an error."""
+        """Refuse new requests, wait up to `seconds` for the running ones, then fail the rest with a 503."""
         if self.state != "dead":
             self.state = "draining"
         deadline = self._loop.time() + seconds
@@ -144,7 +144,7 @@ class Runtime:
         self._fail_all(ApiError(503, WHY_CLOSED["draining"], code="draining", retry_after=1))
 
     def stop(self, timeout: float) -> bool:
-        """False if the thread did not end in time: it is loading, or inside a long step."""
+        """Stop the engine's thread. Returns False if it did not end in time: it is loading, or in a long step."""
         self._commands.put(Stop())
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -174,7 +174,7 @@ class Runtime:
         self.snapshot = snapshot
         for event in events:
             generation = self._generations.get(event.request_id)
-            if generation is not None:  # else aborted while this was on its way
+            if generation is not None:  # else it was aborted while this event was in flight
                 if is_last(event):
                     del self._generations[event.request_id]
                 generation.deliver(event)
@@ -188,10 +188,10 @@ class Runtime:
         self.dead.set()
 
     def _run(self) -> None:
-        """In the engine's thread, with `_report` its only way out."""
+        """Load and run the engine. Body of the engine's thread, which reaches the event loop only through `_report`."""
         try:
             engine = self._load()
-        except BaseException as error:  # the caller of `start` gets it, whatever it is
+        except BaseException as error:  # the future of `start` raises it, whatever it is
             self._report(self._on_load_failed, error)
             return
         self._report(self._on_loaded, engine)
@@ -201,16 +201,19 @@ class Runtime:
             watchdog.start()
         try:
             loop.run()
-        except BaseException:  # whatever it is, nobody computes any more
+        except BaseException:  # whatever was raised, the engine computes no more
             log.exception("the engine has stopped")
             self._report(self._on_death)
             self.died.set()
             with contextlib.suppress(Exception):
-                engine.close()  # ranks of a divided target end with it
+                engine.close()  # ends the other tensor parallel ranks
         finally:
             watchdog.stop()
 
     def _report(self, callback: Callable[..., None], *args: object) -> None:
-        """In the engine's thread. The event loop may already be closed when the process is told to go at once."""
+        """Schedule `callback` in the event loop, from the engine's thread.
+
+        The loop may already be closed if the process was told to exit immediately.
+        """
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, *args)

@@ -1,4 +1,4 @@
-"""What the endpoints share: the tokenizer, the limits, the runtime and the metrics. Turns prompts into sessions."""
+"""State shared by the endpoints: tokenizer, limits, runtime and metrics. Starts a session from prompts."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from infer.server.runtime import Runtime
 from infer.server.session import Choice, Prompt, Session
 from models.tokenizer import DetokenizeStream, Tokenizer
 
-ENCODE_LIMIT_S = 30.0  # for templates that loop; they run in Jinja's sandbox, which bounds memory and not time
+ENCODE_LIMIT_S = 30.0  # for templates that loop; Jinja's sandbox bounds memory but not time
 
 
 class Service:
-    """Not usable before `attach`; the runtime says so to every request until then."""
+    """Shared state of the endpoints. Not usable before `attach`; until then the runtime refuses every request."""
 
     def __init__(self, model_id: str, config: ServerConfig, load: Callable[[], Engine]) -> None:
         self.model_id, self.config = model_id, config
@@ -69,7 +69,7 @@ class Service:
         )
         self.proposer, self.proposers = engine.proposer_name, tuple(engine.proposer_names)
         self.metrics.speculative = self.proposer != "none"
-        # No text of more characters than this can fit the context; saves tokenising megabytes in order to refuse them.
+        # No longer text can fit the context; saves tokenizing megabytes only to refuse them.
         self.max_characters = self.context * max(map(len, self.tokenizer.backend.get_vocab()), default=1)
 
     def _tool_style(self) -> ToolStyle | None:
@@ -121,10 +121,11 @@ class Service:
         only_prompt: bool = False,
         with_special: bool = False,
     ) -> Session:
-        """A `max_tokens` that the context cannot hold is refused, a default one shortened; None fills the context.
+        """Validate, encode and submit a request, and return its session.
 
-        `structure`: the output's grammar and the field that asks for it. `with_special`: the text shows special tokens,
-        also where the request does not ask for it.
+        A `max_tokens` that the context cannot hold is refused; a `default_max_tokens` is shortened, and None fills the
+        context. `structure`: the request field that sets the output's grammar, and the grammar. `with_special`: keep
+        special tokens in the text even if the request does not ask for them.
         """
         arrival = time.monotonic()
         self.runtime.check_room(len(prompts) * (body.n or 1))
@@ -161,7 +162,7 @@ class Service:
         )
 
     async def encode_all(self, encode: Callable[[Any], Prompt], prompts: Sequence[Any], param: str) -> list[Prompt]:
-        """`encode` runs in a worker thread, for a limited time."""
+        """Encode prompts in a worker thread. Raises ApiError if that takes longer than ENCODE_LIMIT_S."""
         try:
             async with asyncio.timeout(ENCODE_LIMIT_S):
                 return await asyncio.to_thread(lambda: [encode(prompt) for prompt in prompts])
@@ -202,18 +203,18 @@ class Service:
             raise ApiError(400, str(error), param="messages", code="chat_template") from error
 
     def special_id(self, text: str) -> int | None:
-        """Of a text that is a special token, and so no text to the model."""
+        """Return the id of a text that is a special token, or None if it is ordinary text."""
         token = self.tokenizer.backend.token_to_id(text)
         return token if token in self.tokenizer.special_ids else None
 
     def echo(self, ids: list[int], prompt: str | list[int], *, add_special_tokens: bool) -> Prompt:
-        """A prompt that is shown before its answer, as it came or decoded."""
+        """Return a prompt to be echoed before its completion: the text as sent, or decoded from `ids`."""
         self.check_ids("prompt", ids)
         stream, offsets, text = self.tokenizer.stream(), [], ""
         for token in ids:
             offsets.append(len(text))
             text += stream.push([token])
-        if isinstance(prompt, str) and prompt != text:  # a tokenizer that reads less than was written
+        if isinstance(prompt, str) and prompt != text:  # a tokenizer whose decoding does not restore the text
             offsets = self.tokenizer.offsets(prompt, add_special_tokens=add_special_tokens)
             return Prompt(ids, prompt, tuple(offsets))
         return Prompt(ids, text, tuple(offsets), stream.flush())
@@ -228,7 +229,7 @@ class Service:
         return params
 
     async def _constraint(self, param: str, grammar: Grammar) -> Constraint:
-        """Compiled away from the event loop and from the engine, after a process of its own has found it harmless."""
+        """Compile a grammar in a worker thread, after a separate process has compiled it safely (grammar_check.py)."""
         check_size(grammar, param, max_bytes=self.config.max_grammar_bytes, max_depth=self.config.max_schema_depth)
         try:
             await self.grammars.check(grammar)
@@ -237,7 +238,7 @@ class Service:
             raise ApiError(400, f"{param}: {error}", param=param, code="invalid_grammar") from error
 
     def _words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """A word is forbidden at the beginning of a text and after a space, which tokenizers write differently."""
+        """Encode each bad word with and without a leading space, which tokenizers encode differently."""
         forms = [form for word in words for form in (word, " " + word.lstrip(" "))]
         ids = (tuple(self.encode(form, "bad_words", add_special_tokens=False)) for form in forms)
         return tuple(dict.fromkeys(ids))

@@ -1,6 +1,6 @@
-"""One HTTP request on its way through the engine: its choices, their text, its deadline, its usage and its latencies.
+"""The session of one HTTP request: its choices and their text, its deadline, usage and latencies.
 
-Shared by all endpoints that generate, streaming or not, so that all of them show the same text. Knows no wire format.
+Shared by all endpoints that generate, streaming or not, so that all return the same text. Independent of wire formats.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from infer.server.runtime import Generation
 @dataclass(frozen=True)
 class Prompt:
     ids: list[int]
-    text: str | None = None  # if it is to be echoed
-    offsets: tuple[int, ...] = ()  # of its tokens in the text
-    unfinished: str = ""  # what follows the text where nothing is generated: U+FFFD for a character that is cut off
+    text: str | None = None  # set if the prompt is to be echoed
+    offsets: tuple[int, ...] = ()  # of its tokens, in characters of `text`
+    unfinished: str = ""  # follows `text` if nothing is generated: U+FFFD for an incomplete character
 
 
 @dataclass(frozen=True)
 class ShownToken:
-    """A token with the text that it made certain: a later token may complete a character or break off a stop string."""
+    """A token with the text it released: text is held back for an incomplete character or a possible stop string."""
 
     token: int
     text: str
-    depth: int  # at which its draft was accepted; 0: the target's own choice
+    depth: int  # position in the draft at which it was accepted, from 1; 0: chosen by the target
 
 
 @dataclass
 class Piece:
-    """What an output added to a choice, or all of them together."""
+    """What one output added to a choice, or what all of them added so far."""
 
     text: str = ""
     tokens: list[ShownToken] = field(default_factory=list)
-    scored: list[ScoredToken] = field(default_factory=list)  # with echo the prompt's too
+    scored: list[ScoredToken] = field(default_factory=list)  # with echo, the prompt's tokens too
 
     def add(self, other: Piece) -> None:
         self.text += other.text
@@ -53,19 +53,19 @@ class Piece:
 
 
 def tokens_within(tokens: Sequence[ShownToken], span: tuple[int, int]) -> int:
-    """How many have a part in those characters of their common text: first and last + 1."""
+    """Count the tokens that overlap the characters `span` = (first, last + 1) of their concatenated text."""
     count = place = 0
     for token in tokens:
         if place >= span[1]:
-            break  # in a stream this is asked with every piece
-        end = max(place + len(token.text), place + 1)  # one that makes no character certain has its place too
+            break  # stop early: a stream calls this with every piece
+        end = max(place + len(token.text), place + 1)  # a token that released no text counts as one character wide
         count += place < span[1] and end > span[0]
         place += len(token.text)
     return count
 
 
 class Choice:
-    """One answer. `only_prompt`: its tokens are dropped, for somebody who wants the prompt echoed and nothing else."""
+    """One choice of a response. `only_prompt`: drop the generated tokens and return the echoed prompt alone."""
 
     def __init__(self, index: int, prompt: Prompt, text: StopText, *, min_tokens: int, only_prompt: bool) -> None:
         self.index, self.prompt = index, prompt
@@ -80,7 +80,7 @@ class Choice:
         self._began = False
 
     def take(self, output: StepOutput) -> Piece:
-        """What is new. A stop token counts as a token and is no text."""
+        """Add an output and return what is new. A stop token counts as a token but adds no text."""
         piece = Piece()
         if not self._began:
             self._begin(output, piece)
@@ -89,7 +89,7 @@ class Choice:
         if output.finish_reason is not None:
             self.finish_reason = "length" if self._only_prompt else output.finish_reason
             self.stop_reason = None if self._only_prompt else output.stop_reason
-            self.stats = output.stats  # only now: until the last output the engine's thread goes on counting in it
+            self.stats = output.stats  # only now: the engine's thread updates it until the last output
         self.whole.add(piece)
         return piece
 
@@ -123,7 +123,7 @@ class Choice:
 
 
 class Session:
-    """`close` must be called in any case; it aborts whatever has not finished."""
+    """The choices of one HTTP request. `close` must always be called; it aborts those that have not finished."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Session:
         return self._generation.finished
 
     async def next(self) -> tuple[Choice, Piece]:
-        """The next piece of any choice; it may be empty. Raises ApiError for a failed or late request."""
+        """Return the next piece of any choice; it may be empty. Raises ApiError if the request fails or times out."""
         try:
             async with asyncio.timeout(self._arrival + self._timeout - time.monotonic()):
                 index, output = await self._generation.next()
@@ -169,9 +169,10 @@ class Session:
             self._metrics.finished("abort", aborted)
 
     def usage(self, reasoning_tokens: int | None = None) -> dict[str, Any]:
-        """OpenAI's. Prompts count once, however many answers each has; details are known when all have finished.
+        """Return OpenAI's `usage` object. A prompt counts once, however many choices it has.
 
-        `reasoning_tokens`: of the answers, from whoever tells reasoning apart.
+        The details are complete only when all choices have finished. `reasoning_tokens`: the sum over all choices,
+        from the endpoint that parses reasoning.
         """
         completion_tokens = sum(len(choice.whole.tokens) for choice in self.choices)
         usage: dict[str, Any] = {
@@ -191,7 +192,7 @@ class Session:
 
     @property
     def speculation(self) -> dict[str, Any] | None:
-        """vLLM's `metrics.speculative_decoding` over all choices; None where nothing could be drafted."""
+        """vLLM's `metrics.speculative_decoding` over all choices, or None if the request does not speculate."""
         if not self._speculative:
             return None
         stats = self._stats
@@ -217,7 +218,7 @@ class Session:
 
     @property
     def _cached_tokens(self) -> int:
-        """Of the prompts, each once: what its first answer found."""
+        """Prefix-cache hits in tokens. Each prompt counts once, with the hits of its first choice."""
         first = {id(choice.prompt): choice.cached_tokens for choice in reversed(self.choices)}
         return sum(first.values())
 

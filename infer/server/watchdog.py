@@ -1,7 +1,7 @@
-"""Notices a step of the engine that does not end, and says what it was doing: every thread's stack and one log line.
+"""Watchdog that reports an engine step that does not end: one log line and the stack of every thread.
 
-It ends nothing: a step may be slow for reasons that pass. A step that compiles a kernel at its first use has ten times
-as long. A step that holds Python's lock all the time cannot be seen from here.
+It ends nothing, because a step may be slow for a transient reason. A step that compiles a kernel on first use is
+allowed ten times as long. A step that never releases the GIL cannot be detected here.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from infer.server.engine_loop import EngineLoop
 
 log = logging.getLogger("headway.server")
 
-LOOKS = 4  # per stall_s
-COMPILING = 10  # times as long
+LOOKS = 4  # checks per stall_s
+COMPILING = 10  # factor on stall_s while a kernel compiles
 COMPILERS = ("triton.compiler", "triton.runtime.build", "triton.backends", "kernels.cpu.library", "torch._inductor")
 
 
 class Watchdog:
-    """Watches `loop`, which the thread `thread_id` runs, until `stop`. `on_stall` is called once per stall."""
+    """Monitors `loop`, run by the thread `thread_id`, until `stop`. `on_stall` is called once per stall."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Watchdog:
     ) -> None:
         self._loop, self._thread_id, self._stall_s = loop, thread_id, stall_s
         self._on_stall, self._clock = on_stall, clock
-        self._stalled: float | None = None  # when the step began of which the log has told
+        self._stalled: float | None = None  # start time of the step that was last reported as stalled
         self._stopped = threading.Event()
 
     def start(self) -> None:
@@ -71,7 +71,7 @@ class Watchdog:
 
 
 def is_compiling(frame: FrameType | None) -> bool:
-    """Whether a call on this stack makes a kernel: by the modules that do."""
+    """Return whether a module that compiles kernels is on this stack."""
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(COMPILERS):
             return True

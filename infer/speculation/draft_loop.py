@@ -1,7 +1,7 @@
-"""A head's drafts from tensors of fixed sizes, with nothing asked of the host: what draft and round graphs record.
+"""Drafts with a head on tensors of fixed sizes, without the host: what draft graphs and round graphs capture.
 
-The rows that a head has yet to read are padded: what lies after a request's own rows is written anew, in order, before
-anyone looks there, and padding requests lie on the page that belongs to nobody.
+The rows that a head has not read yet are padded. The KV of a request's padding rows lies after that of its own rows and
+is overwritten, in order, before any row attends to it; padding requests use the null block.
 """
 
 from __future__ import annotations
@@ -23,26 +23,30 @@ from kernels.choose import ChoiceParameters, choose
 from kernels.rows import AttentionRows
 from models.attention import Attention, no_attention
 
-NUMBERS = 11  # of a request: slot, first place, last row, root, base, top_k, two halves of the seed; three of them fp64
+NUMBERS = 11  # per request: slot, first, last, root, base, top_k, 2 seed halves; fp64 temperature, top_p, min_p
 
 
 class Unread(NamedTuple):
-    """What each of B requests brings to a draft. Row j of W holds the token after place `first + j - 1`."""
+    """The inputs of a draft for B requests.
+
+    Row j of W is the head's slot `first + j - 1`: the token at position `first + j` and the features of the position
+    before it.
+    """
 
     ids: Tensor  # [B, W]
     features: Tensor  # [B, W, F]
     slot: Tensor  # [B] row of the block table
-    first: Tensor  # [B] place of row 0 in the head's layers
-    last: Tensor  # [B] the last row that is to be read, of the root
+    first: Tensor  # [B] place of row 0 in the head's KV layers
+    last: Tensor  # [B] the last row that is not padding; it holds the root
     root: Tensor  # [B] the root's position
-    base: Tensor  # [B] places before it, a multiple of the page size, are not the head's
+    base: Tensor  # [B] the head's KV begins at this place, a multiple of the page size
     parameters: ChoiceParameters
 
 
 class Inputs:
-    """`Unread` for up to `batch` requests of `width` rows, in tensors that stay where they are.
+    """Holds `Unread` for up to `batch` requests of `width` rows in tensors at fixed addresses.
 
-    Filled by the host while nothing runs that reads them.
+    The host fills them while nothing runs that reads them.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class Inputs:
         self.features = torch.zeros(batch, width, features, dtype=dtype, device=pool.device)
 
     def of(self, batch: int, *, restricts: bool) -> Unread:
-        """The first `batch` requests. To be called within what is recorded."""
+        """Return `Unread` of the first `batch` requests. Must be called inside the function that is captured."""
         ids, numbers = self._fields(self._device, batch)
         slot, first, last, root, base, top_k, low, high = numbers[:8]
         temperature, top_p, min_p = numbers[8:].view(torch.float64).float()
@@ -69,8 +73,9 @@ class Inputs:
         features: Sequence[Tensor] = (),
         bases: Sequence[int] = (),
     ) -> bool:
-        """Requests with `features[b]` `[n, F]` of their last positions, and padding. Whether a row asks for top-k,
-        top-p or min-p.
+        """Write the requests, with `features[b]` `[n, F]` of their last positions, and padding up to `batch`.
+
+        Returns whether a row uses top-k, top-p or min-p.
         """
         ids, numbers = self._fields(self._host, batch)
         ids.zero_()
@@ -103,13 +108,16 @@ class Inputs:
 
 
 class DraftLoop:
-    """Reads and drafts with a head that makes each depth from the one before. `longest`: keys that a row sees."""
+    """Runs a head over its unread rows and drafts with it, each depth from the one before.
+
+    `longest`: bound on the number of keys that a row attends to.
+    """
 
     def __init__(self, proposer: HeadProposer, pool: KVPool, longest: int) -> None:
         self._proposer, self._head, self._pool, self._longest = proposer, proposer.module, pool, longest
 
     def chain(self, own: Unread, depth: int) -> Tensor:
-        """Target ids `[B, depth]`."""
+        """Draft chains; return target ids `[B, depth]`."""
         table, drafted = self._table(own), list[Tensor]()
         state = self._read(own, table)
         draft_ids = self._proposer.draft_ids
@@ -117,13 +125,13 @@ class DraftLoop:
             if level:
                 rows = self._rows(own, table, own.root + level, torch.zeros_like(own.root), 1)
                 state = self._head.step(drafted[-1], state, own.root + level - 1, self._attention(rows), level)
-            # slot i drafts what the target chooses at row i + 1
+            # slot i drafts the token that the target chooses at position i + 1
             logits = self._head.logits(state, level)
             drafted.append(draft_ids[choose(logits, own.parameters, own.root + level, draft_ids)])
         return torch.stack(drafted, dim=1)
 
     def tree(self, own: Unread) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As infer.speculation.tree_shapes.grow, as deep as the shape goes."""
+        """Draft trees as deep as the shape allows; return what infer.speculation.tree_shapes.grow does."""
         shape = self._proposer.shape
         assert shape is not None
         return grow(shape, shape.depth, own.root, *self._growing(own))
@@ -139,16 +147,16 @@ class DraftLoop:
         return self._proposer.growing(self._read(own, table), own.root, own.parameters, address)
 
     def _read(self, own: Unread, table: Tensor) -> Tensor:
-        """Runs the head over what waits to be read; each request's last state `[B, S]`."""
+        """Run the head over the unread rows; return each request's last state `[B, S]`."""
         index = torch.arange(len(own.root), device=own.root.device)
-        if not self._proposer.kv_layers:  # what lies before the last row is of no use to it
+        if not self._proposer.kv_layers:  # without KV only the last row matters
             state = self._fuse(own.features[index, own.last])
             return self._head.step(own.ids[index, own.last], state, own.first + own.last - 1, no_attention, 0)
         state = self._run(own, table, own.ids, self._fuse(own.features.flatten(0, 1)))
         return state[index, own.last]
 
     def _run(self, own: Unread, table: Tensor, ids: Tensor, state: Tensor) -> Tensor:
-        """The head's first step over ids `[B, N]` and fused states `[B * N, S]` from each `first` place on."""
+        """Run depth 0 of the head over ids `[B, N]` and fused states `[B * N, S]`, from each `first` place on."""
         batch, width = ids.shape
         offset = torch.arange(width, device=ids.device)
         rows = self._rows(own, table, own.first.repeat_interleave(width), offset.repeat(batch), width)
@@ -159,7 +167,7 @@ class DraftLoop:
         return self._head.fuse(features.chunk(len(self._head.config.aux_layers), dim=-1))
 
     def _table(self, own: Unread) -> Tensor:
-        """The requests' page ids `[B, P]` from their bases on."""
+        """Return the requests' block tables `[B, P]` from their bases on."""
         table = self._pool.table[own.slot]
         columns = torch.arange(table.shape[1], device=table.device) + own.base[:, None] // self._pool.page_size
         return table.gather(1, columns.clamp(max=table.shape[1] - 1))
@@ -167,7 +175,7 @@ class DraftLoop:
     def _rows(
         self, own: Unread, table: Tensor, place: Tensor, offset: Tensor, width: int, words: Tensor | None = None
     ) -> AttentionRows:
-        """Addresses `width` rows of each request at `place + offset`, both `[B * width]`."""
+        """Address `width` rows of each request at `place + offset`, both `[B * width]`."""
         batch = len(own.root)
         request = torch.arange(batch, device=place.device).repeat_interleave(width)
         committed = place - own.base.repeat_interleave(width)
@@ -179,7 +187,7 @@ class DraftLoop:
 
 
 class DraftAtOnce(DraftLoop):
-    """With a head that answers every depth in one forward."""
+    """Drafts with a head that predicts every depth in one forward."""
 
     _proposer: ParallelHeadProposer
 
@@ -197,11 +205,11 @@ class DraftAtOnce(DraftLoop):
         return self._proposer.growing_at_once(logits, own.root, own.parameters)
 
     def _all_logits(self, own: Unread, depth: int) -> Tensor:
-        """`[B, depth, Vd]`."""
+        """Return the logits `[B, depth, Vd]`."""
         table, slot = self._table(own), self._proposer.mask_slot
         if slot is None:
             return self._head.all_logits(self._read(own, table), depth)
-        # A mask slot per further depth follows the last row; those beyond are padding.
+        # The last row is followed by one mask slot per further depth; rows beyond are padding.
         mask_id, mask_state = slot
         row = torch.arange(own.ids.shape[1] + depth - 1, device=own.ids.device)
         masked = row > own.last[:, None]

@@ -1,14 +1,14 @@
-"""Acceptance rules that give something up. None is a default; a response says which rule made it.
+"""Acceptance rules that give up a guarantee of the exact rule. None is a default; a response names the rule it used.
 
-- `block` (block verification, arXiv 2403.10444): the text follows the target's law exactly, and runs are a little
-  longer than with the exact rule, but a seed no longer fixes the text: it depends on what was drafted. Chains only; a
-  step whose draft is a tree is verified by the exact rule.
-- `typical` (Medusa, arXiv 2401.10774): accepts a drafted token that is likely enough where the target is uncertain.
-  The text no longer follows the target's law.
-- `synthetic`: accepts at given rates, whatever the target says. For measuring the engine; the text means nothing.
+- `block` (block verification, arXiv 2403.10444): the text follows the target's distribution exactly, and acceptance
+  lengths are a little greater than with the exact rule, but a seed no longer determines the text, which also depends on
+  what was drafted. Chains only; a step whose draft is a tree is verified by the exact rule.
+- `typical` (Medusa, arXiv 2401.10774): accepts a drafted token if its probability under the target exceeds a threshold
+  that falls with the target's entropy. The text no longer follows the target's distribution.
+- `synthetic`: accepts at given rates, whatever the target chooses. For benchmarks of the engine; the text is
+  meaningless.
 
-Where nothing is sampled (temperature 0) `block` and `typical` are the exact rule. Their arithmetic is in
-kernels/acceptance.py.
+At temperature 0 `block` and `typical` are the exact rule. Their arithmetic is in kernels/acceptance.py.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ from dataclasses import dataclass
 
 from kernels.acceptance import coin
 
-# Noise of drafts that must not be the target's: drawn anew in every step, so that its stream depends on where the
-# step's root stands (kernels/acceptance.py): what a rejected draft has shown must not be used again. So are coins.
+# Stream of the drafts' noise where it must be independent of the target's. Like the stream of the acceptance coins it
+# depends on the position of the step's root (kernels/acceptance.py), so that every step draws new noise: noise that a
+# rejected draft has revealed must not be used again.
 DRAFTS = 0x5BD1E995
 
 
 @dataclass(frozen=True)
 class Verdict:
     path: list[int]  # accepted nodes, the root first
-    bonus: int  # the token after them
+    bonus: int  # the bonus token, which follows them
 
 
 def synthetic(rates: Sequence[float], drafted: int, choice: Sequence[int], seed: int, root: int) -> Verdict:
-    """Accepts the i-th drafted token of a chain with probability `rates[i]`, given those before it; 0 past the last."""
+    """Accept the i-th drafted token of a chain with probability `rates[i]`, given that all before it were accepted.
+
+    Past the last rate nothing is accepted.
+    """
     accepted = 0
     while accepted < min(drafted, len(rates)) and coin(seed, root, accepted + 1) < rates[accepted]:
         accepted += 1

@@ -1,8 +1,9 @@
-"""A fixed tree out of measured accuracies: Medusa's way to choose one (arXiv 2401.10774, section 2.3.3).
+"""Builds a static draft tree from measured accuracies, as Medusa does (arXiv 2401.10774, section 2.3.3).
 
-`accuracy[d][r]` is how often the token that the target chose at depth d stood at rank r of the head's draft there. If
-depths missed independently of each other, a node would be accepted as often as the product along its path says; the
-tree of the best nodes then has the greatest expected acceptance length of its size.
+`accuracy[d][r]` is how often the token that the target chose at depth d had rank r in the head's draft at that depth.
+If misses at different depths were independent, the acceptance rate of a node would be the product of the accuracies
+along its path; the tree of the nodes with the highest products then has the greatest expected acceptance length of its
+size.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from infer.config import MEASURED_TREE, ProposerConfig
 from models.config import read_json
 from models.heads import PROVENANCE
 
-RANK_ACCURACY = "rank_accuracy"  # in the provenance of an exported head: `accuracy`
-NODES = 16  # where proposer.tree_nodes does not say
+RANK_ACCURACY = "rank_accuracy"  # key of `accuracy` in an exported head's provenance file
+NODES = 16  # used where proposer.tree_nodes is not set
 
 
 def resolve_tree(config: ProposerConfig, folder: Path) -> ProposerConfig:
-    """`proposer.tree=measured` as the tree of the exported head in `folder`; another config as it is.
+    """Replace `proposer.tree=measured` by the tree of the exported head in `folder`; return any other config unchanged.
 
-    No deeper than `proposer.max_draft_tokens`. Raises ValueError for a head that was not measured.
+    The tree is no deeper than `proposer.max_draft_tokens`. Raises ValueError for a head that was not measured.
     """
     if config.tree != MEASURED_TREE:
         return config
@@ -40,15 +41,16 @@ def resolve_tree(config: ProposerConfig, folder: Path) -> ProposerConfig:
 
 
 def rank_accuracy(folder: Path) -> list[list[float]] | None:
-    """What training measured of the exported head in `folder`, if it did."""
+    """Return the accuracies that training measured for the exported head in `folder`; None if there are none."""
     path = folder / PROVENANCE
     return read_json(path).get(RANK_ACCURACY) if path.is_file() else None
 
 
 def best_paths(accuracy: Sequence[Sequence[float]], nodes: int) -> tuple[list[tuple[int, ...]], float]:
-    """The `nodes` most valuable nodes as paths of ranks, best first, and 1 + the sum of their values: the expected τ.
+    """Return the `nodes` nodes of the highest acceptance rates as paths of ranks, best first, and the expected τ.
 
-    Fewer where nothing else was ever right. Ties go to the shorter path, then to the lower ranks.
+    τ is 1 + the sum of their rates. Fewer nodes are returned if all others have the rate 0. Ties go to the shorter
+    path, then to the lower ranks.
     """
     found: list[tuple[int, ...]] = []
     total = 1.0

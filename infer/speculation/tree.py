@@ -1,4 +1,7 @@
-"""DraftTree: the one shape in which drafts reach verification. A chain is a tree, plain decoding a tree of one node."""
+"""`DraftTree`, the data structure in which all drafts reach verification.
+
+A chain is a tree; plain decoding is a tree of one node.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MAX_NODES = 64  # bits of an ancestor word
+MAX_NODES = 64  # bits of a node's tree mask, `ancestors`
 
 
 @cache
 def chain_fields(width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`[N]` each, of a chain: parents, depths and ancestors."""
+    """Return parents, depths and ancestors of a chain, `[N]` each."""
     node = torch.arange(width, dtype=torch.int32)
     words = (torch.ones((), dtype=torch.int64) << (node.long() + 1).clamp(max=63)) - 1
     if width == MAX_NODES:
@@ -25,10 +28,11 @@ def chain_fields(width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass
 class DraftTree:
-    """Nodes of a batch of B requests, N at most. Node 0 is the root: the last emitted token, its KV not yet written.
+    """The draft trees of B requests, of at most N nodes each.
 
-    Parents precede children; siblings carry distinct tokens. `ancestors` holds bit j when node j is an ancestor of the
-    node or the node itself. Past `length` a row's entries mean nothing.
+    Node 0 is the root: the last emitted token, whose KV is not yet written. Parents precede children; siblings carry
+    distinct tokens. `ancestors` is the tree mask: bit j is set when node j is an ancestor of the node or the node
+    itself. Entries of a row past `length` are undefined.
     """
 
     token: Tensor  # [B, N] int64
@@ -37,12 +41,12 @@ class DraftTree:
     ancestors: Tensor  # [B, N] int64
     length: Tensor  # [B] int64
     is_chain: bool = False  # every node's parent is the node before it
-    # The laws over target ids `[K, V]` that a row's drafted tokens were drawn from, where block verification wants them
+    # By row, the distributions over target ids `[K, V]` that its drafted tokens were drawn from, for block verification
     laws: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def chains(cls, roots: Sequence[int], drafts: Sequence[Sequence[int]]) -> DraftTree:
-        """One chain per request: the root followed by its drafted tokens, possibly none."""
+        """Build one chain per request: the root followed by its drafted tokens, possibly none."""
         lengths = [1 + len(draft) for draft in drafts]
         width = max(lengths)
         assert width <= MAX_NODES
@@ -59,7 +63,7 @@ class DraftTree:
 
     @classmethod
     def from_parents(cls, token: Tensor, parent: Tensor, length: Tensor) -> DraftTree:
-        """Checks `token` and `parent` `[B, N]` and builds the rest. Raises ValueError for an invalid tree."""
+        """Check `token` and `parent` `[B, N]` and build the other fields. Raises ValueError for an invalid tree."""
         width = token.shape[1]
         if width > MAX_NODES:
             raise ValueError(f"a draft tree holds at most {MAX_NODES} nodes, not {width}")
@@ -75,18 +79,18 @@ class DraftTree:
 
     @classmethod
     def assemble(cls, token: Tensor, parent: Tensor, length: Tensor, *, deepest: int | None = None) -> DraftTree:
-        """From a valid `token` and `parent` `[B, N]`; entries past `length` `[B]` may hold anything.
+        """Build a tree from a valid `token` and `parent` `[B, N]`; entries past `length` `[B]` may hold anything.
 
-        Where no node can be deeper than `deepest`, nothing is asked of the tensors' device.
+        Given `deepest`, a bound on the depth of all nodes, the host does not wait for the tensors' device.
         """
         width, device = token.shape[1], token.device
         node = torch.arange(width, device=device)
         above = torch.where(node < length[:, None], parent.long(), 0).clamp(min=0)
-        own = torch.ones((), dtype=torch.int64, device=device) << node  # bit 63 is the sign
+        own = torch.ones((), dtype=torch.int64, device=device) << node  # bit 63 is the sign bit
         ancestors, depth = own.expand_as(above), (node > 0).int().expand_as(above)
-        reach = above  # an ancestor 2^i levels up, the root for those who have none
+        reach = above  # the ancestor 2^i levels up, or the root if there is none
         turns = range(MAX_NODES) if deepest is None else range(deepest.bit_length())
-        for _ in turns:  # doubling: each turn looks twice as far up
+        for _ in turns:  # pointer doubling: each iteration reaches twice as far up
             if deepest is None and not bool((reach > 0).any()):
                 break
             depth = depth + depth.gather(1, reach)
@@ -96,7 +100,7 @@ class DraftTree:
 
     @classmethod
     def stack(cls, trees: Sequence[DraftTree], rows: Sequence[Sequence[int]]) -> DraftTree:
-        """One batch out of several: row i of `trees[t]` becomes row `rows[t][i]`."""
+        """Combine several batches into one: row i of `trees[t]` becomes row `rows[t][i]`."""
         width = max(tree.token.shape[1] for tree in trees)
         order = torch.tensor([row for own in rows for row in own]).argsort()
 
@@ -115,7 +119,7 @@ class DraftTree:
         )
 
     def only(self, kept: Sequence[Sequence[int]]) -> DraftTree:
-        """A tree of fewer nodes: in row b those of `kept[b]`, ascending, with the root and every node's parent."""
+        """Return the tree of the nodes `kept[b]` of row b: ascending, with the root and every kept node's parent."""
         width = max(map(len, kept))
         token, parent = self.token.new_zeros(len(kept), width), self.parent.new_full((len(kept), width), -1)
         for b, nodes in enumerate(kept):
@@ -126,7 +130,7 @@ class DraftTree:
             parent[b, : len(nodes)] = torch.tensor(parents, dtype=parent.dtype)
         tree = DraftTree.assemble(token, parent, torch.tensor([len(nodes) for nodes in kept]))
         tree.is_chain = self.is_chain
-        tree.laws = {b: law[: len(kept[b]) - 1] for b, law in self.laws.items()}  # of chains: a node's law is before it
+        tree.laws = {b: law[: len(kept[b]) - 1] for b, law in self.laws.items()}  # chains only: node i's is row i - 1
         return tree
 
     @cached_property
@@ -135,26 +139,26 @@ class DraftTree:
         return torch.arange(self.token.shape[1], device=self.token.device) < self.length[:, None]
 
     def rows(self, field: Tensor) -> Tensor:
-        """Of a field `[B, N]` what belongs to nodes, one request's after another's: `[R]`."""
+        """Return the entries of a field `[B, N]` that belong to nodes, request by request: `[R]`."""
         return field.flatten() if self.full else field[self.inside]
 
     @cached_property
     def full(self) -> bool:
-        """Whether all requests have as many nodes; asks the device."""
+        """Whether all requests have N nodes; waits for the device."""
         return int(self.length.sum()) == self.token.numel()
 
     def depths(self) -> list[int]:
-        """Of each request's deepest node."""
+        """Return the depth of each request's deepest node."""
         if self.is_chain:
             return (self.length - 1).tolist()
         return self.depth.masked_fill(~self.inside, 0).amax(1).tolist()
 
     def is_chain_of(self, row: int) -> bool:
-        """Whether this request's own tree is a chain."""
+        """Return whether this request's tree is a chain."""
         parents = self.parent[row, : int(self.length[row])].tolist()
         return self.is_chain or parents == list(range(-1, len(parents) - 1))
 
     def path(self, row: int, node: int) -> list[int]:
-        """Nodes from the root to `node` in one request, both included."""
+        """Return the nodes from the root to `node` in one request, both included."""
         word = int(self.ancestors[row, node])
         return [index for index in range(self.token.shape[1]) if word >> index & 1]

@@ -1,7 +1,8 @@
 """Which nodes a tree-drafting head grows and which of them it proposes: pure functions of the draft's scores.
 
-A level is grown from the nodes run on it (level 1 from the root): each of M nodes gives its R best children. A node is
-known by its candidate index, counted over levels in the order in which they were grown; the root is -1.
+A level is grown from nodes that were run through the head (level 1 from the root): each of M nodes contributes its R
+best children, the candidates. A node is identified by its candidate index, which counts over all levels in the order in
+which they were grown; the root is -1.
 """
 
 from __future__ import annotations
@@ -24,37 +25,38 @@ class TreeShape(Protocol):
 
     @property
     def rows(self) -> int:
-        """Nodes that are run through the head, over all levels."""
+        """Number of nodes that are run through the head, over all levels."""
         ...
 
     @property
     def width(self) -> int:
-        """The same of one level, at most."""
+        """Maximum number of nodes of one level that are run through the head."""
         ...
 
     @property
     def most(self) -> int:
-        """Nodes that can be proposed."""
+        """Maximum number of nodes that can be proposed."""
         ...
 
     def fan_out(self, level: int) -> int:
-        """R: children looked at under each node of level - 1 that is run, level = 1, 2, ...; 0 ends the tree."""
+        """Return R, the candidates at `level` (1, 2, ...) per node of level - 1 that is run; 0 ends the tree."""
         ...
 
     def score(self, level: int, cumulative: Tensor) -> Tensor:
-        """What candidates `[B, M * R]` of a level are worth; -inf for one that must not be proposed."""
+        """Return the scores `[B, M * R]` of a level's candidates; -inf for one that must not be proposed."""
         ...
 
     def run_next(self, level: int, scores: Tensor) -> Tensor:
-        """`[B, M']` places, within the level, of the nodes that the next level is grown from, best first."""
+        """Return the indices `[B, M']` in this level of the nodes that the next one is grown from, best first."""
         ...
 
 
 @dataclass(frozen=True)
 class DynamicShape:
-    """EAGLE-2 (arXiv 2406.16858): a beam of `width` by cumulative log-probability; the best nodes of all are proposed.
+    """EAGLE-2 (arXiv 2406.16858): a beam of `width` by cumulative log-probability.
 
-    A child is never worth more than its parent, and ties go to the earlier candidate, so parents are always kept.
+    The best nodes of all levels are proposed. A child never scores higher than its parent, and ties go to the earlier
+    candidate, so the parent of a proposed node is always proposed too.
     """
 
     width: int
@@ -84,7 +86,7 @@ class StaticShape:
     """
 
     def __init__(self, paths: Sequence[Sequence[int]]) -> None:
-        """Raises ValueError naming the path that is empty, doubled, negative or without its parent."""
+        """Raises ValueError if there is no path or one is empty, occurs twice, is negative or lacks its parent."""
         if not paths:
             raise ValueError("proposer.tree=[]: a tree needs a node; null drafts a chain or a beam")
         nodes = sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
@@ -99,7 +101,7 @@ class StaticShape:
         levels = [[path for path in nodes if len(path) == level] for level in range(1, self.depth + 1)]
         parents = {path[:-1] for path in nodes}
         self._fan_out = [1 + max(path[-1] for path in level) for level in levels]
-        self._run: list[Tensor] = []  # per level, places of its inner nodes
+        self._run: list[Tensor] = []  # per level, indices of its inner nodes
         self._scores: list[Tensor] = []  # per level [M * R]: minus the node's rank in level order
         grown: list[tuple[int, ...]] = [()]
         worth = 0
@@ -137,7 +139,7 @@ class StaticShape:
 
 
 def tree_shape(config: ProposerConfig) -> TreeShape | None:
-    """How a head grows its drafts; None for chains."""
+    """Return the shape of the trees that a head grows; None for chains."""
     if config.tree == MEASURED_TREE:
         raise ValueError(f"proposer.tree={MEASURED_TREE}: is read from a head's folder; Engine.load does that")
     if config.tree is not None:
@@ -152,11 +154,12 @@ Run = Callable[[int, Tensor, Tensor], None]
 def grow(
     shape: TreeShape, deepest: int, roots: Tensor, children: Children, run: Run
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Grows the trees of B requests at once; `propose_best` takes what this answers: token, parent, level, score.
+    """Grow the trees of B requests at once; return token, parent, level and score as `propose_best` takes them.
 
-    roots `[B]`. `children(level, R)`: tokens and log-probabilities `[B, M, R]` of the best children of each of the M
-    nodes that were run last, the root at first; M = 1 where all nodes of a level have the same. `run(level, parent,
-    token)` `[B, M']`: these nodes are grown from next; `parent` is each one's place among the M.
+    roots `[B]`. `children(level, R)` returns tokens and log-probabilities `[B, M, R]` of the best children of each of
+    the M nodes that were run last (at first the root); M = 1 where all nodes of a level have the same children.
+    `run(level, parent, token)` runs the nodes `[B, M']` that the next level is grown from; `parent` is the index of
+    each one's parent among the M.
     """
     batch, device = len(roots), roots.device
     worth = torch.zeros(batch, 1, device=device)  # [B, M] cumulative log-probability of the nodes run last
@@ -185,11 +188,11 @@ def grow(
 def propose_best(
     roots: Sequence[int], token: Tensor, parent: Tensor, level: Tensor, score: Tensor, budgets: Sequence[Budget]
 ) -> DraftTree:
-    """The tree of the best candidates, best first. token, parent (candidate index, -1 = root), score `[B, C]`; level
-    `[C]` from 1.
+    """Return the tree of the best candidates, best first. token, parent (candidate index, -1 = root), score `[B, C]`;
+    level `[C]` from 1.
 
-    Keeps at most `budgets[b].nodes`, none deeper than `budgets[b].depth`. No candidate may be worth more than its
-    parent, and none stands before it.
+    Keeps at most `budgets[b].nodes` nodes, none deeper than `budgets[b].depth`. No candidate may score higher than its
+    parent or precede it.
     """
     device = token.device
     nodes = torch.tensor([budget.nodes for budget in budgets], device=device)
@@ -203,9 +206,10 @@ def propose_best(
 def best_nodes(
     roots: Tensor, token: Tensor, parent: Tensor, score: Tensor, nodes: Tensor, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """token, parent `[B, 1 + width]` and length `[B]` of trees of the `nodes[b]` <= `width` best candidates after
-    `roots` `[B]`; those at -inf are none. Nodes stand in order of worth, in which parents come first. Asks nothing of
-    the device.
+    """Return token, parent `[B, 1 + width]` and length `[B]` of the trees of the `nodes[b]` <= `width` best candidates.
+
+    Their roots are `roots` `[B]`; candidates of score -inf are left out. Nodes are in descending order of score, in
+    which parents come first. The host does not wait for the device.
     """
     best = score.sort(dim=1, descending=True, stable=True)
     values, chosen = best.values[:, :width], best.indices[:, :width]

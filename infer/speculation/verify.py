@@ -1,4 +1,4 @@
-"""Which drafted tokens are accepted, request by request: by the exact rule, or by the one that a request asked for."""
+"""Decides which drafted tokens are accepted, by the exact rule or by the one that the request asked for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.verify import accept
 
 
 def rule_for(request: Request, proposer: str) -> str:
-    """The rule that is in force: where nothing is sampled, all but synthetic acceptance are the exact one."""
+    """Return the acceptance rule in force: at temperature 0 all but synthetic acceptance are the exact rule."""
     if proposer == "synthetic":
         return "synthetic"
     return request.params.acceptance if request.params.temperature > 0 else "exact"
@@ -32,7 +32,7 @@ def verify(
     rules: Sequence[str],
     rates: Sequence[float] = (),
 ) -> list[Verdict]:
-    """One verdict per request. `rates`: of synthetic acceptance."""
+    """Return one verdict per request. `rates`: the acceptance rates of synthetic acceptance."""
     lengths, width = tree.length.tolist(), tree.token.shape[1]
     tokens, chosen, first = choices.token.tolist(), list[list[int]](), 0
     for length in lengths:
@@ -71,7 +71,7 @@ def verify(
 def verify_blocks(
     requests: Sequence[Request], tree: DraftTree, choices: Choices, wanted: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Of the requests `wanted`, whose drafts are chains: accepted tokens and the one after them."""
+    """Return the number of accepted tokens and the bonus token of each of the requests `wanted`; drafts are chains."""
     if not wanted:
         return []
     lengths, tokens = tree.length.tolist(), tree.token.tolist()
@@ -85,10 +85,10 @@ def verify_blocks(
 
 
 def likely_nodes(tree: DraftTree, choices: Choices, wanted: Sequence[int]) -> Tensor:
-    """bool `[B, N]`: nodes of the requests `wanted` that typical acceptance takes."""
+    """Return bool `[B, N]`: the nodes of the requests `wanted` that typical acceptance accepts."""
     asked = torch.zeros_like(tree.inside)
     asked[list(wanted)] = tree.inside[list(wanted)]
-    number = asked.flatten().cumsum(0).view_as(tree.token) - 1  # of a node's row among those of `wanted`
+    number = asked.flatten().cumsum(0).view_as(tree.token) - 1  # index of a node's row among those of `wanted`
     asked[:, 0] = False
     above, laws = number.gather(1, tree.parent.clamp(min=0).long()), laws_of(tree, choices, wanted)
     found = torch.zeros_like(asked)
@@ -97,7 +97,7 @@ def likely_nodes(tree: DraftTree, choices: Choices, wanted: Sequence[int]) -> Te
 
 
 def laws_of(tree: DraftTree, choices: Choices, wanted: Sequence[int]) -> Tensor:
-    """The target's law `[R, V]` at every node of the requests `wanted` (ascending)."""
+    """Return the target's warped probabilities `[R, V]` at every node of the requests `wanted` (ascending)."""
     inside = torch.zeros_like(tree.inside)
     inside[list(wanted)] = True
     rows = inside[tree.inside].nonzero()[:, 0].to(choices.shaped.device)

@@ -1,1 +1,1 @@
-"""Several processes: how head and optimiser are divided, and what is exchanged."""
+"""Distributed training: parallel strategies for head and optimiser, and communication between processes."""

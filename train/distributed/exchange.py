@@ -1,6 +1,6 @@
-"""What processes that hold a target together send each other (models/targets/zero3.py), through torch.distributed.
+"""Collectives for a target that is sharded over processes (models/targets/zero3.py), through torch.distributed.
 
-In groups of their own, so that nothing else that processes exchange comes between.
+They run in separate process groups, so that no other collective interleaves with them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class ProcessExchange:
-    """To be made by every process at the same place, once the process group is there."""
+    """The `Exchange` of zero3.py. Construct it on every process at the same point, after the process group exists."""
 
     def __init__(self, accelerator: Accelerator, patience_minutes: float) -> None:
         assert dist.is_initialized(), "a target is divided among several processes"
@@ -24,10 +24,10 @@ class ProcessExchange:
         self.ranks: int = accelerator.num_processes
         patience = timedelta(minutes=patience_minutes)
         self._weights = dist.new_group(timeout=patience)
-        self._flags = dist.new_group(timeout=patience, backend="gloo")  # a flag is the host's: no wait for a GPU
+        self._flags = dist.new_group(timeout=patience, backend="gloo")  # flags live on the CPU: no GPU synchronisation
 
     def gather(self, whole: Tensor, own: Tensor) -> Callable[[], Any]:
-        bits = whole.view(torch.uint8), own.view(torch.uint8)  # gloo knows no bf16
+        bits = whole.view(torch.uint8), own.view(torch.uint8)  # gloo does not support bf16
         work = dist.all_gather_into_tensor(*bits, group=self._weights, async_op=True)
         assert work is not None
         return work.wait

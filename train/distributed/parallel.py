@@ -1,6 +1,6 @@
-"""Processes and devices, through accelerate: one process, or one per device.
+"""Set-up of processes and devices through accelerate: one process, or one per device.
 
-Refuses launches that look distributed and are not. Knows nothing about heads or data.
+Refuses launches that look distributed but are not. Independent of heads and data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LAUNCH = "torchrun --nproc_per_node 2 train/run.py parallel={name} ..."
 
 
 def make_accelerator(config: TrainConfig) -> Accelerator:
-    """Raises ValueError for a launch that does not fit `parallel`, and where the processes would not work together."""
+    """Make the accelerator. Raises ValueError if the launch contradicts `parallel` or processes would not cooperate."""
     name, world = config.parallel.name, int(os.environ.get("WORLD_SIZE", "1"))
     if name != "single" and world == 1:
         raise ValueError(f"parallel={name}: started as a single process; start it with {LAUNCH.format(name=name)}")
@@ -45,13 +45,13 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed, if installed, would warn on standard output
         if zero:
-            os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate forgets DeepSpeed
+            os.environ.pop("ACCELERATE_USE_CPU", None)  # if set, accelerate ignores DeepSpeed
         else:
-            os.environ["ACCELERATE_USE_CPU"] = "true"  # without it two processes never synchronise, and nothing says so
+            os.environ["ACCELERATE_USE_CPU"] = "true"  # without it two processes silently never synchronise
     patience = timedelta(minutes=config.parallel.patience_minutes)
-    # without a backend of its own accelerate counts one process under DeepSpeed on a CPU
+    # without an explicit backend accelerate sees a single process under DeepSpeed on a CPU
     group = InitProcessGroupKwargs(backend="gloo" if on_cpu else None, timeout=patience)
-    # While Medusa-2 trains the heads alone, its adapters have no gradient.
+    # While Medusa-2 trains only the heads, its adapters get no gradient.
     wrapper = DistributedDataParallelKwargs(find_unused_parameters=config.objective.name == "medusa-2")
     accelerator = Accelerator(
         cpu=on_cpu and not zero,
@@ -68,7 +68,7 @@ def make_accelerator(config: TrainConfig) -> Accelerator:
 
 
 def refuse_other_launch(accelerator: Accelerator, name: str, world: int) -> None:
-    """Raises ValueError where accelerate took from its launcher or its variables what `parallel` does not say."""
+    """Raises ValueError if accelerate's launcher or environment variables configured what `parallel` does not say."""
     kind, zero = str(accelerator.distributed_type.value), name.startswith("zero")
     wanted = "NO" if name == "single" else "DEEPSPEED" if zero else "MULTI"  # else gradients would not be averaged
     cure = f"start it with {LAUNCH.format(name=name)}, and without accelerate's config file or ACCELERATE_ variables"
@@ -86,7 +86,7 @@ def refuse_other_launch(accelerator: Accelerator, name: str, world: int) -> None
 
 
 def zero_plugin(config: TrainConfig) -> Any:
-    """DeepSpeed through accelerate. Raises ValueError where it is not installed."""
+    """Return the accelerate plugin for DeepSpeed. Raises ValueError if DeepSpeed is not installed."""
     try:
         import deepspeed
         from accelerate.utils import DeepSpeedPlugin
@@ -95,7 +95,7 @@ def zero_plugin(config: TrainConfig) -> Any:
             f"parallel={config.parallel.name}: {error}; pip install deepspeed, or parallel=fsdp"
         ) from error
     if config.model.device == "cpu" or not torch.cuda.is_available():
-        # else DeepSpeed compiles one of its own at the first start, and fails where there is no compiler
+        # else DeepSpeed compiles its shared-memory communication op at the first start, and fails without a compiler
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     settings = zero_settings(config)
     if int(os.environ.get("RANK", "0")) == 0:
@@ -104,10 +104,10 @@ def zero_plugin(config: TrainConfig) -> Any:
 
 
 def zero_settings(config: TrainConfig) -> dict[str, Any]:
-    """DeepSpeed's configuration, from ours. Parameters stay fp32; with precision=bf16 the arithmetic is autocast."""
+    """Return DeepSpeed's configuration. Parameters stay fp32; with precision=bf16 the computation is autocast."""
     return {
         "train_micro_batch_size_per_gpu": config.batch_size,
-        "gradient_accumulation_steps": 1,  # our losses are parts of one, already weighted
+        "gradient_accumulation_steps": 1,  # our micro-batch losses are already weighted parts of one sum
         "gradient_clipping": config.optim.clip,
         "zero_optimization": {
             "stage": int(config.parallel.name[-1]),
@@ -122,7 +122,7 @@ def zero_settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def lost_process(error: RuntimeError) -> bool:
-    """Whether an exchange between processes failed because one of them is gone or did not come in time."""
+    """Return whether a collective failed because another process has ended or timed out."""
     if isinstance(error, torch.distributed.DistError):
         return True
     text = str(error)
@@ -130,7 +130,7 @@ def lost_process(error: RuntimeError) -> bool:
 
 
 def release(accelerator: Accelerator) -> None:
-    """Ends the process group and forgets accelerate's global state, so that another run may begin in this process."""
+    """Destroy the process group and reset accelerate's global state, so that this process can start another run."""
     if accelerator.num_processes > 1:
         accelerator.end_training()
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
@@ -138,7 +138,7 @@ def release(accelerator: Accelerator) -> None:
 
 
 def broadcast_text(accelerator: Accelerator, text: str) -> str:
-    """The main process's text, on every process."""
+    """Return the main process's text on every process."""
     if accelerator.num_processes == 1:
         return text
     content = list(text.encode())
@@ -152,7 +152,7 @@ def broadcast_text(accelerator: Accelerator, text: str) -> str:
 
 
 def total(accelerator: Accelerator, value: Tensor) -> Tensor:
-    """The sum over processes, on all of them."""
+    """Return the sum over processes, on all of them (all-reduce)."""
     if accelerator.num_processes == 1:
         return value
     summed = accelerator.reduce(value, "sum")
@@ -161,15 +161,15 @@ def total(accelerator: Accelerator, value: Tensor) -> Tensor:
 
 
 def any_process(accelerator: Accelerator, flag: bool) -> bool:
-    """Whether `flag` holds on any process, so that all of them stop at the same step."""
+    """Return whether `flag` is true on any process, so that all of them stop at the same step."""
     return bool(total(accelerator, torch.tensor(float(flag), device=accelerator.device)) > 0)
 
 
 @contextmanager
 def stopping_together(accelerator: Accelerator, before: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """An interruption of the block on one process is one on all of them, or they would wait for it.
+    """Raise Interrupted on all processes if the block is interrupted on one, which the others would wait for.
 
-    `before`: what each does when its block has ended, before it hears of the others.
+    Each process calls `before` when its block has ended, before the processes exchange whether they were interrupted.
     """
     cut = False
     try:
@@ -182,6 +182,6 @@ def stopping_together(accelerator: Accelerator, before: Callable[[], None] = lam
 
 
 def say(accelerator: Accelerator, text: str) -> None:
-    """A line for people, from the main process. Standard output is kept for the result."""
+    """Print a log line from the main process to standard error; standard output is reserved for the result."""
     if accelerator.is_main_process:
         print(text, file=sys.stderr, flush=True)

@@ -1,12 +1,12 @@
-"""Where the head's parameters and optimiser state lie while it is trained: whole everywhere, or divided.
+"""Parallel strategies: how the head's parameters and optimiser state are placed in training, replicated or sharded.
 
-    single, ddp    whole in every process, through accelerate
-    fsdp           divided by torch's `fully_shard`, gathered for each forward and backward. Accelerate's own FSDP is
+    single, ddp    replicated in every process, through accelerate
+    fsdp           sharded by torch's `fully_shard`, gathered for each forward and backward. Accelerate's own FSDP is
                    not used: on a CPU it silently trains plain DDP instead
-    zero2, zero3   DeepSpeed through accelerate: optimiser state and gradients divided, with zero3 the parameters too
+    zero2, zero3   DeepSpeed through accelerate: optimiser state and gradients sharded, with zero3 the parameters too
 
-Checkpoints do not know which: `state` gathers whole tensors by name, `load` hands them out again. A head is small
-beside its target, so dividing it is of use only where it does not fit; nothing chooses it by itself.
+Checkpoints are independent of the strategy: `state` gathers full tensors by name, `load` shards them again. A head is
+small compared with its target, so sharding it helps only where it does not fit; it is never selected automatically.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from train.objectives.base import Objective
 
 
 class State(NamedTuple):
-    """Whole tensors, by name: `checkpoint.module_tensors`, `checkpoint.optimizer_tensors`."""
+    """Full (unsharded) tensors by name, as `checkpoint.module_tensors` and `checkpoint.optimizer_tensors` name them."""
 
     module: dict[str, Tensor]
     optimizer: dict[str, Tensor]
 
 
 class Whole:
-    """The contract of all of them; this one keeps everything in every process."""
+    """The replicated strategy, which keeps everything in every process; also the interface of all strategies."""
 
-    fused_optimizer = True  # one pass over a parameter; nine times as fast as several on a CPU
+    fused_optimizer = True  # one pass over each parameter; on a CPU nine times as fast as several
 
     def __init__(self, accelerator: Accelerator, objective: Objective, optim: OptimConfig, rate: float) -> None:
         self.accelerator, self.plain, self.clip = accelerator, objective, optim.clip
@@ -52,33 +52,35 @@ class Whole:
 
     @property
     def head(self) -> Head:
-        """Whole and as trained, once `collect` was called since the last update."""
+        """The head with full, current parameters, if `collect` was called since the last update."""
         return self.plain.head
 
     @property
     def trained(self) -> nn.Module:
-        """What is saved: the head, or whatever the objective trains."""
+        """The module that checkpoints save: the head, or whatever the objective trains."""
         return self.measured.trained
 
     @property
     def measured(self) -> Objective:
-        """Around `head`, for evaluation on one process."""
+        """The objective around `head`, for evaluation on one process."""
         return self.plain
 
     def collect(self) -> None:
-        """Makes `head` what was trained. On every process, and before one of them evaluates."""
+        """Update `head` to the trained parameters. Call it on every process, before one of them evaluates."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """`last`: of the batches that one update is made of. Gradients become the mean over processes."""
+        """Run backward, averaging gradients over processes; `last` marks the last micro-batch of an update."""
         self.accelerator.backward(loss)
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of a batch."""
+        """Return the context for forward and backward of a micro-batch."""
         return contextlib.nullcontext() if last else self.accelerator.no_sync(self.objective)
 
     def update(self, rate: float, *, sound: bool) -> float:
-        """One clipped step; the gradient's norm before clipping. Without `sound`, or when that norm is not finite,
-        nothing is changed: the gradients are dropped. Every process decides alike.
+        """Take one optimiser step with clipped gradients; return the gradient norm before clipping.
+
+        If `sound` is false or that norm is not finite, nothing changes and the gradients are dropped. All processes
+        decide alike.
         """
         norm = self._clip()
         if sound and math.isfinite(norm):
@@ -88,21 +90,21 @@ class Whole:
         return norm
 
     def drop(self) -> None:
-        """Forgets the gradients."""
+        """Discard the gradients."""
         self.optimizer.zero_grad()
 
     def state(self) -> State:
-        """On every process."""
+        """Return the full state. Call it on every process."""
         trained = self.plain.trained
         return State(checkpoint.module_tensors(trained), checkpoint.optimizer_tensors(trained, self.optimizer))
 
     def load(self, state: State) -> None:
-        """On every process."""
+        """Load the full state. Call it on every process."""
         load_module(self.plain.trained, state.module)
         checkpoint.load_optimizer_tensors(self.plain.trained, self.optimizer, state.optimizer)
 
     def close(self, *, together: bool) -> None:
-        """After the last use. `together`: every process does, at the same place."""
+        """Release resources after the last use. `together`: every process calls this, at the same point."""
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -116,7 +118,7 @@ class Whole:
 
 
 class Divided(Whole):
-    """A second, whole copy of the head is what is evaluated and saved."""
+    """Base of the sharded strategies: a second, full copy of the head is what is evaluated and saved."""
 
     fused_optimizer = False
 
@@ -187,7 +189,7 @@ class Zero(Divided):
     def _divide(self) -> None:
         self.objective, self.optimizer = self.accelerator.prepare(self.objective, self.optimizer)
         self._engine: Any = self.objective
-        self._load_optimizer({})  # a rehearsed step of DeepSpeed's is not one of ours
+        self._load_optimizer({})  # the step of DeepSpeed's initialisation must not count as one of ours
 
     def accumulating(self, last: bool) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -197,7 +199,7 @@ class Zero(Divided):
         self._engine.backward(loss)
 
     def update(self, rate: float, *, sound: bool) -> float:
-        """DeepSpeed knows the norm only in its step, which it leaves out itself where that is not finite."""
+        """As in the base class. DeepSpeed computes the norm only in its step, which it skips if that is not finite."""
         if not sound:
             self.drop()
             return math.nan
@@ -209,7 +211,7 @@ class Zero(Divided):
         self._engine.optimizer.zero_grad()
 
     def close(self, *, together: bool) -> None:
-        self._engine.destroy()  # without it a process may abort at its exit, after everything was done
+        self._engine.destroy()  # without it a process may abort on exit, after all work is done
         if together:
             self.accelerator.wait_for_everyone()
 
@@ -240,7 +242,7 @@ class Zero(Divided):
         load_module(self.plain.head, {n: v for n, v in state.module.items() if n not in parameters})
         for name, parameter in parameters.items():
             value = state.module[name].to(self.accelerator.device)
-            safe_set_full_fp32_param(parameter, value)  # what is updated, and below what the next forward reads
+            safe_set_full_fp32_param(parameter, value)  # what is updated; below, what the next forward reads
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(value)
         self._load_optimizer(state.optimizer)
@@ -248,8 +250,8 @@ class Zero(Divided):
     def _load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        if tensors and not self._inner.state:  # ZeRO-2 makes it with its first step
-            flat = getattr(self._engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3's parts
+        if tensors and not self._inner.state:  # ZeRO-2 creates it in its first step
+            flat = getattr(self._engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3's partitions
             for part in flat or [part for group in self._inner.param_groups for part in group["params"]]:
                 moments = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
                 self._inner.state[part] = {"step": torch.tensor(0.0), **moments}
@@ -270,7 +272,7 @@ class Zero(Divided):
 
 
 class InAutocast(nn.Module):
-    """What accelerate puts around a module that it prepares."""
+    """Runs a module under accelerate's autocast, as accelerate wraps the modules that it prepares."""
 
     def __init__(self, module: nn.Module, accelerator: Accelerator) -> None:
         super().__init__()
@@ -294,7 +296,7 @@ def make_optimizer(objective: Objective, config: OptimConfig, rate: float, *, fu
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,
         weight_decay=config.weight_decay,
-        fused=True if fused and on_cpu else None,  # None: as torch chooses for the device
+        fused=True if fused and on_cpu else None,  # None: torch's default for the device
     )
 
 
@@ -311,13 +313,13 @@ def present(value: Tensor | None) -> Tensor:
 
 
 def whole(value: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor  # a second that only those who divide a head wait for
+    from torch.distributed.tensor import DTensor  # takes a second to import, which only sharded strategies need
 
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def like(value: Tensor, parameter: Tensor | None) -> Tensor:
-    """Divided as the parameter is, if it is."""
+    """Return `value` sharded like `parameter`, or unchanged if the parameter is not sharded."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if not isinstance(parameter, DTensor):
@@ -326,6 +328,6 @@ def like(value: Tensor, parameter: Tensor | None) -> Tensor:
 
 
 def agree(accelerator: Accelerator, value: float) -> float:
-    """The main process's value, on all of them."""
+    """Return the main process's value on all processes."""
     own = value if accelerator.is_main_process else 0.0
     return float(total(accelerator, torch.tensor(own, dtype=torch.float64, device=accelerator.device)))

@@ -1,1 +1,1 @@
-"""The target's hidden states: taken in this process, or from a store."""
+"""Features, the target's hidden states: computed in this process, or read from a store."""

@@ -1,11 +1,11 @@
-"""How the target's hidden states lie in a store: as they are, in 8 bits, or with the teacher in place of the last one.
+"""Storage layout of the target's hidden states: unquantised, fp8, or with top-k log-probabilities for the last one.
 
     features        [tokens, layers, H]   in the target's dtype, or fp8 (e4m3) with
     scales          [tokens, layers]      fp32: what a token's largest value in a layer was divided by
     top_log_probs   [tokens, k]           fp16: the k largest of the target's log-probabilities (its logits less their
     top_ids         [tokens, k]           int32   log-sum-exp), which stand for the hidden state after the final norm
 
-Pure: tensors of a stretch of tokens in, tensors out. Knows no files (store.py).
+Pure functions on tensors of a span of tokens; files are handled by store.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from train.objectives import teacher
 
 @dataclass(frozen=True)
 class Layout:
-    """What is kept of every token."""
+    """What is stored for every token."""
 
     layers: tuple[int, ...]  # ascending
     hidden_size: int
@@ -38,7 +38,7 @@ class Layout:
     def of(
         cls, target: LlamaTarget, aux_layers: Sequence[int], settings: OfflineFeaturesConfig | None = None
     ) -> Layout:
-        """Raises ValueError for more teacher tokens than the target has."""
+        """Make the layout. Raises ValueError if `top_k` exceeds the target's vocabulary."""
         top_k, fp8 = (settings.top_k, settings.dtype == "fp8") if settings else (None, False)
         if top_k is not None and top_k > target.config.vocab_size:
             raise ValueError(f"features.top_k={top_k}: the target has {target.config.vocab_size} tokens; give fewer")
@@ -52,7 +52,7 @@ class Layout:
         return len(self.layers) * self.hidden_size * value + scales + 6 * (self.top_k or 0)
 
     def record(self) -> dict[str, Any]:
-        """For a manifest."""
+        """Return the manifest entries of this layout."""
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
             "layers": list(self.layers),
@@ -62,7 +62,7 @@ class Layout:
         }
 
     def encode(self, states: Tensor, target: LlamaTarget, hidden: Tensor) -> dict[str, Tensor]:
-        """states `[tokens, layers, H]` and hidden `[tokens, H]` after the final norm -> what is written, on the CPU."""
+        """Return what to store, on the CPU, of states `[tokens, layers, H]` and `[tokens, H]` after the final norm."""
         found = {"features": states}
         if self.fp8:
             stored, scales = quantise(states.flatten(0, 1), "fp8")
@@ -73,14 +73,14 @@ class Layout:
         return {name: value.cpu() for name, value in found.items()}
 
     def decode(self, stored: Mapping[str, Tensor]) -> Tensor:
-        """The states `[..., layers, H]` in the target's dtype."""
+        """Return the states `[..., layers, H]` in the target's dtype."""
         states = stored["features"]
         if not self.fp8:
             return states
         return (states.float() * stored["scales"][..., None]).to(self.dtype)
 
     def features(self, aux_layers: Sequence[int], states: Tensor, stored: Mapping[str, Tensor]) -> Features:
-        """states `[B, T, layers, H]`, and what else was stored of the same slots."""
+        """Return features from states `[B, T, layers, H]` and the other tensors stored for the same slots."""
         by_layer = dict(zip(self.layers, states.unbind(2), strict=True))
         aux = tuple(by_layer[layer] for layer in aux_layers)
         if self.top_k is None:
@@ -91,7 +91,7 @@ class Layout:
 
 @torch.no_grad()
 def top_tokens(target: LlamaTarget, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """hidden `[tokens, H]` -> the `count` largest log-probabilities of each, descending, and their tokens."""
+    """Return the `count` largest log-probabilities per token, descending, and their ids, from hidden `[tokens, H]`."""
     size = max(1, teacher.CHUNK_ELEMENTS // target.config.vocab_size)
     found = [target.logits(chunk).float().log_softmax(-1).topk(count) for chunk in hidden.split(size)]
     return torch.cat([part.values for part in found]), torch.cat([part.indices for part in found])

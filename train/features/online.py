@@ -1,7 +1,7 @@
-"""The target's hidden states that a head learns from, taken from the target in this process.
+"""Features (the target's hidden states that a head is trained on), computed by the target in this process.
 
-Computed for the sequences of each batch, or once for all of them and kept in memory. Which layers: the head says.
-Knows nothing about losses; what a feature means is DESIGN section 2.
+Computed for each batch, or once for all sequences and cached in memory. The head defines the layers. Independent of
+losses; DESIGN section 2 defines what a feature is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from train.storage import atomic
 
 
 class TopTokens(NamedTuple):
-    """The target's likeliest tokens, descending."""
+    """The target's k most likely tokens, in descending order."""
 
     log_probs: Tensor  # [B, T, k]
     ids: Tensor  # [B, T, k]
@@ -34,18 +34,18 @@ class TopTokens(NamedTuple):
 
 class Features(NamedTuple):
     aux: tuple[Tensor, ...]  # [B, T, H] per aux layer
-    hidden: Tensor  # [B, T, H] after the final norm: the teacher's logits are the LM head's of this
-    top: TopTokens | None = None  # what the teacher says in place of `hidden`, which is then [B, T, 0]
+    hidden: Tensor  # [B, T, H] after the final norm; the LM head maps it to the teacher's logits
+    top: TopTokens | None = None  # the teacher, in place of `hidden`, which is then [B, T, 0]
 
 
 class FeatureSource(Protocol):
-    """Contract: features of exactly the batch's rows; nothing is learned of padding. No gradients."""
+    """Contract: returns features of exactly the batch's rows, without gradients; nothing is trained on padding."""
 
     def __call__(self, batch: Batch) -> Features: ...
 
 
 def target_features(target: LlamaTarget, batch: Batch, aux_layers: Sequence[int]) -> Features:
-    """With gradients where the target has any."""
+    """Compute features, with gradients if the target has trainable parameters."""
     positions = alignment.positions(batch.ids, batch.starts)
     output = target(batch.ids, positions, CausalAttention(batch.starts), aux_layers=aux_layers)
     return Features(output.aux, output.hidden)
@@ -57,12 +57,12 @@ def compute_features(target: LlamaTarget, batch: Batch, aux_layers: Sequence[int
 
 
 def stored_layers(aux_layers: Sequence[int]) -> list[int]:
-    """The hidden states that the head and the teacher read between them."""
+    """Return the layers whose hidden states the head or the teacher reads."""
     return sorted({*aux_layers, LAST})
 
 
 class OnlineFeatures:
-    """The target runs for every batch."""
+    """Features computed by running the target for every batch."""
 
     def __init__(self, target: LlamaTarget, aux_layers: Sequence[int]) -> None:
         self.target, self.aux_layers = target, tuple(aux_layers)
@@ -74,7 +74,7 @@ class OnlineFeatures:
 class CachedFeatures:
     """Features of all sequences, computed once at the start, in the data's order.
 
-    That order, and not the order in which training asks, decides which sequences share a forward: a resumed run
+    The data's order, not the order of training, decides which sequences share a forward, so that a resumed run
     computes the same bits again.
     """
 
@@ -90,9 +90,10 @@ class CachedFeatures:
         check: Callable[[], None] = lambda: None,
         kept: Path | None = None,
     ) -> None:
-        """With `room` sequences share a row of up to so many tokens. `check` is called often and may raise Interrupted.
+        """Compute all features. With `room`, sequences are packed into rows of up to that many tokens.
 
-        The file `kept`, whose name says what the features depend on, then holds what was computed, for the next time.
+        `check` is called often and may raise Interrupted. What was computed is then saved in the file `kept`, whose
+        name identifies what the features depend on, and reused by the next run.
         """
         self._offsets = sequences.offsets
         self._device = target.norm.weight.device
@@ -125,13 +126,13 @@ class CachedFeatures:
                 self._store[part, low:high] = feature[place.row, place.first : place.first + high - low]
 
     def _keep(self, file: Path, batches: int, tokens: int) -> None:
-        """`tokens` reach to the end of the last sequence of the first `batches`."""
+        """Save the first `batches`; `tokens` is the end of their last sequence."""
         file.parent.mkdir(parents=True, exist_ok=True)
         states = self._store[:, :tokens].contiguous().cpu()
         atomic.write_tensors(file, {"states": states, "batches": torch.tensor(batches)})
 
     def _take_up(self, file: Path) -> int:
-        """How many batches an interrupted run has left; a file that cannot be read is none."""
+        """Load the batches saved by an interrupted run and return their number; 0 if the file cannot be read."""
         try:
             kept = load_file(file)
         except (OSError, SafetensorError):
@@ -164,7 +165,7 @@ def make_features(
     check: Callable[[], None] = lambda: None,
     kept: Path | None = None,
 ) -> FeatureSource:
-    """The cached form while it fits `features.cache_gb`, else the target runs for every batch."""
+    """Return cached features if they fit into `features.cache_gb`, else run the target for every batch."""
     if feature_bytes(target, aux_layers, int(sequences.offsets[-1])) <= config.cache_gb * 1e9:
         return CachedFeatures(target, aux_layers, sequences, batch_size, room, show=show, check=check, kept=kept)
     return OnlineFeatures(target, aux_layers)

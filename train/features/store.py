@@ -1,10 +1,10 @@
 """features=offline: the target's hidden states in files, computed once, read row by row through memory maps.
 
-    manifest.json            what the features were made of; a store of anything else is refused
-    shard-00000.safetensors  what layout.py keeps of the tokens of consecutive sequences
+    manifest.json            what the features depend on; a store with another manifest is refused
+    shard-00000.safetensors  what layout.py stores for the tokens of consecutive sequences
 
-A shard is whole or not there, so an interrupted store is completed, by the same command or any other run of the same
-features; processes share the shards.
+Shards are written atomically, so an interrupted store can be completed by the same command or any other run with the
+same features; processes divide the shards among themselves.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from train.storage import atomic
 from train.storage.reuse import text_hash, tokenizer_record
 
 MANIFEST, FORMAT = "manifest.json", 3
-LEAST_SHARDS = 32  # of a store that has so many sequences, so that an interruption loses little of a small one too
-CODE = "code"  # of a manifest: version and commit, which no store is refused for
-OPEN_SHARDS = 64  # maps held at once
+LEAST_SHARDS = 32  # if there are enough sequences, so that an interruption loses little of a small store too
+CODE = "code"  # manifest key: version and commit, for which no store is refused
+OPEN_SHARDS = 64  # memory maps open at the same time
 
 
 class Shard(NamedTuple):
@@ -54,7 +54,7 @@ def manifest(
     shard_mb: int,
     weights: WeightFormat = "same",
 ) -> dict[str, Any]:
-    """All that the features depend on, and their layout. Two equal ones have equal files."""
+    """Return all that the features depend on, and their layout. Stores with equal manifests have equal files."""
     return {
         **origin(target, tokenizer, layout, shard_mb, weights),
         "data": sequences.content_hash(),
@@ -66,7 +66,7 @@ def manifest(
 def origin(
     target: LlamaTarget, tokenizer: Tokenizer, layout: Layout, shard_mb: int, weights: WeightFormat
 ) -> dict[str, Any]:
-    """What is known of a manifest before there are sequences."""
+    """Return the part of a manifest that does not depend on the sequences."""
     return {
         "format": FORMAT,
         "target": target.fingerprint,
@@ -82,7 +82,7 @@ def store_name(record: dict[str, Any]) -> str:
 
 
 def cut_shards(sequences: Sequences, token_bytes: int, shard_mb: int) -> list[Shard]:
-    """Consecutive sequences up to about `shard_mb` each, and no more than a share of the whole."""
+    """Divide the sequences, in order, into shards of up to about `shard_mb` or 1/LEAST_SHARDS of all tokens."""
     shards: list[Shard] = []
     first, offsets = 0, sequences.offsets.tolist()
     room = max(1, min(int(shard_mb * 2**20 / token_bytes), offsets[-1] // LEAST_SHARDS))
@@ -96,21 +96,21 @@ def cut_shards(sequences: Sequences, token_bytes: int, shard_mb: int) -> list[Sh
 
 
 def wider_layout(layout: Layout, wanted: dict[str, Any], folder: Path) -> Layout | None:
-    """That of the store in `folder`, where it keeps more layers than `wanted` and agrees with it in all other keys."""
+    """Return the layout of the store in `folder` if it adds layers to `wanted` and all other keys agree, else None."""
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         layers = tuple(found["layers"])
     except (OSError, ValueError, TypeError, KeyError):
-        return None  # nothing, or something that open_store refuses
+        return None  # no store, or one that open_store refuses
     agrees = all(found.get(key) == value for key, value in wanted.items() if key != "layers")
     return replace(layout, layers=layers) if agrees and set(layout.layers) < set(layers) else None
 
 
 def open_store(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Makes the folder and its manifest, or checks those that are there and removes what was left unfinished.
+    """Create the folder and its manifest, or check existing ones and remove unfinished files.
 
-    Returns the code that made the store. Raises ValueError naming every difference when it holds features of anything
-    else.
+    Returns the code (version, commit) that made the store. Raises ValueError naming every difference if the store holds
+    other features.
     """
     found = refuse_other_store(folder, wanted)
     if found is None:
@@ -123,7 +123,7 @@ def open_store(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def other_code(made_by: dict[str, Any]) -> str | None:
-    """What is to be said of a store that other code made: its features should be the same, but nothing proves it."""
+    """Return a warning if other code made the store: its features should be the same, but that is not verified."""
     here = code_state()
     if made_by == here:
         return None
@@ -132,9 +132,9 @@ def other_code(made_by: dict[str, Any]) -> str | None:
 
 
 def refuse_other_store(folder: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
-    """The manifest of a store that agrees in every key of `wanted`; None where there is nothing yet.
+    """Return the manifest of a store that agrees in every key of `wanted`; None if there is no store yet.
 
-    Raises ValueError naming every difference, or for a folder that holds something else.
+    Raises ValueError naming every difference, or if the folder holds anything other than a store.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -161,7 +161,7 @@ def refuse_other_store(folder: Path, wanted: dict[str, Any]) -> dict[str, Any] |
 
 
 def refuse_small_disk(folder: Path, needed: int) -> None:
-    """Raises ValueError, before anything is computed."""
+    """Raises ValueError if less than `needed` bytes are free, before anything is computed."""
     place = folder
     while not place.exists():
         place = place.parent
@@ -174,7 +174,7 @@ def refuse_small_disk(folder: Path, needed: int) -> None:
 
 
 class FeatureStore:
-    """Contract of `FeatureSource`, once `fill` has run on every process."""
+    """A `FeatureSource` over a store, usable once `fill` has run on every process."""
 
     def __init__(
         self,
@@ -215,13 +215,13 @@ class FeatureStore:
         room: int | None = None,
         show: bool,
     ) -> None:
-        """Computes this process's share of what is missing; what is finished when `check` raises is kept.
+        """Compute this process's share of the missing shards; shards finished before `check` raises are kept.
 
-        With `room` sequences share a row of up to so many tokens.
+        With `room`, sequences are packed into rows of up to that many tokens.
         """
         rank, world = share
         missing = set(self.missing)
-        todo = [shard for shard in self._shards[rank::world] if shard in missing]  # by number: others are at work too
+        todo = [shard for shard in self._shards[rank::world] if shard in missing]  # by number: others write too
         with tqdm(total=len(todo), desc="features", unit="shard", disable=not show, dynamic_ncols=True) as bar:
             for shard in todo:
                 atomic.write_tensors(self.folder / shard.file, self._compute(shard, batch_size, room, check))
@@ -243,7 +243,7 @@ class FeatureStore:
         return out
 
     def __call__(self, batch: Batch) -> Features:
-        """Raises ValueError when a shard has vanished or is damaged."""
+        """Return the batch's features. Raises ValueError if a shard is missing or damaged."""
         out: dict[str, Tensor] = {}
         for row, place in zip(batch.rows, batch.places, strict=True):
             for name, value in self._read(row).items():
@@ -253,7 +253,7 @@ class FeatureStore:
         return self._layout.features(self._aux_layers, states.to(self._device), rest)
 
     def _read(self, row: int) -> dict[str, Tensor]:
-        """What is kept of the row's tokens, hidden states decoded."""
+        """Return what is stored for the row's tokens, with hidden states decoded."""
         shard, offsets = self._shard_of[row], self._sequences.offsets
         begin = int(offsets[shard.first])
         low, high = int(offsets[row]) - begin, int(offsets[row + 1]) - begin

@@ -1,1 +1,1 @@
-"""What is minimised when a head learns from a target: alignment, draft states, and an objective per file."""
+"""Training objectives of heads: alignment with the target, draft states, and one objective per file."""

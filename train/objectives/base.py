@@ -1,7 +1,8 @@
-"""What all objectives share: which slot is compared with what at which depth, and the sums that a loss is made of.
+"""The base class of objectives: pairs every slot and depth with its teacher row, and sums the losses.
 
-An objective says what a slot costs (`loss`, `share`, `state_costs`), and, if need be, which slots a depth looks at
-(`columns`). Sums and not means: accumulated and distributed batches add up to the loss of one large batch.
+A subclass defines the loss of a slot (`loss`, `share`, `state_costs`) and, if needed, the slots that each depth is
+trained on (`columns`). Losses are sums, not means, so accumulated and distributed batches add up to the loss of one
+large batch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ NATIVE_LOSSES = ("kl", "ce", "label")
 
 
 class StepSums(NamedTuple):
-    """Sums over the slots of each step, `[K]` each; a mean is a sum over `count`, of any number of batches together."""
+    """Sums over the slots of each step, `[K]` each; over any number of batches, mean = sum / `count`."""
 
     count: Tensor
     loss: Tensor
@@ -45,7 +46,7 @@ class StepSums(NamedTuple):
 
 
 class Objective(nn.Module):
-    """Holds the head, so that a distributed wrapper around this module sees every parameter's use."""
+    """Base class; holds the head, so that a distributed wrapper around this module sees every use of its parameters."""
 
     def __init__(self, head: Head, config: Any) -> None:
         super().__init__()
@@ -58,28 +59,28 @@ class Objective(nn.Module):
         self._narrow = NarrowWeights()
         if config.checkpointing:
             for module in head.modules():
-                if isinstance(module, GatedMLP):  # attention keeps the keys of earlier steps, and must not run twice
+                if isinstance(module, GatedMLP):  # attention caches keys of earlier steps: no recomputation
                     module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
     @property
     def trained(self) -> nn.Module:
-        """What holds every trained parameter, and is saved."""
+        """The module that holds every trained parameter and is saved."""
         return self.head
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """What is trained, in the order of `trained`; `scale` is a group's share of the step size."""
+        """Return the trained parameters, in the order of `trained`; `scale` multiplies a group's learning rate."""
         return [{"params": [own for own in self.head.parameters() if own.requires_grad], "scale": 1.0}]
 
     @property
     def fused(self) -> bool:
-        """Whether logits and the teacher's probabilities exist for a chunk of slots alone."""
+        """Whether logits and the teacher's probabilities are materialised only for one chunk of slots at a time."""
         if self.config.fused is not None:
             return self.config.fused
         return next(self.head.parameters()).device.type == "cuda"
 
     @property
     def native(self) -> bool:
-        """Whether LM head and loss are one kernel (kernels/vocabulary.py), for which the teacher's logits are kept."""
+        """Whether LM head and loss run as one kernel (kernels/vocabulary.py), which needs the teacher's logits kept."""
         parameter = next(self.head.parameters())
         return (
             self.config.fused is None
@@ -89,39 +90,39 @@ class Objective(nn.Module):
         )
 
     def teach(self, target: LlamaTarget, hidden: Tensor, batch: Batch) -> Teacher:
-        """What this objective reads of the target, from its last hidden states `[B, T, H]`."""
+        """Return the teacher for this objective, from the target's last hidden states `[B, T, H]`."""
         if self.native and hidden.dtype in KINDS:
             return teaching.teach_logits(target, hidden, batch, self.head.target_ids)
         return teaching.teach(target, hidden, batch, self.head.target_ids, keep=not self.fused)
 
     @property
     def loss(self) -> str:
-        """Of the logits, as losses.slot_losses has it."""
+        """The name of the loss of the logits, as in `losses.functions.slot_losses`."""
         return "kl"
 
     def share(self, teacher: Teacher) -> Tensor:
-        """`[N]`: what a slot's loss of the logits counts, one by default."""
+        """Return the weight of each slot's loss of the logits, `[N]`; one by default."""
         return torch.ones_like(teacher.mass)
 
     def logit_costs(self, logits: Tensor, teacher: Teacher) -> Tensor:
-        """`[N]`: that loss, of logits `[N, Vd]`."""
+        """Return the loss of the logits `[N, Vd]` per slot, `[N]`."""
         return slot_losses(self.loss, logits, teacher)
 
     def state_costs(self, states: Tensor, teacher: Teacher) -> Tensor | None:
-        """`[N]`: what the states `[N, S]` cost themselves; None if nothing."""
+        """Return the loss of the states `[N, S]` themselves per slot, `[N]`; None if there is none."""
         return None
 
     def costs(self, logits: Tensor, states: Tensor, teacher: Teacher) -> Tensor:
-        """`[N]`: what N slots cost; logits `[N, Vd]`, states `[N, S]`, as many rows of the teacher."""
+        """Return the total loss per slot, `[N]`, from logits `[N, Vd]`, states `[N, S]` and N rows of the teacher."""
         costs, others = self.share(teacher) * self.logit_costs(logits, teacher), self.state_costs(states, teacher)
         return costs if others is None else costs + others
 
     def columns(self, first: int, length: int, generator: torch.Generator) -> Sequence[Tensor] | None:
-        """The slots that each depth is trained on, nested; None for all of them."""
+        """Return the slots that each depth is trained on, each a subset of the depth before; None for all slots."""
         return None
 
     def denominators(self, batch: Batch) -> Tensor:
-        """`[K]`: what the sum of each step is divided by, known before any forward."""
+        """Return the divisor of each step's sum, `[K]`, which is known before any forward."""
         masks = alignment.step_masks(batch.assistant, self.steps)
         return slot_weights(masks, self.config.reduction, batch.starts)[1]
 
@@ -135,18 +136,18 @@ class Objective(nn.Module):
         generator: torch.Generator | None = None,
         progress: float = 0.0,
     ) -> tuple[Tensor, StepSums]:
-        """The loss Σ_k w^k · Σ cost_k / denominators[k], and sums to log: `correct`, `overlap` only with `metrics`.
+        """Return the loss Σ_k w^k · Σ cost_k / denominators[k], and sums to log; `correct`, `overlap` need `metrics`.
 
-        `denominators [K]` are of everything that one optimiser step sees. `generator` draws what is random in training;
-        without one, as in evaluation, nothing is. `progress`: the share of the run that is done, for objectives that
-        train in stages; 0 asks for the head alone.
+        `denominators [K]` are totals over all batches of one optimiser step. `generator` draws the randomness of
+        training; without one, as in evaluation, nothing is random. `progress` is the completed share of the run, for
+        objectives that train in stages; 0 selects the loss of the head alone.
         """
         self._narrow.renew()
         masks = alignment.step_masks(batch.assistant, self.steps)  # [K, B, T]
         weights, _ = slot_weights(masks, self.config.reduction, batch.starts)
         length = masks.shape[2]
         first = int(masks[0].any(0).int().argmax())
-        # Slot i at step k is taught by the row of served slot i + k: rows are numbered in slot order.
+        # The teacher of slot i at step k is the row of served slot i + k: rows are numbered in slot order.
         number = masks[0].flatten().cumsum(0).view_as(masks[0]) - 1
         aux = features.aux if generator is None else self._noisy(features.aux, generator)
         columns = None if generator is None else self.columns(first, length, generator)
@@ -159,14 +160,14 @@ class Objective(nn.Module):
             mask, weight = alignment.at(masks[step], kept), alignment.at(weights[step], kept)
             rows = alignment.at(alignment.shift_left(number, step), kept)[mask]
             parts = self.compare(state[mask], weight[mask], rows, teacher, step, metrics)
-            # a sample of the slots stands for all of them
+            # rescale, since a sample of the slots stands for all of them
             share = 1.0 if columns is None else max(1, len(kept)) / (length - first)
             total = total + self.config.step_weight**step / share * parts[0] / denominators[step].clamp(min=1)
             sums.append(torch.stack([mask.sum().float(), *(value.detach() for value in parts[1:])]))
         return total, StepSums(*torch.stack(sums, dim=1))
 
     def _noisy(self, aux: Sequence[Tensor], generator: torch.Generator) -> Sequence[Tensor]:
-        """U(-a, a) on every feature, against drafts that go wrong in small steps (arXiv 2401.15077)."""
+        """Add noise U(-a, a) to every feature, against the accumulation of small draft errors (arXiv 2401.15077)."""
         a = self.config.feature_noise
         if not a:
             return aux
@@ -178,7 +179,7 @@ class Objective(nn.Module):
     def compare(
         self, states: Tensor, weights: Tensor, rows: Tensor, teacher: Teacher, depth: int, metrics: bool
     ) -> tuple[Tensor, ...]:
-        """Sums of weighted cost, cost, correct and overlap over the slots `states [N, S]`, taught by `rows [N]`."""
+        """Return sums of weighted cost, cost, correct, overlap over slots, `states [N, S]` with teacher `rows [N]`."""
         size = max(1, teaching.CHUNK_ELEMENTS // self.head.config.draft_vocab_size)
         if teacher.logits is not None and self.native:
             return self._compare_native(states, weights, teacher.rows(rows), depth, metrics)
@@ -187,7 +188,7 @@ class Objective(nn.Module):
             return chunked_sums(compare, states, weights, rows, size, self.head.parameters())
         if len(states) <= size:
             return self._compare_chunk(states, weights, rows, teacher, depth, metrics)
-        # Logits of every step together would not fit: each chunk's are computed again in the backward pass.
+        # Logits of all steps together would not fit in memory: each chunk's are recomputed in the backward pass.
         parts = [
             checkpoint(self._compare_chunk, part, weight, index, teacher, depth, metrics, use_reentrant=False)
             for part, weight, index in zip(states.split(size), weights.split(size), rows.split(size), strict=True)
@@ -230,19 +231,19 @@ class Objective(nn.Module):
 
 
 def in_fp32(device: str) -> AbstractContextManager[Any]:
-    """Autocast ends here: a probability needs more than bf16. Some devices, such as meta, know none."""
+    """Disable autocast: probabilities need more than bf16. Some devices, such as meta, do not support autocast."""
     known = torch.amp.is_autocast_available(device)
     return torch.autocast(device, enabled=False) if known else contextlib.nullcontext()
 
 
 def slot_weights(masks: Tensor, reduction: str, starts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """masks `[K, B, T]` -> what each slot counts `[K, B, T]`, and by what the sum is divided `[K]`.
+    """Return each slot's weight `[K, B, T]` and the divisors of the weighted sums `[K]`, from masks `[K, B, T]`.
 
-    token: every slot the same. sequence: every sequence the same, however many slots it has; `starts` `[B, T]` tells
-    those of a row apart.
+    token: all slots have equal weight. sequence: all sequences have equal weight, however many slots they have;
+    `starts` `[B, T]` separates the sequences of a packed row.
     """
     if reduction == "token":
         return masks.float(), masks.flatten(1).sum(1).float()
     owner = torch.zeros_like(masks, dtype=torch.int64) if starts is None else starts.expand_as(masks)
-    counts = torch.zeros_like(owner).scatter_add(-1, owner, masks.long())  # of a sequence, at its first slot
+    counts = torch.zeros_like(owner).scatter_add(-1, owner, masks.long())  # per sequence, stored at its first slot
     return masks / counts.gather(-1, owner).clamp(min=1), (counts > 0).flatten(1).sum(1).float()

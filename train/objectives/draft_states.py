@@ -1,8 +1,8 @@
-"""What a head answers at every slot and depth of teacher-forced sequences: the one form in which training runs a head.
+"""The forward pass of a head over teacher-forced sequences, at every slot and depth.
 
-Depth k of slot i stands for "k tokens drafted after position i". Tokens are the sequence's own, states the head's: this
-equals the engine's drafting of these tokens, which tests assert for every head. Objectives learn from it
-(train/objectives/), and simulated acceptance walks it (train/acceptance.py).
+Depth k of slot i stands for "k tokens drafted after position i". Tokens are those of the sequence, states are computed
+by the head: this equals the engine drafting these tokens, which tests assert for every head. Used by the objectives
+(train/objectives/) and by simulated acceptance (train/acceptance.py).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def draft_states(
     starts: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """The states of depths 0 .. K-1 for slots `first ..`: `[B, T - first, S]` each. `head.logits` reads them.
+    """Yield the states of depths 0 .. K-1 for slots `first ..`, `[B, T - first, S]` each, as input of `head.logits`.
 
-    ids `[B, T]`, aux one `[B, T, Ht]` per feature. Slots that are not asked for lend their keys at depth 0 and stop
-    there: those before `first`, or those that are not among `slots` `[B, M]`. With `columns` depth k answers only the
-    slots `columns[k]`, a subset of the depth before: what a parallel head learns from (arXiv 2602.01469). starts
-    `[B, T]`: where each slot's document begins, if several lie in a row.
+    ids `[B, T]`, aux one `[B, T, Ht]` per feature. Slots before `first`, or not among `slots` `[B, M]`, only contribute
+    keys and values at depth 0. With `columns` depth k yields only the slots `columns[k]`, a subset of those of the
+    depth before, on which a parallel head is trained (arXiv 2602.01469). starts `[B, T]`: where each slot's document
+    begins, if several are packed into a row.
     """
     length, attention, own = ids.shape[1], TrainingTimeTestAttention(starts), alignment.positions(ids, starts)
-    state = head.fuse([feature.to(head.dtype) for feature in aux]).to(head.dtype)  # under autocast it stays fp32
+    state = head.fuse([feature.to(head.dtype) for feature in aux]).to(head.dtype)  # under autocast the result is fp32
     mask_slot, every = head.mask_slot(), torch.arange(first, length, device=ids.device)
     kept = every
     for step in range(steps):

@@ -1,7 +1,7 @@
-"""EAGLE-1's objective (arXiv 2401.15077): predict the target's next hidden state, and so its next distribution.
+"""EAGLE-1's objective (arXiv 2401.15077): predict the target's next hidden state, and thereby its next distribution.
 
-With more than one step the head also runs on its own predictions, under the attention of serving (HASS, arXiv
-2408.15766), every step counting alike.
+With more than one step the head also runs on its own predictions, with the attention it has in serving (HASS, arXiv
+2408.15766), and all steps have the same weight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class FeatureRegression(Objective):
 
     config: EagleObjectiveConfig
 
-    def share(self, teacher: Teacher) -> Tensor:  # KL: the cross-entropy less the target's own entropy
+    def share(self, teacher: Teacher) -> Tensor:  # KL: the cross-entropy minus the target's entropy
         return torch.full_like(teacher.mass, self.config.distribution_weight)
 
     def state_costs(self, states: Tensor, teacher: Teacher) -> Tensor:

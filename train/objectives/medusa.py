@@ -1,7 +1,8 @@
-"""Medusa (arXiv 2401.10774): every head is compared with the target at its own distance, further ones counting less.
+"""Medusa's objectives (arXiv 2401.10774): each head is compared with the target at its depth, deeper ones weigh less.
 
-Medusa-1: the target is frozen. Soft labels are its distribution, hard ones the tokens that the sequence holds.
-Medusa-2: after the heads, the target itself learns to be foreseen, held to what it was by self-distillation.
+Medusa-1: the target is frozen. Soft labels are its distribution, hard labels the tokens of the sequence.
+Medusa-2: after a first stage for the heads alone, the target is trained too, so that the heads predict it better;
+self-distillation keeps it close to the original.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class MedusaHeads(Objective):
 
 
 class MedusaTogether(MedusaHeads):
-    """Heads alone for the first part of a run, then heads and a target with adapters (models/lora.py).
+    """Medusa-2: trains the heads alone for the first part of a run, then also adapters of the target (models/lora.py).
 
-    The teacher is the target as it was, for the heads and for itself. `target` must not be packed; it is adapted in
-    place, and nothing else of it is trained.
+    The teacher is the unadapted target, both for the heads and for the adapted target. `target` must not be packed;
+    adapters are inserted in place, and nothing else of it is trained.
     """
 
     config: Medusa2ObjectiveConfig
@@ -73,7 +74,7 @@ class MedusaTogether(MedusaHeads):
     ) -> tuple[Tensor, StepSums]:
         if progress <= self.config.heads_first:
             return super().forward(batch, features, teacher, denominators, metrics, generator)
-        with torch.autocast(batch.ids.device.type, enabled=False):  # the target runs as it is served
+        with torch.autocast(batch.ids.device.type, enabled=False):  # the target runs in the precision of serving
             with recomputing(self.target.layers if self.config.checkpointing else ()):
                 own = target_features(self.target, batch, self.head.config.aux_layers)
             drift = self.drift(batch, own.hidden, teacher) / denominators[0].clamp(min=1)
@@ -81,7 +82,7 @@ class MedusaTogether(MedusaHeads):
         return drift + self.config.heads_weight * loss, sums
 
     def drift(self, batch: Batch, hidden: Tensor, teacher: Teacher) -> Tensor:
-        """Σ over served slots of weight * KL(target as it was || as it is), from hidden `[B, T, H]` as it is."""
+        """Return Σ over served slots of weight * KL(original || adapted); `hidden` `[B, T, H]` is of the adapted."""
         served = alignment.step_masks(batch.assistant, 1)
         weights = slot_weights(served, self.config.reduction, batch.starts)[0][0][served[0]]  # [R], in slot order
         rows = hidden[alignment.teacher_rows(batch.assistant)]  # [R, H]
@@ -99,7 +100,7 @@ class MedusaTogether(MedusaHeads):
 
 @contextmanager
 def recomputing(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Of what runs within, these layers keep their inputs alone; the backward pass runs them again."""
+    """Within the block, `layers` save only their inputs; backward recomputes them (activation checkpointing)."""
     layers = list(layers)
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)

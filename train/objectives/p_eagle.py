@@ -1,7 +1,7 @@
 """P-EAGLE's objective (arXiv 2602.01469): EAGLE-3's loss at every depth of the parallel draft.
 
-Depth 0 learns from every slot. Depth d learns from a sample of max(ratio ** d, min_ratio) of them, each of which has a
-row at every shallower depth too: K depths then cost far less than K passes over the sequence.
+Depth 0 is trained on every slot, depth d on a sample of the share max(ratio ** d, min_ratio), whose slots have a row at
+every shallower depth too. K depths then cost far less than K passes over the sequence.
 """
 
 from __future__ import annotations

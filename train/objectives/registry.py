@@ -1,4 +1,4 @@
-"""Objectives by name: what is minimised when a head learns from a target."""
+"""Training objectives of heads, by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The target at the positions that are drafted for: computed once per batch, read by every step of every objective."""
+"""The teacher: the target's output at the positions to be drafted, computed once per batch and shared by all steps."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from train.data.sequences import Batch
 from train.features.online import TopTokens
 from train.objectives import alignment
 
-CHUNK_ELEMENTS = 2**26  # logits held at once: 256 MB in fp32
+CHUNK_ELEMENTS = 2**26  # logits in memory at a time: 256 MB in fp32
 
 
 class SharedLogits(NamedTuple):
-    """Logits that are picked by row when they are read, and never copied."""
+    """Teacher logits that are indexed by row when read, never copied."""
 
     logits: TeacherLogits  # of all rows
-    rows: Tensor  # int64 [R], those meant here
+    rows: Tensor  # int64 [R], the selected ones
 
 
 class Teacher(NamedTuple):
-    """R rows, one per served slot in slot order; a draft vocabulary of Vd tokens."""
+    """What a draft is compared with: R rows, one per served slot in slot order; a draft vocabulary of Vd tokens."""
 
-    probs: Tensor  # [R, Vd], renormalised to the draft vocabulary; [R, 0] while they are not kept
+    probs: Tensor  # [R, Vd], renormalised to the draft vocabulary; [R, 0] if not kept
     negentropy: Tensor  # [R], of probs
-    mass: Tensor  # [R], what the draft vocabulary holds of the full distribution
+    mass: Tensor  # [R], probability of the draft vocabulary under the full distribution
     choice: Tensor  # [R], the target's argmax over the full vocabulary
     draft_choice: Tensor  # [R], the draft id of the argmax over the draft vocabulary
     in_vocab: Tensor  # bool [R], whether the two are the same token
-    label: Tensor  # [R], the draft id of the token that the sequence holds there, -1 where it has none
+    label: Tensor  # [R], the draft id of the sequence's token, -1 if it has none
     hidden: Tensor  # [R, H], the target's hidden state after the final norm; [R, 2k] of `recall`
-    make_probs: Callable[[Tensor], Tensor] | None = None  # from `hidden`, where they are not kept
+    make_probs: Callable[[Tensor], Tensor] | None = None  # computes probs from `hidden` where they are not kept
     logits: SharedLogits | None = None  # kept in place of probs by `teach_logits`
 
     def rows(self, index: Tensor) -> Teacher:
@@ -47,12 +47,12 @@ class Teacher(NamedTuple):
         return Teacher._make([*(column[index] for column in self[:-2]), self.make_probs, logits])
 
     def whole(self) -> Teacher:
-        """With its probabilities."""
+        """Return this teacher with its probabilities computed."""
         return self if self.make_probs is None else self._replace(probs=self.make_probs(self.hidden), make_probs=None)
 
 
 def draft_ids_of(ids: Tensor, vocab_size: int) -> Tensor:
-    """The draft id of every target id `[V]`, -1 for those that `ids` `[Vd]` does not hold."""
+    """Return the draft id of every target id, `[V]`; -1 for those outside the draft vocabulary `ids` `[Vd]`."""
     found = torch.full((vocab_size,), -1, device=ids.device)
     found[ids] = torch.arange(ids.numel(), device=ids.device)
     return found
@@ -60,10 +60,10 @@ def draft_ids_of(ids: Tensor, vocab_size: int) -> Tensor:
 
 @torch.no_grad()
 def teach(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor, *, keep: bool = True) -> Teacher:
-    """`hidden [B, T, H]` after the target's final norm; `ids [Vd]`, the head's target ids.
+    """Compute the teacher from `hidden [B, T, H]` after the target's final norm; `ids [Vd]` are the head's target ids.
 
-    Logits exist for the rows that teach and a chunk at a time. With `keep` false their probabilities are dropped too,
-    to be made again for the rows that are looked at (`Teacher.whole`).
+    Logits are computed only for teacher rows, one chunk at a time. With `keep` false the probabilities are dropped too
+    and recomputed for the rows that are read (`Teacher.whole`).
     """
     rows, label, whole = rows_and_labels(target, hidden, batch, ids)
     vocab_size = target.config.vocab_size
@@ -85,7 +85,7 @@ def teach(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor, *, kee
 
 
 def rows_and_labels(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """`hidden` `[R, H]` and draft ids `[R]` of the rows that teach, and whether `ids` are the whole vocabulary."""
+    """Return `hidden` `[R, H]` and label draft ids `[R]` of teacher rows, and whether `ids` is the full vocabulary."""
     where, vocab_size = alignment.teacher_rows(batch.assistant), target.config.vocab_size
     label = draft_ids_of(ids, vocab_size)[alignment.shift_left(batch.ids, 1)[where]]
     return hidden[where], label, ids.numel() == vocab_size
@@ -93,7 +93,7 @@ def rows_and_labels(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tens
 
 @torch.no_grad()
 def teach_logits(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor) -> Teacher:
-    """As `teach`, keeping the target's logits over the draft vocabulary, in its dtype, in place of probabilities."""
+    """Like `teach`, but keep the target's logits over the draft vocabulary, in its dtype, instead of probabilities."""
     rows, label, whole = rows_and_labels(target, hidden, batch, ids)
     kept, parts = rows.new_empty(len(rows), ids.numel()), []
     for block in vocabulary.spans(len(rows), vocabulary.BLOCK_ELEMENTS // target.config.vocab_size):
@@ -116,16 +116,16 @@ def teach_logits(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor)
 
 @torch.no_grad()
 def draft_probs(target: LlamaTarget, ids: Tensor | None, hidden: Tensor) -> Tensor:
-    """`[R, H]` -> `[R, Vd]`, renormalised to the draft vocabulary `ids`, None for all."""
+    """Return probabilities `[R, Vd]` over the draft vocabulary `ids` (None for all), renormalised, from `[R, H]`."""
     logits = target.logits(hidden).float()
     return (logits if ids is None else logits[:, ids]).softmax(-1)
 
 
 @torch.no_grad()
 def recall(top: TopTokens, batch: Batch, ids: Tensor, vocab_size: int) -> Teacher:
-    """The teacher from its likeliest tokens alone `[B, T, k]`; what they leave over counts nothing.
+    """Build the teacher from the target's stored top-k tokens `[B, T, k]`; the remaining probability mass is ignored.
 
-    Where the draft vocabulary `ids` holds none of them, the sequence's own token stands in, as if it were certain.
+    Where the draft vocabulary `ids` holds none of them, the sequence's token is used with probability one.
     """
     where = alignment.teacher_rows(batch.assistant)
     log_probs, tokens = top.log_probs[where], top.ids[where]  # [R, k]
@@ -154,6 +154,6 @@ def recall(top: TopTokens, batch: Batch, ids: Tensor, vocab_size: int) -> Teache
 
 
 def spread(size: int, packed: Tensor) -> Tensor:
-    """Probabilities and draft ids side by side `[R, 2k]` -> `[R, size]`, zero elsewhere."""
+    """Scatter packed probabilities and draft ids `[R, 2k]` into dense probabilities `[R, size]`, zero elsewhere."""
     probs, ids = packed.chunk(2, dim=-1)
     return probs.new_zeros(len(packed), size).scatter_add(1, ids.long(), probs)

@@ -1,7 +1,6 @@
 """EAGLE-3's training-time test (arXiv 2503.01840): the head runs K steps on its own states, as in serving.
 
-Tokens are teacher-forced, states are the head's own; every step is compared with the target's distribution at the
-same position.
+Only tokens are teacher-forced; every step is compared with the target's distribution at the same position.
 """
 
 from __future__ import annotations

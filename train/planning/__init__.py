@@ -1,1 +1,1 @@
-"""What a run will need, and what is refused, before it starts."""
+"""Planning before a run starts: resource estimates, and checks that refuse what cannot work."""

@@ -1,8 +1,8 @@
-"""How much memory a batch takes while a head learns from it: by a rehearsal in which no tensor has memory behind it.
+"""Estimate of a head's activation memory for a training batch, by a dry run on meta tensors.
 
-The head's own code runs forward and backward on torch's meta tensors, which know shape and dtype alone, and what lives
-at once is counted. Every slot learns, as in a batch of answers without a prompt, and in fp32: real batches take less,
-those of precision=bf16 about a sixth.
+The head's own code runs forward and backward on torch's meta tensors, which have only shape and dtype, and the bytes
+alive at the same time are counted. Every slot is trained on, as in a batch of responses without prompts, in fp32: real
+batches take less, those of precision=bf16 about a sixth.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from train.preparation import make_head
 
 
 class LiveBytes(TorchDispatchMode):
-    """Within it: bytes of the tensors that were made since and live, and the most of them at once."""
+    """While active, counts bytes of live tensors created since it was entered (`now`), and their maximum (`peak`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def meta_objective(config: TrainConfig, target: LlamaTarget) -> Objective:
-    """The objective around a head on meta, as `target` is; of Medusa-2 the heads alone."""
+    """Return the objective around a head on the meta device, like `target`; for Medusa-2 that of the heads alone."""
     with torch.device("meta"):
         head = make_head(config.head, target.config)
         head.borrow(target)
@@ -68,9 +68,9 @@ def meta_objective(config: TrainConfig, target: LlamaTarget) -> Objective:
 
 
 def rehearse(config: TrainConfig, target: LlamaTarget, rows: int, length: int) -> int:
-    """Bytes at most beside parameters, gradients and optimiser, for `rows` rows of `length` slots.
+    """Return the peak bytes beside parameters, gradients and optimiser, for `rows` rows of `length` slots.
 
-    `target` is on meta too. Of Medusa-2 the heads alone are rehearsed.
+    `target` is on the meta device too. For Medusa-2 only the heads are profiled.
     """
     with torch.device("meta"):
         objective = meta_objective(config, target)
@@ -86,7 +86,7 @@ def rehearse(config: TrainConfig, target: LlamaTarget, rows: int, length: int) -
 
 
 def learn(objective: Objective, ids: Tensor, aux: list[Tensor], vocab_size: int) -> Tensor:
-    """The loss of `ids` `[B, T]` and a teacher at every slot, as `Objective.forward` makes it."""
+    """Return the loss for `ids` `[B, T]` with a teacher at every slot, computed as in `Objective.forward`."""
     head, config = objective.head, objective.config
     rows, length = ids.shape
     column, drafts = torch.zeros(rows * length), head.config.draft_vocab_size
@@ -108,7 +108,7 @@ def learn(objective: Objective, ids: Tensor, aux: list[Tensor], vocab_size: int)
         columns = [torch.arange(size) for size in sizes]
     total = []
     for step, state in enumerate(draft_states(head, ids, aux, objective.steps, columns=columns)):
-        states = state.flatten(0, 1)[1 if step else 0 :]  # fewer than the teacher has, which is then copied
+        states = state.flatten(0, 1)[1 if step else 0 :]  # fewer than the teacher, so that it is copied
         index = torch.zeros(len(states), dtype=torch.int64)
         total.append(objective.compare(states, torch.ones(len(states)), index, teacher, step, True)[0])
     return torch.stack(total).sum()

@@ -1,7 +1,7 @@
-"""How many operations a step of training needs of its head: over time and peak, model FLOPs utilisation.
+"""FLOPs that a training step needs for its head; divided by time and peak FLOP/s, model FLOPs utilisation (MFU).
 
-Counted are the products of a forward on real tokens, three times for the backward pass. What is computed beyond that
-(padding, logits made a second time) does not count as use.
+Counts the matrix products of a forward on real tokens, times three to include the backward pass. Anything computed
+beyond that (padding, recomputed logits) is not counted.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ WITH_BACKWARD = 3  # forward, gradient of the input, gradient of the weight
 
 class HeadFlops(NamedTuple):
     per_token: float  # states of all depths
-    per_slot: float  # logits of one slot that is compared with the teacher, the mean over depths
+    per_slot: float  # logits of one slot that is compared with the teacher, averaged over depths
 
     def step(self, tokens: float, slots: float) -> float:
-        """`slots` of all depths together."""
+        """Return the FLOPs of a step; `slots` is summed over all depths."""
         return self.per_token * tokens + self.per_slot * slots
 
 
 @torch.no_grad()
 def head_flops(head: Head, steps: int) -> HeadFlops:
-    """By running a single token through the head, whose parameters must be whole."""
+    """Count the head's FLOPs by running a single token through it; its parameters must not be sharded."""
     device = next(head.parameters()).device
     ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
     feature = torch.zeros(1, 1, head.config.target_hidden_size, dtype=head.dtype, device=device)

@@ -1,7 +1,7 @@
-"""What a run holds in memory, part by part, from the sizes of target and head; no weight is loaded.
+"""Memory estimate of a run by part, from the sizes of target and head; no weight is loaded.
 
-Of full batches in which every token is learnt, which real ones are not. Without what no key changes: Python and torch,
-0.6 GB on a CPU, and what an allocator holds back.
+Assumes full batches in which every token is trained on, an upper bound for real ones. Excludes what no configuration
+key changes: Python and torch, 0.6 GB on a CPU, and memory that an allocator reserves.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CURES = {
 
 
 def memory_parts(config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> dict[str, int]:
-    """Bytes of this process by part; `tokens` of all sequences."""
+    """Return the bytes of this process by part; `tokens` is the total over all sequences."""
     sizes, batch = target.config, config.batch_size * config.sequence_length
     item = kv_dtype(config.engine.kv_dtype, target.norm.weight.dtype).itemsize
     per_token = 2 * sizes.num_kv_heads * sizes.head_dim * sizes.num_layers * item
@@ -55,24 +55,24 @@ def memory_parts(config: TrainConfig, target: LlamaTarget, head: Head, tokens: i
 
 
 def state_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> int:
-    """The head with gradients and optimiser, as `parallel` divides it, and the copies of it."""
+    """Return the bytes of head, gradients and optimiser, sharded as `parallel` says, and of copies of the head."""
     trained, frozen = parameters(head)
     name, whole = config.parallel.name, trained + frozen
     if isinstance(config.objective, Medusa2ObjectiveConfig):
         trained += adapter_parameters(target, config.objective)
     held = trained * STATE + frozen * VALUE
     if name == "ddp":
-        held += trained * VALUE  # what is exchanged lies beside the gradients
+        held += trained * VALUE  # DDP's communication buckets lie beside the gradients
     elif name not in WHOLE:
-        # gathered for a forward, its gradient before it is divided, and the whole copy that is measured and saved
+        # gathered for a forward, gradients before they are sharded, and the full copy that is evaluated and saved
         divided = held if name != "zero2" else trained * STATE
         held = divided // processes() + (2 * whole + trained) * VALUE
     item = target.norm.weight.element_size()
-    return held + (whole * item if item != VALUE else 0)  # in the target's dtype while it is measured
+    return held + (whole * item if item != VALUE else 0)  # a copy in the target's dtype during evaluation
 
 
 def activation_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> int:
-    """The most that a step holds at once: while the target runs, while its logits teach, or while the head learns."""
+    """Return a step's peak bytes: the largest of the target's forward, computing the teacher and training the head."""
     sizes, item = target.config, target.norm.weight.element_size()
     rows, length = config.batch_size, config.sequence_length
     batch, vocabulary, draft = rows * length, sizes.vocab_size, head.config.draft_vocab_size
@@ -87,15 +87,15 @@ def activation_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> in
     else:
         teaching = chunk + (0 if config.objective.fused else 2 * 4 * draft * batch)
     learning = rehearse(config, target, rows, length)
-    if on_gpu:  # its kernel holds no scores, which alone grow with the square of the length
+    if on_gpu:  # its kernel stores no attention scores, the only part quadratic in length
         learning = min(learning, 2 * rehearse(config, target, 2 * rows, max(1, length // 2)) - learning)
     if isinstance(config.objective, Medusa2ObjectiveConfig):
-        learning += sizes.num_layers * layer + chunk  # the target's own, through which gradients flow
+        learning += sizes.num_layers * layer + chunk  # the target's activations, through which gradients flow
     return max(layer, teaching, learning)
 
 
 def copies_of_target(target: LlamaTarget, config: TrainConfig) -> int:
-    """Of Medusa-2: one that is not packed and is trained, and while it is measured another with adapters merged."""
+    """Return the bytes of Medusa-2's target copies: an unpacked one in training, in evaluation another, merged one."""
     if not isinstance(config.objective, Medusa2ObjectiveConfig):
         return 0
     return 2 * sum(p.numel() * p.element_size() for p in {id(p): p for p in target.parameters()}.values())
@@ -107,7 +107,7 @@ def adapter_parameters(target: LlamaTarget, objective: Medusa2ObjectiveConfig) -
 
 
 def target_bytes(target: LlamaTarget, config: TrainConfig) -> int:
-    """Of this process's part: linear layers divided among ranks, and in few bits where a kernel reads these."""
+    """Return this process's bytes: linear layers sharded over ranks, and quantised where a kernel supports that."""
     dtype, ranks = target.norm.weight.dtype, config.engine.tensor_parallel
     if config.features.target == "sharded":
         return sharded_bytes(target, processes())
@@ -127,19 +127,19 @@ def target_bytes(target: LlamaTarget, config: TrainConfig) -> int:
 
 
 def sharded_bytes(target: LlamaTarget, count: int) -> int:
-    """One process's share of the layers, the two that are whole at a time, and what is never divided."""
+    """Return the bytes of one process's layer shards, the two layers gathered at a time, and unsharded tensors."""
     tensors = {id(p): p.numel() for name, p in target.named_parameters() if not name.startswith(LAYERS)}
     return (sum(tensors.values()) + sum(shared_elements(list(target.layers), count))) * target.norm.weight.itemsize
 
 
 def features_in_memory(config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> int:
-    """Bytes of the cache over all sequences; 0 if there is none."""
+    """Return the bytes of the in-memory feature cache over all sequences; 0 if there is none."""
     size = feature_bytes(target, head.config.aux_layers, tokens)
     settings = config.features
     return size if isinstance(settings, OnlineFeaturesConfig) and size <= settings.cache_gb * GB else 0
 
 
 def parameters(head: Head) -> tuple[int, int]:
-    """Trained and frozen ones."""
+    """Return the numbers of trained and of frozen parameters."""
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
     return trained, sum(p.numel() for p in head.parameters()) - trained

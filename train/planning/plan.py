@@ -1,7 +1,8 @@
-"""check=true: what a run would read, take, cost and write, and whether that can work; nothing heavy is started.
+"""The plan that check=true prints: a run's data, memory, disk, time and outputs, and what cannot work.
 
-Sizes come from configuration files and from the data, which are read as in the run; no weight is loaded. Times are
-estimates from a measured matrix product and a measured copy on this machine: right within a factor of two or three.
+Sizes come from configuration files and from the data, which are read as in the run; no weight is loaded and nothing
+heavy is started. Times are estimates from a matrix product and a memory copy measured on this machine, accurate within
+a factor of two or three.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from train.planning.refusals import refusals
 from train.planning.shapes import device_of, processes, shapes
 from train.storage.run_folder import check_run, other_export, refuse_other_export
 
-SAVED_BYTES = 12  # of a trained parameter in a checkpoint: value and two moments
+SAVED_BYTES = 12  # per trained parameter in a checkpoint: value and two moments
 
 
 @dataclass
@@ -56,9 +57,9 @@ class Speed:
 
 
 def check_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Prints the plan; its numbers are the command's result. Raises ValueError for what cannot work.
+    """Print the plan and return its numbers as the command's result. Raises ValueError for what cannot work.
 
-    `overrides`: the words of the command line.
+    `overrides`: the command-line arguments.
     """
     plan = make_plan(config, overrides)
     for line in plan.lines if int(os.environ.get("RANK", "0")) == 0 else ():
@@ -69,7 +70,7 @@ def check_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> dict[str, 
 
 
 def outlook(config: TrainConfig) -> list[str]:
-    """Memory and disk at most, for the beginning of a run; without a look at the data."""
+    """Return lines with upper bounds of memory and disk, printed at the start of a run; does not read the data."""
     plan = Plan()
     target, head, _ = shapes(config)
     tokens = config.data.num_sequences * config.sequence_length
@@ -79,7 +80,7 @@ def outlook(config: TrainConfig) -> list[str]:
 
 
 def make_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> Plan:
-    """Raises ValueError when data, target or head cannot be used at all."""
+    """Make the plan. Raises ValueError when data, target or head cannot be used at all."""
     plan = Plan()
     resumed = check_run(config)
     folder = resolve_path(config.output_dir) / (config.run or f"{config.model.name}-{config.head.name}-<time>")
@@ -105,7 +106,7 @@ def make_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> Plan:
 
 
 def plan_data(plan: Plan, config: TrainConfig, target: LlamaTarget, checkpoint: Path) -> tuple[int, int]:
-    """Tokens of training sequences at most, and answers to be generated. Reads the data as the run does."""
+    """Return upper bounds of training tokens, and of responses to generate. Reads the data as the run does."""
     tokenizer = Tokenizer.load(checkpoint)
     prompts = read_prompts(config, tokenizer, target.config.max_position_embeddings)
     for line in prompts.reading.lines():
@@ -156,12 +157,12 @@ def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: H
 def plan_disk(
     plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int, folder: Path
 ) -> Path | None:
-    """The store of features, if there is to be one."""
+    """Add the disk estimate; return the folder of the feature store, None if there will be none."""
     trained, frozen = parameters(head)
     store = None
     parts = {"data": 12 * tokens}
     if config.stage == "all":
-        parts["checkpoints"] = (config.keep_checkpoints + 2) * trained * SAVED_BYTES  # one being written, and the best
+        parts["checkpoints"] = (config.keep_checkpoints + 2) * trained * SAVED_BYTES  # + one being written, + the best
         parts["exported head"] = 2 * (trained + frozen) * target.norm.weight.element_size()
         if isinstance(config.features, OfflineFeaturesConfig):
             parts["features"] = tokens * Layout.of(target, head.config.aux_layers, config.features).token_bytes
@@ -209,7 +210,7 @@ def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, 
 
 
 def uses_of_weights(config: TrainConfig, head: Head) -> float:
-    """How often a step of training multiplies by a weight of the head, per token."""
+    """Return how often a training step multiplies by each weight of the head, per token."""
     objective, depths = config.objective, config.objective.steps or head.config.max_depth or 1
     if head.name in OWN_WEIGHTS:
         return 1
@@ -219,7 +220,7 @@ def uses_of_weights(config: TrainConfig, head: Head) -> float:
 
 
 def active_parameters(target: LlamaTarget) -> int:
-    """Of those, the ones that a token meets: experts that are not in use cost no time."""
+    """Return the number of parameters active per token: inactive experts cost no time."""
     experts = target.config.experts
     total = 0
     for name, parameter in target.named_parameters():
@@ -229,7 +230,7 @@ def active_parameters(target: LlamaTarget) -> int:
 
 
 def measure(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.2) -> Speed:
-    """A matrix product of 512 rows, and a copy; on a GPU of sizes that fill it."""
+    """Measure a matrix product of 512 rows and a memory copy; on a GPU with sizes that saturate it."""
     rows, side, size = (4096, 8192, 2**28) if device.type == "cuda" else (512, 1024, 2**24)
     x, w = (torch.ones(rows, side, dtype=dtype, device=device), torch.ones(side, side, dtype=dtype, device=device))
     block = torch.zeros(size, dtype=torch.uint8, device=device)

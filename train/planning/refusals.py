@@ -1,7 +1,7 @@
-"""What is refused before anything heavy begins: by check=true beside its plan, by a run before its folder is made.
+"""Checks that refuse a run before anything heavy starts: reported by check=true, raised before a run's folder is made.
 
-What the keys alone show is refused by the schemas (train/config.py). Here are the checks that need the sizes of target
-and head, a folder, a package, a server or the words of the command line; the heaviest of them reads a head.
+Errors visible from the keys alone are raised by the schemas (train/config.py). The checks here need the sizes of target
+and head, a folder, a package, a server or the command-line arguments; the heaviest of them reads a head.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def refuse(config: TrainConfig, overrides: Sequence[str] = ()) -> None:
 
 
 def refusals(config: TrainConfig, known: Shapes, overrides: Sequence[str] = ()) -> list[str]:
-    """`overrides`: the words of the command line."""
+    """Return the messages of all failed checks. `overrides`: the command-line arguments."""
     checks: tuple[Callable[[TrainConfig, Shapes], None], ...] = (server_answers,)
     if config.stage == "all":
         checks = (head_can_be_divided, start_fits, tracker_works, layers_exist, store_fits, processes_are_the_runs)
@@ -48,7 +48,7 @@ def refusals(config: TrainConfig, known: Shapes, overrides: Sequence[str] = ()) 
 
 
 def words_without_effect(config: TrainConfig, overrides: Sequence[str]) -> Iterator[str]:
-    """Keys that nothing will read. Only where they are typed: a recipe's file may serve runs of both kinds."""
+    """Yield messages for keys without effect. Only for the command line: a recipe may serve runs of either kind."""
     data, unread = config.data, dict[str, str]()
     if isinstance(data, RowsDataConfig) and data.responses == "given":
         sampling = ("temperatures", "top_k", "top_p", "max_new_tokens")
@@ -67,7 +67,7 @@ def words_without_effect(config: TrainConfig, overrides: Sequence[str]) -> Itera
 
 
 def head_can_be_divided(config: TrainConfig, known: Shapes) -> None:
-    """ZeRO-3 brings a module's parameters when that module is called; a head itself never is."""
+    """Refuse ZeRO-3, which gathers parameters when their module is called, if the head, never called, has any."""
     loose = [name for name, _ in known.head.named_parameters(recurse=False)]
     if loose and config.parallel.name == "zero3":
         raise ValueError(
@@ -98,7 +98,7 @@ def layers_exist(config: TrainConfig, known: Shapes) -> None:
 
 
 def store_fits(config: TrainConfig, known: Shapes) -> None:
-    """As far as a store's manifest can be told before there are sequences."""
+    """Check the parts of a store's manifest that are determined before there are sequences."""
     settings, target = config.features, known.target
     if not isinstance(settings, OfflineFeaturesConfig) or settings.path is None:
         return
@@ -113,7 +113,7 @@ def store_fits(config: TrainConfig, known: Shapes) -> None:
 
 
 def processes_are_the_runs(config: TrainConfig, known: Shapes) -> None:
-    """A single process asks for a plan only, where several are to be started."""
+    """Refuse another number of processes than the run's; a single one that only plans a distributed run is accepted."""
     here = processes()
     if config.run is None or (here == 1 and config.parallel.name != "single"):
         return
@@ -126,7 +126,7 @@ def processes_are_the_runs(config: TrainConfig, known: Shapes) -> None:
 
 
 def export_has_room(config: TrainConfig, known: Shapes) -> None:
-    """With Medusa-2 a target is published beside the head."""
+    """Check the disk space for the export; with Medusa-2 a target is published beside the head."""
     target = known.target
     size = sum(value.numel() * value.element_size() for value in target.parameters())
     besides = size if isinstance(config.objective, Medusa2ObjectiveConfig) else 0
@@ -134,7 +134,7 @@ def export_has_room(config: TrainConfig, known: Shapes) -> None:
 
 
 def server_answers(config: TrainConfig, known: Shapes) -> None:
-    """Not asked where sequences are made already, or may be taken from another run: open_data finds that out."""
+    """Check the server, unless sequences exist or may be reused from another run, which open_data determines."""
     if config.data.server is None:
         return
     runs = resolve_path(config.output_dir)

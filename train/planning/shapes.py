@@ -1,4 +1,4 @@
-"""Target and head of a run with no memory behind them: what is known of both before anything is loaded."""
+"""Target and head of a run on the meta device: their shapes, before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from train.preparation import make_head
 
 
 class Shapes(NamedTuple):
-    target: LlamaTarget  # in its dtype; `fingerprint` is empty where no weights are at hand yet
+    target: LlamaTarget  # in its dtype; `fingerprint` is empty if its weights are not available yet
     head: Head
-    checkpoint: Path  # the target's folder, of which no weight was fetched
+    checkpoint: Path  # the target's folder; no weights are downloaded
 
 
 def shapes(config: TrainConfig) -> Shapes:
-    """Raises ValueError for a target that cannot be read and for a head that does not fit it."""
+    """Build both. Raises ValueError for a target that cannot be read and for a head that does not fit it."""
     name = config.model.path_or_hub_id
     checkpoint = resolve_checkpoint(name, config.model.revision, weights=False)
     target = empty_target(checkpoint).to(resolve_dtype(config.model))
@@ -37,7 +37,7 @@ def shapes(config: TrainConfig) -> Shapes:
 
 
 def processes() -> int:
-    """Of this run, as torchrun or accelerate started it."""
+    """Return the number of processes of this run, as started by torchrun or accelerate."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -1,1 +1,1 @@
-"""Files and folders of runs: whole or not there, resumed, and reused."""
+"""Files and folders of runs: atomic writes, resuming, and reuse between runs."""

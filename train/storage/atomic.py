@@ -1,8 +1,8 @@
-"""Files and folders that are whole or not there: written beside their place, flushed to disk, then moved.
+"""Atomic writes of files and folders: written beside their destination, flushed to disk, then moved.
 
-A kill, a full disk or a power cut leaves what was there before. Several runs, on several machines, may write into one
-folder: what is unfinished bears the name of who writes it, and nobody else removes it. Knows nothing about what the
-files hold.
+A kill, a full disk or a power cut leaves the previous content. Several runs, on several machines, may write into one
+folder: names of unfinished files contain the writing process, and no other live process removes them. Independent of
+the content of the files.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torch import Tensor
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 UNFINISHED = re.compile(r"\.(?P<place>[0-9a-f]{8})-(?P<process>\d+)(\.old)?\.tmp$")
-FORGOTTEN_S = 24 * 3600  # unfinished and untouched for so long, of a process that cannot be asked
+FORGOTTEN_S = 24 * 3600  # age at which an unfinished file of an unreachable process is removed
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder to fill; when the block ends well it takes the place of `folder`, at once.
+    """Yield an empty folder to fill, which atomically replaces `folder` if the block succeeds.
 
-    Raises ValueError naming the path and the bytes when the disk cannot take it; `folder` is then as it was.
+    Raises ValueError naming the path and the bytes if the disk is full; `folder` is then unchanged.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = unfinished(folder)
@@ -48,7 +48,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
             swap(staging, folder)
             flush(folder.parent)
     finally:
-        discard(staging)  # what was there before, after a swap
+        discard(staging)  # after a swap this is the previous content
 
 
 def write_text(path: Path, text: str) -> None:
@@ -83,21 +83,21 @@ def copy_file(source: Path, path: Path) -> None:
 
 
 def unfinished(path: Path, mark: str = "") -> Path:
-    """Where this process writes what is to become `path`."""
+    """Return the temporary path at which this process writes `path`."""
     return path.with_name(f".{path.name}.{this_place()}-{os.getpid()}{mark}.tmp")
 
 
 def this_place() -> str:
-    """Where a process's number means that process: on this machine, in this container."""
+    """Return an id of the PID namespace, i.e. of machine and container, within which a PID identifies a process."""
     try:
         space = os.readlink("/proc/self/ns/pid")
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         space = ""
     return hashlib.sha256(f"{socket.gethostname()} {space}".encode()).hexdigest()[:8]
 
 
 def sweep(folder: Path) -> None:
-    """Removes what a killed process left unfinished in `folder`, and nothing that another one may still be writing."""
+    """Remove unfinished files of killed processes from `folder`, but none that a process may still be writing."""
     for path in folder.glob(".*.tmp"):
         if is_left(path):
             with suppress(FileNotFoundError):  # another run sweeps too
@@ -105,13 +105,13 @@ def sweep(folder: Path) -> None:
 
 
 def is_left(path: Path) -> bool:
-    """Whether nobody writes it any more: its process is gone, or ran elsewhere and has not touched it for long."""
+    """Return whether its writer is gone: the process has ended, or runs elsewhere and has not touched it for long."""
     name = UNFINISHED.search(path.name)
     if name is not None and name["place"] == this_place():
         return not is_alive(int(name["process"]))
     try:
         touched = max(part.stat().st_mtime for part in [path, *path.rglob("*")])
-    except FileNotFoundError:  # it has just been finished
+    except FileNotFoundError:  # it was finished just now
         return False
     return time.time() - touched > FORGOTTEN_S
 
@@ -128,7 +128,7 @@ def is_alive(process: int) -> bool:
 
 @contextmanager
 def refuse_full_disk(path: Path, staging: Path | None = None) -> Iterator[None]:
-    """Turns "no room" in any of its shapes into one ValueError, and removes the unfinished `staging`, if any."""
+    """Convert all kinds of full-disk errors into one ValueError, and remove the unfinished `staging`, if any."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -162,7 +162,7 @@ def flush(path: Path) -> None:
 
 
 def swap(new: Path, old: Path) -> None:
-    """Puts `new` in the place of `old`; what `old` held is afterwards at `new`."""
+    """Move `new` to `old`; the previous content of `old` is afterwards at `new`."""
     if not old.exists():
         os.rename(new, old)
     elif not _exchange(new, old):
@@ -173,7 +173,7 @@ def swap(new: Path, old: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Linux swaps two names in one operation; False where the system or the file system cannot."""
+    """Swap two names atomically, as Linux can; return False if the system or the file system does not support it."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

@@ -1,7 +1,7 @@
-"""Sequences that another run has made already, where they are exactly what this run would make.
+"""Reuse of another run's sequences if they are exactly those that this run would generate.
 
-What the target writes is a function of the target, the prompts and how they are continued, not of the head that is
-trained on it; so several heads trained under one `output_dir` need it written once.
+The target's output depends on the target, the prompts and the generation settings, not on the head that is trained on
+it, so several heads trained under one `output_dir` need it generated only once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from models.tokenizer import Tokenizer
 from train.config import TrainConfig
 from train.storage import atomic
 
-SOURCE, RECIPE, INGREDIENTS = "source", "recipe", "made_from"  # of a record
-WITHOUT_EFFECT = ("concurrency", "retries", "timeout_s")  # of data, on what is written
+SOURCE, RECIPE, INGREDIENTS = "source", "recipe", "made_from"  # keys of a record
+WITHOUT_EFFECT = ("concurrency", "retries", "timeout_s")  # keys of data that do not change what is generated
 
 
 def text_hash(text: str) -> str:
@@ -28,14 +28,14 @@ def text_hash(text: str) -> str:
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, str]:
-    """Hashes of all that turns conversations into ids."""
+    """Return hashes of everything that maps conversations to token ids."""
     texts = tokenizer.chat.texts
     templates = json.dumps(texts, sort_keys=True) if len(texts) > 1 else next(iter(texts.values()), "")
     return {"tokenizer": text_hash(tokenizer.backend.to_str()), "chat_template": text_hash(templates)}
 
 
 def ingredients(config: TrainConfig, target: LlamaTarget, tokenizer: Tokenizer, source: str) -> dict[str, Any]:
-    """All that the sequences of both splits depend on. `source` names the prompts and their content."""
+    """Return all that the sequences of both splits depend on. `source` identifies the prompts and their content."""
     engine, data = config.engine, asdict(config.data)
     changing = {key: getattr(engine, key) for key in ("weights", "kv_dtype") if getattr(engine, key) != "same"}
     return {
@@ -53,12 +53,12 @@ def ingredients(config: TrainConfig, target: LlamaTarget, tokenizer: Tokenizer, 
 
 
 def recipe(parts: Mapping[str, Any]) -> str:
-    """A hash over ingredients."""
+    """Return a hash of the ingredients."""
     return text_hash(json.dumps(parts, sort_keys=True))
 
 
 def refuse_other(config: TrainConfig, own: Mapping[str, Any], record: Path) -> None:
-    """Raises ValueError naming the difference where the JSON file `record` names other ingredients than `own`."""
+    """Raises ValueError naming the differences if the JSON file `record` has other ingredients than `own`."""
     known = read_record(record)
     if known[RECIPE] == recipe(own):
         return
@@ -82,21 +82,21 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def find_twin(runs: Path, wanted: str, record: str, files: Sequence[str]) -> Path | None:
-    """The data folder `runs/*/data` that holds all of `files` and whose JSON file `record` names this recipe."""
+    """Return a data folder `runs/*/data` that has all of `files` and whose JSON file `record` names recipe `wanted`."""
     for path in sorted(runs.glob(f"*/data/{record}")):
         if not all((path.parent / name).is_file() for name in files):
             continue
         try:
             known = json.loads(path.read_text(encoding="utf-8")).get(RECIPE)
         except (OSError, ValueError):
-            continue  # another run's damage is not this run's
+            continue  # a damaged record of another run is no error of this one
         if known == wanted:
             return path.parent
     return None
 
 
 def copy_twin(twin: Path, folder: Path, files: Sequence[str]) -> None:
-    """The last of `files` marks the whole: it appears when all others are there."""
+    """Copy `files` in this order, so that the last one marks the folder as complete."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in files:
         atomic.copy_file(twin / name, folder / name)

@@ -1,6 +1,6 @@
-"""outputs/<run>/: one folder per run, opened anew, or resumed under the configuration it was begun with.
+"""outputs/<run>/: one folder per run, created, or resumed with the configuration with which it was started.
 
-What may differ then is in FREE: no past update depends on it.
+Only keys in FREE may differ on resumption: no past update depends on them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from train.schedule import Budget
 from train.storage import atomic
 
 CONFIG, SCHEDULE = "config.yaml", "schedule.json"
-WRITTEN_INTO = ("data", "checkpoints")  # by a run, of its folder
-HEAD_CONFIG, PROVENANCE = "config.json", "provenance.json"  # of an exported head
-# What may differ when a run is resumed: nothing that a past update depends on.
+WRITTEN_INTO = ("data", "checkpoints")  # subfolders that a run writes into
+HEAD_CONFIG, PROVENANCE = "config.json", "provenance.json"  # files of an exported head
+# Keys (or prefixes) that may differ when a run is resumed: no past update depends on them.
 FREE = (
     "steps",
     "minutes",
@@ -47,12 +47,12 @@ FREE = (
     "data.timeout_s",
     "parallel.patience_minutes",
 )
-BOUND = ("engine.weights", "engine.kv_dtype", "engine.exact")  # of those: the text that a target writes depends on them
+BOUND = ("engine.weights", "engine.kv_dtype", "engine.exact")  # exceptions: a target's output depends on them
 ABSENT = object()
 
 
 def name_run(config: TrainConfig) -> TrainConfig:
-    """With `run` filled in: <model>-<head>-<date and time>, numbered if there is one already."""
+    """Return the configuration with `run` set: <model>-<head>-<date and time>, numbered if that exists already."""
     if config.run is not None:
         return config
     base = f"{config.model.name}-{config.head.name}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -62,7 +62,7 @@ def name_run(config: TrainConfig) -> TrainConfig:
 
 
 def check_run(config: TrainConfig) -> bool:
-    """Whether there is such a run to be resumed. Raises ValueError naming the keys in which it was begun otherwise."""
+    """Return whether the run exists and can be resumed. Raises ValueError naming the keys that differ from it."""
     if config.run is None:
         return False
     folder = resolve_path(config.output_dir) / config.run
@@ -76,7 +76,7 @@ def check_run(config: TrainConfig) -> bool:
 
 
 def other_export(config: TrainConfig) -> str | None:
-    """Whose head lies where this run's would go, if it is not its own."""
+    """Describe the head in the export folder of this run if another run exported it, else None."""
     folder = config.export_folder
     if not (folder / HEAD_CONFIG).is_file():
         return None
@@ -87,7 +87,7 @@ def other_export(config: TrainConfig) -> str | None:
 
 
 def run_of_head(folder: Path) -> str | None:
-    """The run that exported the head in `folder`, None where that cannot be told."""
+    """Return the run that exported the head in `folder`, None if unknown."""
     try:
         return json.loads((folder / PROVENANCE).read_text(encoding="utf-8")).get("run")
     except (OSError, ValueError, AttributeError):
@@ -95,7 +95,7 @@ def run_of_head(folder: Path) -> str | None:
 
 
 def refuse_other_export(config: TrainConfig) -> None:
-    """Raises ValueError where this run would replace a head that is not its own, unless it was told to."""
+    """Raises ValueError if this run would replace another run's head without overwrite=true."""
     if config.stage != "all" or config.overwrite:
         return
     other = other_export(config)
@@ -107,7 +107,7 @@ def refuse_other_export(config: TrainConfig) -> None:
 
 
 def open_run(config: TrainConfig) -> Path:
-    """The run's folder, made or checked."""
+    """Create or check the run's folder and return it."""
     assert config.run is not None
     folder = resolve_path(config.output_dir) / config.run
     check_run(config)
@@ -138,7 +138,7 @@ def refuse_differences(new: TrainConfig, old: TrainConfig, folder: Path) -> None
 
 
 def from_its_head(config: TrainConfig) -> str:
-    """The words with which another run goes on from the head of this one, where it has exported one."""
+    """Return the hint how to start another run from this run's head, empty if none was exported."""
     folder = config.export_folder
     return (
         f". To go on from its head under other settings: run=<other> head.start_from={folder}"
@@ -159,7 +159,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_budget(folder: Path) -> Budget | None:
-    """What was decided of the run's steps; None before that. Raises ValueError for a file that says something else."""
+    """Return the stored budget, None if there is none yet. Raises ValueError if the file holds anything else."""
     path = folder / SCHEDULE
     try:
         return Budget(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None

@@ -1,1 +1,1 @@
-"""One module per endpoint, and what endpoints share."""
+"""One module per endpoint, and the code that endpoints share."""

@@ -1,6 +1,6 @@
-"""How a session becomes an HTTP answer: one JSON document, or server-sent events. Both watch for the client's hang-up.
+"""Turns a session into an HTTP response: one JSON document, or server-sent events. Both stop if the client disconnects.
 
-An `AnswerFormat` says what the documents look like (completions.py, chat.py); the order of events is decided here.
+An `AnswerFormat` defines the documents (completions.py, chat.py); the order of events is decided here.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ Pieces = AsyncIterator[tuple[Choice, Piece]]
 
 
 class AnswerFormat(Protocol):
-    prefix: str  # of the answer's id
-    whole: str  # `object` of a document
-    part: str  # `object` of a chunk
+    prefix: str  # of the response's id
+    whole: str  # `object` of a full document
+    part: str  # `object` of a streamed chunk
 
     def choice(self, choice: Choice) -> Json:
-        """A finished choice without what all formats have in common."""
+        """Return a finished choice, without the fields that all formats share."""
         ...
 
     def document(self, session: Session) -> Json:
-        """What stands beside the choices."""
+        """Return the fields beside the choices."""
         ...
 
     def opening(self, choice: Choice) -> Json | None:
-        """The delta that comes before any text."""
+        """Return the delta that is sent before any text."""
         ...
 
     def delta(self, choice: Choice, piece: Piece) -> Json | None:
-        """None: nothing to show yet."""
+        """Return the delta for a piece, or None if there is nothing to send yet."""
         ...
 
     def closing(self, choice: Choice) -> Json:
-        """The delta beside the finish reason: nothing."""
+        """Return the empty delta that is sent with the finish reason."""
         ...
 
     def finish_reason(self, choice: Choice) -> str | None: ...
 
     def reasoning_tokens(self, session: Session) -> int | None:
-        """Of all choices, so far; None where this format knows no reasoning."""
+        """Return the reasoning tokens of all choices so far, or None if this format has no reasoning."""
         ...
 
 
@@ -65,7 +65,7 @@ async def answer(request: Request, session: Session, form: AnswerFormat, body: G
         "object": form.part if body.stream else form.whole,
         "created": int(time.time()),
         "model": body.model,
-        "seed": session.seed,  # our extension: the one in use, given or drawn
+        "seed": session.seed,  # our extension: the seed in use, from the request or random
     }
 
     def document() -> Json:
@@ -94,14 +94,15 @@ async def respond(
     events: Callable[[Pieces], AsyncIterator[str]],
     failure: Callable[[ApiError], str],
 ) -> Response:
-    """`document()` when everything has been generated, or `events(pieces)` as it comes; `failure`: the event that ends
-    a stream in which something went wrong. Closes the session in any case.
+    """Return `document()` once all choices have finished, or a stream of `events(pieces)`. Always closes the session.
+
+    `failure` returns the event that ends a stream after an error.
     """
     try:
         if not stream:
             await unless_gone(request, run_to_end(session))
             return JSONResponse(document())
-        # Until the first output a failure can still have a status of its own.
+        # Before the first output, a failure can still be returned as an HTTP status.
         first = await unless_gone(request, session.next())
     except BaseException:
         session.close()
@@ -164,12 +165,12 @@ def accounts(session: Session, form: AnswerFormat) -> Json:
 
 
 def speculation(session: Session) -> Json:
-    """How the drafts fared, where anything was drafted."""
+    """Return the speculation statistics, or nothing if the request did not speculate."""
     return {"metrics": {"speculative_decoding": session.speculation}} if session.speculation else {}
 
 
 def shown(body: GenerationRequest, piece: Piece) -> Json:
-    """Extensions that show tokens, where they were asked for and there are any."""
+    """Return our extension fields about tokens, if the request enables them and the piece has tokens."""
     extra: Json = {}
     if body.return_token_ids and piece.tokens:
         extra["token_ids"] = [token.token for token in piece.tokens]
@@ -179,20 +180,20 @@ def shown(body: GenerationRequest, piece: Piece) -> Json:
 
 
 def event(document: Json) -> str:
-    # ASCII, because some clients take U+0085 or U+2028 for the end of a line
+    # ASCII, because some clients treat U+0085 or U+2028 as a line break
     return f"data: {json.dumps(document, separators=(',', ':'))}\n\n"
 
 
 def named_event(document: Json) -> str:
-    """With its type as the event's name, as Anthropic's API and OpenAI's Responses have it."""
+    """Format an event with its type as its name, as in Anthropic's API and OpenAI's Responses."""
     return f"event: {document['type']}\n" + event(document)
 
 
 class EventStream(StreamingResponse):
-    """Closes the session however the stream ends, also if it never began."""
+    """A stream that closes the session however it ends, even if it never started."""
 
     def __init__(self, session: Session, content: AsyncIterator[str]) -> None:
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not hold pieces back
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not buffer
         super().__init__(content, media_type="text/event-stream", headers=headers)
         self._session = session
 
@@ -204,7 +205,7 @@ class EventStream(StreamingResponse):
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; cancels it when the client hangs up, for there is nobody to answer."""
+    """Await `work`. If the client disconnects, cancels it and raises ApiError."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up(request))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation in, the assistant's turn out, through the model's own chat template."""
+"""POST /v1/chat/completions: renders a conversation with the model's chat template, returns the assistant's turn."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ChatFormat:
 
     def __init__(self, body: ChatRequest, conversation: Conversation, names: TokenNames) -> None:
         self._body, self._conversation, self._names = body, conversation, names
-        self._parsers: dict[int, ChatParser] = {}  # by choice
-        self._calls: dict[int, list[Call]] = {}  # that each has made
+        self._parsers: dict[int, ChatParser] = {}  # by choice index
+        self._calls: dict[int, list[Call]] = {}  # calls so far, by choice index
 
     def choice(self, choice: Choice) -> Json:
         parts = self._parser(choice).all_of(choice.whole.text, cut=choice.finish_reason != "stop")

@@ -1,4 +1,4 @@
-"""POST /v1/completions: plain text or token ids in, text out."""
+"""POST /v1/completions: completes plain text or token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What chats and responses share: a conversation on its way into the template, and the parts of what comes back."""
+"""Shared by chats, messages and responses: rendering a conversation for the model, and parsing its output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from infer.server.protocol.tools import FunctionTool, ToolFields
 from infer.server.service import Service
 from infer.server.session import Prompt, Session
 
-# Variables that published chat templates read and that a client may set. The others are the server's.
+# Variables of published chat templates that a client may set. All others are reserved for the server.
 TEMPLATE_OPTIONS = (
     *("enable_thinking", "thinking", "reasoning_effort", "preserve_thinking", "clear_thinking"),
     *("date_string", "model_identity"),
@@ -27,8 +27,10 @@ TEMPLATE_OPTIONS = (
 
 
 def template_options(template: str, options: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
-    """Of what a request says to the template, what the template reads: `chat_template_kwargs`, and the effort of
-    reasoning under the names that templates have for it. Raises ApiError for a variable that is the server's.
+    """Return the template variables of a request that the template reads.
+
+    They come from `chat_template_kwargs`, and from the reasoning effort under the names that templates use for it.
+    Raises ApiError for a variable that a client may not set.
     """
     wanted = {name: value for name, value in options.items() if value is not None}
     if effort is not None:
@@ -45,9 +47,10 @@ def template_options(template: str, options: Mapping[str, Any], effort: str | No
 
 
 class Conversation:
-    """`tools`: those that may be called; `structure`: the grammar that the answer is bound to, if any.
+    """The messages, tools and output constraint of one request.
 
-    `forced`: that grammar is of calls. `most_calls`: bounds them in one answer.
+    `tools`: the tools that may be called. `structure`: the request field that sets the output's grammar, and the
+    grammar, if any. `forced`: that grammar forces tool calls. `most_calls`: the maximum number of calls per choice.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class Conversation:
         self._service, self._messages, self._tools = service, messages, tools
         self._structure, self._options = structure, options
         self._forced, self._most_calls = forced, most_calls
-        self._begun_thinking = False  # by the template, in the prompt
+        self._begun_thinking = False  # whether the rendered prompt ends with an open reasoning span
 
     @classmethod
     def of(
@@ -76,9 +79,9 @@ class Conversation:
         options: Mapping[str, Any] | None,
         effort: str | None,
     ) -> Conversation:
-        """`effort`: how much the model should reason, for templates that read it.
+        """Build the conversation of a request. `effort`: the reasoning effort, for templates that read it.
 
-        Raises ApiError where tools are asked for and this model knows none.
+        Raises ApiError if the request has tools and this model's template supports none.
         """
         tools = fields.tools_in_use
         if tools and service.tool_style is None:
@@ -110,7 +113,7 @@ class Conversation:
         max_tokens: int | None,
         default_max_tokens: int | None = None,
     ) -> Session:
-        """The two limits as in `Service.start`."""
+        """Start the session. For `max_tokens` and `default_max_tokens` see `Service.start`."""
         style = self._service.tool_style
         marks = () if style is None or not self._tools else style.marks
         return await self._service.start(
@@ -126,17 +129,17 @@ class Conversation:
         )
 
     async def count_tokens(self, param: str) -> int:
-        """Of the prompt."""
+        """Return the length of the prompt in tokens."""
         (prompt,) = await self._service.encode_all(self._encode, [self._messages], param)
         return len(prompt.ids)
 
     @property
     def thinks(self) -> bool:
-        """Whether this model's answers may begin with a reasoning span."""
+        """Whether this model's output may begin with a reasoning span."""
         return self._service.thinks
 
     def parser(self) -> ChatParser:
-        """For one answer. An answer of a given form has no reasoning span."""
+        """Return a parser for one choice. Output that is bound to a grammar has no reasoning span."""
         thinking = self.thinks and self._structure is None
         names = [tool.name for tool in self._tools]
         return ChatParser(

@@ -1,4 +1,4 @@
-"""POST /v1/messages: Anthropic's Messages API over the same sessions. Blocks instead of parts, events with names."""
+"""POST /v1/messages: Anthropic's Messages API over the same sessions, with content blocks and named events."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from infer.server.session import Choice, Piece, Session, tokens_within
 
 
 class Blocks:
-    """The answer's blocks as they grow, and the events that tell of it."""
+    """The content blocks of a message under construction. Methods yield the stream events for each change."""
 
     def __init__(self, conversation: Conversation, *, hides_thinking: bool) -> None:
         self._conversation, self._hides_thinking = conversation, hides_thinking
         self.blocks: list[Json] = []
-        self._open = False  # whether the last block still grows
+        self._open = False  # whether the last block is still open
 
     def add(self, parts: Parts) -> Iterator[Json]:
-        """In the order in which they were written."""
+        """Append parts in the order in which the model wrote them."""
         for part in parts.items:
             if isinstance(part, Call):
                 yield from self._call(part)
@@ -39,12 +39,12 @@ class Blocks:
                 yield from self._grow("text", part.text)
 
     def close(self) -> Iterator[Json]:
-        """Ends the block that is growing."""
+        """Close the open block, if any."""
         if not self._open:
             return
         self._open = False
         if self.blocks[-1]["type"] == "thinking":
-            yield self._delta("signature_delta", "signature", "")  # some clients keep no thinking without one
+            yield self._delta("signature_delta", "signature", "")  # some clients drop thinking without a signature
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
 
     def _grow(self, kind: str, text: str) -> Iterator[Json]:
@@ -71,16 +71,16 @@ class Blocks:
 
 
 def input_of(call: Call) -> Json:
-    """Of a call that was cut, what is whole of it, as Anthropic's client reads such a stream."""
+    """Parse a call's arguments; of truncated ones, the complete part, as Anthropic's client parses such a stream."""
     try:
         value = from_json(call.arguments, allow_partial=True)
-    except ValueError:  # nothing yet, or nested deeper than parsers go
+    except ValueError:  # empty, or nested deeper than the parser allows
         return {}
     return value if isinstance(value, dict) else {}
 
 
 class Answer:
-    """One message in the making."""
+    """One message under construction: its document, or its stream events."""
 
     def __init__(self, body: MessagesRequest, session: Session, conversation: Conversation) -> None:
         self._body, self._session = body, session
@@ -121,7 +121,7 @@ class Answer:
             "role": "assistant",
             "model": self._body.model,
             "content": content,
-            "seed": self._session.seed,  # our extension, as with the other endpoints
+            "seed": self._session.seed,  # our extension, as in the other endpoints
         }
 
     def _end(self) -> Json:
@@ -138,7 +138,7 @@ class Answer:
         return {"stop_reason": reason, "stop_sequence": stop if isinstance(stop, str) and not cut else None}
 
     def _usage(self) -> Json:
-        """So far. What was cached counts apart: the prompt is all three together."""
+        """Return the usage so far. Cached tokens count separately: the prompt is the sum of the three input counts."""
         usage = self._session.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         thinking = tokens_within(self._choice.whole.tokens, self._parser.reasoning_span)

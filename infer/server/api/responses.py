@@ -1,6 +1,6 @@
-"""POST /v1/responses: OpenAI's newer API over the same sessions. Items instead of messages, events with names.
+"""POST /v1/responses: OpenAI's Responses API over the same sessions, with output items and named events.
 
-One answer per request; nothing is stored, so `previous_response_id` is refused and `store` is answered with false.
+One choice per request. Nothing is stored, so `previous_response_id` is refused and the response has `store: false`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from infer.server.session import Choice, Piece, Session, tokens_within
 
 
 class Items:
-    """The output's items as they grow, and the events that tell of it."""
+    """The output items under construction. Methods yield the stream events for each change."""
 
     def __init__(self, conversation: Conversation, names: TokenNames, *, logprobs: bool) -> None:
         self._conversation, self._names, self._with_logprobs = conversation, names, logprobs
         self.items: list[Json] = []
-        self._open: Json | None = None  # the last item, while it grows
+        self._open: Json | None = None  # the last item, while it is open
 
     def add(self, parts: Parts, scored: list[ScoredToken]) -> Iterator[Json]:
-        """In the order in which they were written. `scored`: the tokens of the text, which go with its beginning."""
+        """Append parts in the order of the text. `scored`: log-probabilities, sent with the first span of content."""
         for part in parts.items:
             if isinstance(part, Call):
                 yield from self.close()
@@ -46,7 +46,7 @@ class Items:
                 scored = []
 
     def close(self, *, complete: bool = True) -> Iterator[Json]:
-        """Ends the item that is growing."""
+        """Close the open item, if any."""
         item, self._open = self._open, None
         if item is None:
             return
@@ -120,13 +120,13 @@ class Items:
 
 
 class Answer:
-    """One response in the making: the document, and the events in their order with their numbers."""
+    """One response under construction: its document, and its stream events with sequence numbers."""
 
     def __init__(self, body: ResponsesRequest, session: Session, conversation: Conversation, names: TokenNames) -> None:
         self._body, self._session = body, session
         self._parser = conversation.parser()
         self._items = Items(conversation, names, logprobs=body.asked_logprobs is not None)
-        self._unsaid: list[ScoredToken] = []  # of tokens whose text is held back
+        self._unsaid: list[ScoredToken] = []  # scored tokens whose text is held back
         self._number = 0
         self._id, self._created = f"resp_{uuid.uuid4().hex}", time.time()
 
@@ -137,7 +137,7 @@ class Answer:
         scored = [*self._unsaid, *piece.scored]
         self._unsaid = [] if parts.content else scored
         for own in self._items.add(parts, scored):
-            # our extensions go with the text they belong to
+            # our extension fields are sent with the text of their tokens
             yield own | (shown(self._body, piece) if own["type"] == "response.output_text.delta" else {})
         if choice.finish_reason is not None:
             yield from self._items.close(complete=choice.finish_reason == "stop")

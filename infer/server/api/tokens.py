@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info: the model's tokenizer, as vLLM offers it and lm-eval asks it."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info: the model's tokenizer, as in vLLM and as lm-eval calls it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from infer.server.protocol.fields import Strict, Unless
 from infer.server.protocol.tools import MAX_TOOLS, AnyTool, Tool
 from infer.server.service import Service
 
-MAX_TOKENS = 2**20  # of one /detokenize
+MAX_TOKENS = 2**20  # per /detokenize request
 
 
 class TokenizeRequest(Strict):
-    """A text, or a conversation through the chat template, as a chat would send it."""
+    """A text, or a conversation that is rendered with the chat template as in a chat request."""
 
     accepted = frozenset({"mm_processor_kwargs", "media_io_kwargs", "return_token_offsets"})
     refused: ClassVar[dict[str, Unless]] = {

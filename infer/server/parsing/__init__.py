@@ -1,1 +1,1 @@
-"""A model's text taken apart, and grammars looked at before they are compiled."""
+"""Parsers of the model's output (reasoning, tool calls), and the check of grammars before they are compiled."""

@@ -1,4 +1,4 @@
-"""Looks at a grammar before anything else does, in a process that may hang or burst without harm to the server."""
+"""Check of a client's grammar in a separate process, which may hang or run out of memory without harm to the server."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from infer.sampling.grammar import Grammar
 
 log = logging.getLogger("headway.server")
 
-KNOWN = 1024  # grammars remembered as good, by their digest alone
-START_S = 30.0  # for the process to come up: it builds the tokenizer's trie
+KNOWN = 1024  # digests of valid grammars that are cached
+START_S = 30.0  # for the process to start: it builds the tokenizer's trie
 
 
 class GrammarRefused(ValueError):
-    """It is wrong, too large, or takes too long."""
+    """The grammar is invalid, or takes too much memory or time to compile."""
 
 
 class GrammarCheck:
-    """One process at a time, started when it is first needed and again after it had to be ended."""
+    """Checks grammars in one worker process, started on first use and again after it had to be killed."""
 
     def __init__(self, settings: dict[str, Any], *, timeout_s: float) -> None:
-        """`settings`: the first line that the process reads (grammar_worker.py)."""
+        """`settings`: sent to the worker as its first line (grammar_worker.py)."""
         self._settings, self._timeout_s = settings, timeout_s
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._good: OrderedDict[bytes, None] = OrderedDict()
 
     async def check(self, grammar: Grammar) -> None:
-        """Raises GrammarRefused saying why."""
+        """Raises GrammarRefused with the reason if the grammar cannot be used."""
         digest = hashlib.sha256(f"{grammar.kind}:{grammar.text}".encode("utf-8", "replace")).digest()
         if digest in self._good:
             self._good.move_to_end(digest)
@@ -65,7 +65,7 @@ class GrammarCheck:
         except TimeoutError:
             await self.close()
             return f"takes longer to compile than server.grammar_timeout_s={self._timeout_s:g}"
-        except BaseException as error:  # it burst, or this request was given up in the middle of an exchange
+        except BaseException as error:  # the worker died, or this request was cancelled during an exchange
             await self.close()
             if isinstance(error, EOFError | OSError):
                 return "needs more memory to compile than server.grammar_memory_mb"
@@ -78,8 +78,8 @@ class GrammarCheck:
             env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,  # what it says there may quote the grammar
-            start_new_session=True,  # Ctrl-C is the server's affair
+            stderr=asyncio.subprocess.DEVNULL,  # its messages may quote the grammar
+            start_new_session=True,  # only the server handles Ctrl-C
         )
         await self._exchange(json.dumps(self._settings), START_S)
 

@@ -1,8 +1,8 @@
-"""The process that compiles grammars which nobody has looked at yet: `python -m infer.server.parsing.grammar_worker`.
+"""Worker process that compiles grammars not checked before: `python -m infer.server.parsing.grammar_worker`.
 
-Reads one line of JSON with the tokenizer and the limit on its memory, then a grammar per line, and answers each with
-`{"error": null}` or what is wrong. Its parent ends it when it takes too long; it ends by itself with its parent's pipe.
-Light: no torch.
+Reads one line of JSON with the tokenizer and the memory limit, then one grammar per line, and writes `{"error": ...}`
+for each line, null if it is valid. Its parent kills it when it takes too long; it exits when its parent's pipe closes.
+Does not import torch, to stay light.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from llguidance import LLTokenizer
 
 from infer.sampling.grammar import Grammar, compile_matcher, make_tokenizer, one_line
 
-WALK = 24  # tokens of a trial run: some grammars are cheap to compile and dear to follow
+WALK = 24  # tokens of a trial run: some grammars are cheap to compile and expensive to advance
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def walk(grammar: Grammar, tokenizer: LLTokenizer) -> None:
-    """Follows the grammar some way, always by the middle of what may come. Raises ValueError."""
+    """Advance the matcher by up to WALK tokens, each the middle one of those allowed. Raises ValueError on an error."""
     matcher = compile_matcher(grammar, tokenizer)
     for _ in range(WALK):
         if matcher.is_stopped():

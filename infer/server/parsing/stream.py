@@ -1,5 +1,7 @@
-"""A chat's text as it comes, taken apart: reasoning, content and tool calls. However it is cut into pieces, the parts
-are the same, so several tokens per step change nothing. What turns out to be no call is content, to the character.
+"""Incremental parser of a chat's output into reasoning, content and tool calls.
+
+The result does not depend on how the text is split into pieces, so several tokens per step change nothing. Text that
+turns out not to be a call is returned as content, unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ NO_CALL = ("", -1)
 
 @dataclass(frozen=True)
 class Span:
-    """Text of one kind."""
+    """A stretch of text of one kind."""
 
     kind: Literal["content", "reasoning"]
     text: str
@@ -25,7 +27,7 @@ class Span:
 
 @dataclass
 class Parts:
-    """What was written, in its order."""
+    """Spans and calls in the order in which the model wrote them."""
 
     items: list[Span | Call] = field(default_factory=list)
 
@@ -52,9 +54,10 @@ class Parts:
 
 
 class ChatParser:
-    """`thinking`: whether a reasoning span may begin the text, or, with `inside`, the prompt has begun it already.
+    """Parses the text of one choice.
 
-    `forced`: a grammar lets the text be calls and nothing else. `most_calls`: any further ones are left out.
+    `thinking`: a reasoning span may begin the text; with `inside`, the prompt has already begun it. `forced`: a grammar
+    restricts the text to calls. `most_calls`: further calls are dropped.
     """
 
     def __init__(
@@ -70,23 +73,23 @@ class ChatParser:
         self._style, self._tools = (style if tools else None), set(tools)
         self._thinking, self._inside = thinking, thinking and inside
         self._forced, self._most_calls = forced, most_calls
-        self._cut = forced  # whether a call that has no end was cut: then it is one all the same
+        self._cut = forced  # whether the output was truncated: then an incomplete call still counts
         self._calls = 0
         self._state = "reasoning" if self._inside else "start"
-        self._pushed = 0  # characters
-        self._span = (0, 0)  # of the reasoning, as places in all that was pushed
-        self._buffer = ""  # not yet decided; always the end of what was pushed
-        self._marked = ""  # what was taken off the buffer for a call that has begun
-        self._head: tuple[str, int] | None = None  # of that call (_find_head)
-        self._end: int | None = None  # of its JSON value
-        self._searched = 0  # how much of the value the scanner has seen
+        self._pushed = 0  # characters pushed so far
+        self._span = (0, 0)  # of the reasoning, in characters of all text pushed
+        self._buffer = ""  # not yet parsed; always a suffix of the text pushed
+        self._marked = ""  # removed from the buffer as the mark of a call that has begun
+        self._head: tuple[str, int] | None = None  # of that call: name and start of the JSON value (_find_head)
+        self._end: int | None = None  # of its JSON value, exclusive
+        self._searched = 0  # how far in the buffer the scanner has read
         self._scanner = JsonScanner()
-        self._after_call = False  # white space around calls is no content
-        self._after_reasoning = False  # nor are the line ends that set an answer off
+        self._after_call = False  # white space around calls is not content
+        self._after_reasoning = False  # nor are newlines after the reasoning
 
     @property
     def reasoning_span(self) -> tuple[int, int]:
-        """First and last + 1 of the reasoning's characters among those pushed, its marks left out; so far."""
+        """Reasoning so far as (first, last + 1) in the characters pushed, without its marks."""
         return self._span
 
     def push(self, text: str) -> Parts:
@@ -98,7 +101,7 @@ class ChatParser:
         return parts
 
     def finish(self, *, cut: bool = False) -> Parts:
-        """What is left when no more text comes. `cut`: the model had not ended it."""
+        """Parse the remaining text at its end. `cut`: the output was truncated before the model ended it."""
         self._cut |= cut
         parts = Parts()
         while self._step(parts, last=True):
@@ -111,17 +114,17 @@ class ChatParser:
         return parts
 
     def all_of(self, text: str, *, cut: bool = False) -> Parts:
-        """Of a text that is whole."""
+        """Parse a complete text."""
         parts = self.push(text)
         parts.add(self.finish(cut=cut))
         return parts
 
     def _step(self, parts: Parts, *, last: bool) -> bool:
-        """One decision. False: more text is needed for the next."""
+        """Make one state transition. Returns False if the next one needs more text."""
         return getattr(self, f"_in_{self._state}")(parts, last)
 
     def _in_start(self, parts: Parts, last: bool) -> bool:
-        """Before the first character that is no space."""
+        """State before the first character that is not white space."""
         if self._after_reasoning:
             self._buffer = self._buffer.lstrip("\n")
         text, style = self._buffer.lstrip(), self._style
@@ -182,7 +185,7 @@ class ChatParser:
         self._searched, self._scanner = 0, JsonScanner()
 
     def _in_call(self, parts: Parts, last: bool) -> bool:
-        """After the mark of a call: [name, separator,] a JSON value, [an end mark]."""
+        """State after the mark of a call: [name, separator,] a JSON value, [an end mark]."""
         assert self._style is not None
         text = self._buffer
         if self._head is None:
@@ -203,14 +206,17 @@ class ChatParser:
             if len(rest) < len(self._style.end) and self._style.end.startswith(rest):
                 if not last:
                     return False
-                rest = ""  # what there is of the mark is no content
+                rest = ""  # a partial end mark is not content
             rest = rest.removeprefix(self._style.end)
         self._add_calls(parts, calls)
         self._buffer, self._state = rest, "next" if self._style.bare else "content"
         return True
 
     def _find_head(self, text: str) -> tuple[str, int] | None:
-        """The name that stands before the JSON value, if one does, and where the value begins. None: not there yet."""
+        """Return the name before the JSON value ("" if none) and where the value begins.
+
+        None if more text is needed, NO_CALL if this is no call.
+        """
         assert self._style is not None
         begin = skip(text, 0)
         if begin == len(text):
@@ -237,7 +243,10 @@ class ChatParser:
             return None
 
     def _broken_off(self, parts: Parts, text: str) -> bool:
-        """No more text comes. A call that was cut is one once its name is there; what comes before that is left out."""
+        """Handle a call that is incomplete at the end of the text.
+
+        In a truncated output it counts as a call once its name is complete, and is dropped before that.
+        """
         assert self._style is not None
         calls: list[Call] | None
         if not self._cut:
@@ -263,7 +272,7 @@ class ChatParser:
         self._after_call = True
 
     def _in_next(self, parts: Parts, last: bool) -> bool:
-        """After a bare call: a semicolon and another one, or content."""
+        """State after a bare call: a semicolon and another call, or content."""
         assert self._style is not None
         text = self._buffer
         after = text.lstrip()
@@ -281,7 +290,7 @@ class ChatParser:
         return True
 
     def _no_call(self, parts: Parts, text: str) -> bool:
-        """What was taken off belongs to the content after all; the search goes on behind it."""
+        """Return the removed mark to the content, because no call followed, and continue the search after it."""
         self._after_call = False
         self._content(parts, self._marked)
         self._buffer, self._state = text, "content"
@@ -289,9 +298,9 @@ class ChatParser:
 
 
 def after_name(text: str, place: int, name: str, separator: str, opening: str) -> int | None:
-    """Where the arguments begin after this tool's name, with or without the separator.
+    """Return where the arguments begin after this tool's name, with or without the separator.
 
-    The text's length where it breaks off before them; None where another name stands there.
+    The length of the text if it ends before the arguments; None if another name is there.
     """
     for mark in (name, separator, opening):
         place = skip(text, place)
@@ -306,7 +315,7 @@ def after_name(text: str, place: int, name: str, separator: str, opening: str) -
 
 
 def split(text: str, mark: str, last: bool) -> tuple[str, bool, str]:
-    """What comes before `mark`, whether it was found, and what follows or is held back as its possible beginning."""
+    """Return the text before `mark`, whether it was found, and the text after it or held back as a possible prefix."""
     place = text.find(mark)
     if place >= 0:
         return text[:place], True, text[place + len(mark) :]

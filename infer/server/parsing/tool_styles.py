@@ -1,7 +1,7 @@
-"""How families of models write tool calls: Hermes and Qwen, Llama 3, Mistral. Each style is one row of a table.
+"""Tool-call formats of model families: Hermes and Qwen, Llama 3, Mistral. Each style is one row of a table.
 
-A style says where calls begin, how one is read, and by what grammar one can be forced. Calls are read from JSON by a
-scanner that looks at every character once; nothing a model writes reaches a regular expression or `eval`.
+A style defines where calls begin, how a call is parsed, and the grammar that forces one. Calls are parsed from JSON by
+a scanner that reads every character once; no model output reaches a regular expression or `eval`.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ ALPHANUMERIC = string.ascii_letters + string.digits
 @dataclass(frozen=True)
 class Call:
     name: str
-    arguments: str  # JSON of an object
-    complete: bool = True  # False: the answer was cut, and the arguments break off
+    arguments: str  # text of a JSON object
+    complete: bool = True  # False: the output was truncated, and the arguments are incomplete
 
 
 @dataclass(frozen=True)
 class ToolStyle:
     name: str
-    begin: str  # before each call, or before the list of them
-    end: str = ""  # after each call
+    begin: str  # mark before each call, or before the list of them
+    end: str = ""  # mark after each call
     argument_key: str = "arguments"
-    bare: bool = False  # a text that begins with a JSON object may be a call, without `begin`
-    named: bool = False  # `begin`, a name, `separator` and the arguments alone are a call as well
+    bare: bool = False  # text that begins with a JSON object may be a call without `begin`
+    named: bool = False  # `begin`, name, `separator`, arguments is also a call
     separator: str = ""
-    listed: bool = False  # calls that are forced are a JSON list
+    listed: bool = False  # forced calls form a JSON list
     short_ids: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Texts that may be special tokens, and must be seen all the same."""
+        """Marks that must appear in the text even if they are special tokens."""
         return tuple(mark for mark in (self.begin, self.end, self.separator) if mark)
 
     def new_id(self) -> str:
-        """Mistral's templates take nothing but nine letters and digits."""
+        """Return a new call id. Mistral's templates accept exactly nine letters and digits."""
         if self.short_ids:
             return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
         return f"call_{secrets.token_hex(12)}"
 
     def calls_in(self, text: str, names: set[str], *, trusted: bool = False) -> list[Call] | None:
-        """The calls that a whole JSON value is, or None: then it is text like any other.
+        """Return the calls in a complete JSON value, or None if it is ordinary text.
 
-        `trusted`: a grammar has made sure that it is valid JSON, however deep it may be.
+        `trusted`: a grammar guarantees valid JSON, so neither validity nor depth is checked.
         """
         try:
             if not trusted:
@@ -64,9 +64,9 @@ class ToolStyle:
         return [call for call in calls if call is not None] or None
 
     def begun_calls(self, text: str, names: set[str], *, trusted: bool = False) -> list[Call] | None:
-        """Those of a JSON value that breaks off; the last one may be cut. None: calls do not begin like this.
+        """Return the calls in a truncated JSON value, or None if it does not begin like a call.
 
-        A call whose name is not there yet is left out.
+        The last call may be incomplete; one whose name is incomplete is dropped.
         """
         try:
             calls = [self._call(item, names, whole=whole, strict=not trusted) for item, whole in self._items(text)]
@@ -75,10 +75,10 @@ class ToolStyle:
         return [call for call in calls if call is not None]
 
     def grammar(self, tools: Sequence[FunctionTool], *, most: int, special_id: Callable[[str], int | None]) -> Grammar:
-        """Text of one call or up to `most`, and nothing else. `special_id`: of a mark that is a special token.
+        """Return a grammar that allows one to `most` calls and nothing else.
 
-        Each tool's schema is a JSON document of its own, so its references stay inside it. Raises ValueError naming
-        the tool whose parameters are no object's.
+        `special_id` returns the id of a mark that is a special token. Each tool's schema is a separate JSON document,
+        so that its references resolve inside it. Raises ValueError naming a tool whose parameters are not an object.
         """
 
         def mark(text: str) -> str:
@@ -107,11 +107,11 @@ class ToolStyle:
 
     @staticmethod
     def _items(text: str) -> Iterator[tuple[str, bool]]:
-        """Of a list, its elements; of an object, itself; each with whether it is whole."""
+        """Yield the elements of a list, or the object itself, each with whether it is complete."""
         return elements(text) if text.startswith("[") else iter([(text, value_end(text, 0) is not None)])
 
     def _call(self, text: str, names: set[str], *, whole: bool, strict: bool = False) -> Call | None:
-        """None where the text breaks off before the end of the name. Raises ValueError for what is no call."""
+        """Parse one call. None if the text ends before the name does. Raises ValueError if it is no call."""
         if not text.startswith("{"):
             raise ValueError("no object")
         if strict and whole:
@@ -142,9 +142,10 @@ class ToolStyle:
 
 
 def arguments_call(function: str, value: str, whole: bool, *, strict: bool) -> Call:
-    """Arguments stay as the model wrote them, to the character, but for half surrogate pairs.
+    """Return a call whose arguments are the model's exact text, except that lone surrogates are replaced.
 
-    Some models write them as a string, like OpenAI's API. Raises ValueError for what is neither an object nor null.
+    Some models write the arguments as a string, like OpenAI's API. Raises ValueError if they are neither an object nor
+    null.
     """
     if strict and whole:
         read(value)
@@ -165,8 +166,8 @@ def arguments_call(function: str, value: str, whole: bool, *, strict: bool) -> C
 
 
 def unfinished_string(text: str) -> str:
-    """What a JSON string that breaks off says so far. Raises ValueError."""
-    for end in range(len(text), max(len(text) - len("\\uXXXX"), 0), -1):  # its last escape may be torn
+    """Decode a truncated JSON string as far as it goes. Raises ValueError if it is no string."""
+    for end in range(len(text), max(len(text) - len("\\uXXXX"), 0), -1):  # its last escape may be incomplete
         try:
             return json.loads(text[:end] + '"')
         except ValueError:
@@ -185,7 +186,7 @@ STYLES = {
 
 
 def style_of(template: str | None) -> ToolStyle | None:
-    """What a chat template shows of its model's style; None where it knows no tools."""
+    """Detect the style from a chat template. None if the template does not support tools, or its style is unknown."""
     if template is None or "tools" not in template:
         return None
     for name, marks in (("hermes", ("<tool_call>",)), ("mistral", ("[TOOL_CALLS]", "[AVAILABLE_TOOLS]"))):

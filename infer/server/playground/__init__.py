@@ -1,4 +1,4 @@
-"""The page at `/`: one document with its style and script inside; it loads nothing and talks to this server alone."""
+"""The page at `/`: one HTML document with inline style and script. It loads nothing and calls this server only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parent
-PURE = ("answer", "statistics", "conversation", "markdown")  # run without a browser, so that tests can run them alone
+PURE = ("answer", "statistics", "conversation", "markdown")  # need no browser, so that tests can run them alone
 SCRIPTS = (*PURE, "client", "view", "chat", "completion", "compare", "page")
 
 
@@ -21,7 +21,7 @@ class Page(NamedTuple):
 
 @cache
 def page() -> Page:
-    """The policy names the page's own style and script by their hashes: nothing else runs, whatever a model writes."""
+    """Return the page. Its policy allows its style and script by hash alone, so nothing that a model writes can run."""
     style = (FOLDER / "page.css").read_text(encoding="utf-8")
     script = source(SCRIPTS)
     html = (FOLDER / "page.html").read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def page() -> Page:
 
 
 def source(scripts: Sequence[str]) -> str:
-    """One script of several files."""
+    """Return the files of `scripts` concatenated into one script."""
     parts = [(FOLDER / "script" / f"{name}.js").read_text(encoding="utf-8") for name in scripts]
     return '"use strict";\n' + "\n".join(parts)
 

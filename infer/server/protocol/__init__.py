@@ -1,1 +1,1 @@
-"""The wire: fields of requests and responses, bounds, errors."""
+"""Schemas of the HTTP APIs: fields of requests and responses, limits, errors."""

@@ -1,7 +1,7 @@
-"""Reads a request's JSON strictly.
+"""Strict parser of JSON request bodies.
 
-What is no JSON, nests too deep, or is no number that can be held is a 400 that names its field, whatever the field's
-own type: JSON schemas and template options pass through here too.
+Invalid JSON, too deep nesting and numbers that cannot be represented are a 400. The error names the field where
+possible, whatever the field's type, since JSON schemas and template options are parsed here too.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from fastapi.routing import APIRoute
 
 from infer.server.protocol.errors import ApiError, RefusedBody, join_path
 
-MAX_NESTING = 128  # levels of objects and lists; what reads them recurses
-PARTS = re.compile(rb'"[^"\\]*+(?:\\[\s\S][^"\\]*+)*+"?|[\[\]{}:]')  # its time is linear in the body
+MAX_NESTING = 128  # levels of objects and lists; their readers recurse
+PARTS = re.compile(rb'"[^"\\]*+(?:\\[\s\S][^"\\]*+)*+"?|[\[\]{}:]')  # matches in time linear in the body
 
 
 class Unfit:
-    """Stands in a document for a number that is none."""
+    """Placeholder in a document for a number that is invalid or cannot be represented."""
 
     def __init__(self, why: str) -> None:
         self.why = why
 
 
 def json_router() -> APIRouter:
-    """For endpoints that read JSON: all of them."""
+    """Return a router that parses request bodies strictly, for every endpoint."""
     return APIRouter(route_class=JsonRoute)
 
 
@@ -54,7 +54,7 @@ class JsonRequest(Request):
 
 
 def parse(body: bytes) -> Any:
-    """Raises ApiError."""
+    """Parse a JSON body. Raises ApiError if it is invalid, nested too deep, or has an invalid number."""
     if body.count(b"[") + body.count(b"{") > MAX_NESTING and (field := nested_too_deep(body)) is not None:
         raise refusal(field, f"nested deeper than {MAX_NESTING} levels")
     unfit: list[Unfit] = []
@@ -77,7 +77,7 @@ def parse(body: bytes) -> Any:
             document = json.loads(body, **hooks)
         except (json.JSONDecodeError, UnicodeDecodeError):
             raise
-        except ValueError:  # Python reads no integer of thousands of digits
+        except ValueError:  # Python refuses integers of thousands of digits
             document = json.loads(body, **hooks, parse_int=whole)
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is not valid JSON ({error.msg})", code="invalid_json") from error
@@ -94,7 +94,7 @@ def refusal(field: str, why: str) -> ApiError:
 
 
 def nested_too_deep(body: bytes) -> str | None:
-    """The field of the body whose value nests deeper than MAX_NESTING, if one does."""
+    """Return the top-level field whose value is nested deeper than MAX_NESTING, or None."""
     level, field, last = 0, b'""', b'""'
     for match in PARTS.finditer(body):
         part = match[0]
@@ -112,7 +112,7 @@ def nested_too_deep(body: bytes) -> str | None:
 
 
 def place_of(document: Any, wanted: Unfit) -> str:
-    """The path of keys and indices to it."""
+    """Return the path of keys and indices to `wanted`."""
     layer: list[tuple[str, Any]] = [("", document)]
     while layer:
         inner: list[tuple[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The wire of chats: messages, and what a chat adds to the common fields."""
+"""Schema of chat requests: messages, and the fields that a chat adds to the common ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infer.server.protocol.fields import Strict, Unless
 from infer.server.protocol.tools import MAX_CALLS, ToolCall, ToolFields
 
 MAX_MESSAGES = 2048
-MAX_PARTS = 256  # of one message
+MAX_PARTS = 256  # per message
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -28,7 +28,7 @@ class TextPart(Strict):
     @model_validator(mode="before")
     @classmethod
     def check_type(cls, values: Any) -> Any:
-        """A refusal that is sent back is text like any other."""
+        """Treat a refusal that a client sends back as ordinary text."""
         kind = values.get("type", "text") if isinstance(values, dict) else "text"
         if kind not in ("text", "refusal"):
             raise field_error("type", f"{shown(kind)} is not read; this server reads text only")
@@ -40,17 +40,17 @@ class Message(Strict):
         {
             *("id", "status", "type", "index", "annotations", "metadata", "parsed", "phase"),
             *("cache_control", "prompt_cache_breakpoint", "provider_specific_fields"),
-            *("thinking_blocks", "reasoning_details"),  # of gateways; the text is in `reasoning_content`
+            *("thinking_blocks", "reasoning_details"),  # sent by gateways; the text is in `reasoning_content`
         }
     )
     refused: ClassVar[dict[str, Unless]] = {"audio": Unless(), "function_call": Unless(hint="say tool_calls")}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS)] | None = None
-    refusal: str | None = None  # what an assistant said in place of a content
+    refusal: str | None = None  # the assistant's text in place of `content`
     name: str | None = Field(default=None, max_length=256)
     reasoning_content: str | None = None
-    reasoning: str | None = None  # vLLM's newer name of it
+    reasoning: str | None = None  # vLLM's newer name of `reasoning_content`
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = Field(default=None, max_length=256)
 
@@ -67,7 +67,7 @@ class Message(Strict):
 
     @model_validator(mode="after")
     def merge_synonyms(self) -> Message:
-        """A refusal is a content, `reasoning` a `reasoning_content`. Only a turn of calls may be without a content."""
+        """Move `refusal` to `content`, `reasoning` to `reasoning_content`. Only a turn with calls may lack content."""
         if self.reasoning_content is None:
             self.reasoning_content = self.reasoning
         if not self.content:
@@ -76,11 +76,11 @@ class Message(Strict):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """What models/chat.py renders."""
+        """Return the message as the chat template receives it (models/chat.py)."""
         return self.model_dump(exclude_none=True)
 
 
-# Variables of a chat template. `infer/server/api/conversation.py` says which of them a client may set.
+# Variables of a chat template. `infer/server/api/conversation.py` lists those that a client may set.
 TemplateOptions = Annotated[
     dict[Annotated[str, Field(max_length=64)], bool | Annotated[str, Field(max_length=256)] | None],
     Field(max_length=16),
@@ -88,7 +88,7 @@ TemplateOptions = Annotated[
 
 
 class ChatRequest(ToolFields, GenerationRequest):
-    # A prediction is a hint for speed, and nothing here says how long an answer should be.
+    # `prediction` is a hint for speed only, and nothing here controls how verbose an answer is.
     accepted = GenerationRequest.accepted | {"prediction", "verbosity"}
     refused = GenerationRequest.refused | {
         **dict.fromkeys(("audio", "documents", "chat_template", "functions"), Unless()),
@@ -111,7 +111,7 @@ class ChatRequest(ToolFields, GenerationRequest):
     top_logprobs: Count | None = None
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: ReasoningEffort | None = None  # for templates that read it
-    include_reasoning: bool | None = None  # false: a reasoning span is left out of the answer
+    include_reasoning: bool | None = None  # false: reasoning is left out of the response
 
     @model_validator(mode="after")
     def check_limits(self) -> ChatRequest:

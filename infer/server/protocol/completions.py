@@ -1,6 +1,6 @@
-"""What completions and chats have in common on the wire, and completions: fields, bounds, and what they become.
+"""Schema of completion requests and of the fields that all generation requests share, and their `SamplingParams`.
 
-Every list is bounded. Knows the wire and `SamplingParams`; knows nothing about models, tokens or the engine.
+Every list is bounded. Independent of models, tokenizers and the engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from infer.server.protocol.errors import field_error
 from infer.server.protocol.fields import EMPTY, Strict, Unless
 from infer.server.protocol.structure import ResponseFormat, StructuredOutputs
 
-MAX_PROMPTS = 4096  # of the wire; server.max_prompts and the context are what counts
+MAX_PROMPTS = 4096  # limit of the schema; server.max_prompts and the context are the effective limits
 MAX_PROMPT_TOKENS = 2**22
 MAX_STOPS = 32  # OpenAI's bound is 4; evaluation harnesses send more
 MAX_STOP_LENGTH = 1024
@@ -43,20 +43,20 @@ class StreamOptions(Strict):
     accepted = frozenset({"include_obfuscation"})  # padding is optional
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # the usage so far in every chunk
+    continuous_usage_stats: bool | None = None  # send the usage so far in every chunk
 
 
 class Speculative(Strict):
-    """Ours: what drafts for this request. The text is the same whatever it says."""
+    """Our extension: how this request is drafted. It does not change the generated text."""
 
     enabled: bool = True
     proposer: str | None = Field(default=None, max_length=64)  # null: the server's
     max_draft_tokens: int | None = Field(default=None, ge=1, le=63)
-    detail: bool = False  # every token with the depth at which its draft was accepted, 0 for the target's own
+    detail: bool = False  # return each token with the depth at which its draft was accepted, 0 if the target chose it
 
 
 def check_prompt(prompt: Any) -> Any:
-    """string | list of strings | ids | list of ids, without the four complaints of a union."""
+    """Accept string | list of strings | ids | list of ids, with one error instead of one per member of a union."""
     if isinstance(prompt, str) or is_ids(prompt):
         return prompt
     if isinstance(prompt, list) and prompt and (all(isinstance(p, str) for p in prompt) or all(map(is_ids, prompt))):
@@ -69,12 +69,12 @@ def is_ids(value: Any) -> bool:
 
 
 def check_stop(stop: Any) -> Any:
-    """OpenAI takes one string too."""
+    """Turn a single string into a list; OpenAI accepts both."""
     return [stop] if isinstance(stop, str) else stop
 
 
 def check_bias(bias: Any) -> Any:
-    """JSON's keys are strings; these must be whole numbers."""
+    """Convert the keys, which are strings in JSON, to token ids."""
     if not isinstance(bias, dict):
         return bias
     for token in bias:
@@ -100,12 +100,12 @@ LogitBias = Annotated[
 class GenerationRequest(Strict):
     accepted: ClassVar[frozenset[str]] = frozenset(
         {
-            # OpenAI's: identifiers, storage, billing, caching by key
+            # OpenAI's: identifiers, storage, billing, cache keys
             *("user", "safety_identifier", "metadata", "client_metadata", "store", "service_tier"),
             *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-            # vLLM's: identifiers (`x-request-id` names a request here), how text is cut into chunks, media
+            # vLLM's: identifiers (here, `x-request-id` identifies a request), size of chunks, media
             *("request_id", "session_id", "stream_interval", "media_io_kwargs", "mm_processor_kwargs"),
-            # vLLM's: only together with what is refused, or only of its rendering endpoints
+            # vLLM's: meaningful only with a refused field, or only in its rendering endpoints
             *("length_penalty", "routed_experts_prompt_start", "return_token_offsets", "return_mm_kwargs"),
             *("guided_decoding_backend", "truncation_side"),
         }
@@ -127,7 +127,7 @@ class GenerationRequest(Strict):
 
     @classmethod
     def select(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """With vLLM's older names of structured outputs under the newer one."""
+        """Move vLLM's older `guided_*` fields into `structured_outputs`."""
         guided = {GUIDED[name]: value for name, value in values.items() if name in GUIDED and value not in EMPTY}
         others = {name: value for name, value in values.items() if name not in GUIDED}
         if guided and others.get("structured_outputs") is not None:
@@ -152,12 +152,12 @@ class GenerationRequest(Strict):
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None  # false: the answer's text shows them
+    skip_special_tokens: bool | None = None  # false: keep them in the text
     prompt_logprobs: Count | None = None
     return_token_ids: bool | None = None
-    priority: int | None = Field(default=None, gt=-MAX_PRIORITY, lt=MAX_PRIORITY)  # as vLLM: lower goes first
+    priority: int | None = Field(default=None, gt=-MAX_PRIORITY, lt=MAX_PRIORITY)  # as in vLLM, lower runs first
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
-    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)  # ours: its deadline, before the server's
+    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)  # ours: a deadline, at most the server's
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     speculative: Speculative | None = None
@@ -174,12 +174,12 @@ class GenerationRequest(Strict):
 
     @property
     def asked_logprobs(self) -> int | None:
-        """Of how many likeliest tokens, beside the chosen one."""
+        """Number of top log-probabilities beside the chosen token; None for no log-probabilities."""
         raise NotImplementedError
 
     @property
     def structure(self) -> tuple[str, Grammar] | None:
-        """The grammar of the output, with the field that asks for it."""
+        """The request field that sets the output's grammar, and the grammar."""
         if self.structured_outputs is not None:
             return "structured_outputs", self.structured_outputs.grammar
         if self.response_format is not None and (grammar := self.response_format.grammar) is not None:
@@ -199,7 +199,10 @@ class GenerationRequest(Strict):
         return self.speculative or Speculative()
 
     def sampling_params(self, max_tokens: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
-        """Raises ValueError naming the field. Without a seed: a random one that JavaScript's numbers can hold."""
+        """Return the sampling parameters. Raises ValueError naming an invalid field.
+
+        Without a seed, draws a random one that a JavaScript number can represent.
+        """
         drafts = self.drafts
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -243,7 +246,7 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompt
     logprobs: Count | None = None
     echo: bool | None = None
-    add_special_tokens: bool | None = None  # null: as the checkpoint does it
+    add_special_tokens: bool | None = None  # null: the checkpoint's default
 
     @model_validator(mode="after")
     def check_max_tokens(self) -> CompletionRequest:
@@ -262,7 +265,7 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     def sampling_params(self, max_tokens: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:
-        """With `echo`, the prompt is scored like the answer."""
+        """As in the base class; with `echo`, also request log-probabilities of the prompt."""
         params = super().sampling_params(max_tokens, bad_words)
         if not self.echo or self.logprobs is None:
             return params

@@ -1,7 +1,7 @@
-"""What may go wrong with a request, in the shape of the API that was called: OpenAI's, or Anthropic's for /v1/messages.
+"""Errors of requests, in the format of the API that was called: OpenAI's, or Anthropic's for /v1/messages.
 
-A message names the field, the value (shortened) and what is allowed, and nothing of the validator behind it. An
-internal error tells a client nothing.
+A message names the field, the value (shortened) and what is allowed, but exposes nothing of the validator. An internal
+error has no details for the client.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ log = logging.getLogger("headway.server")
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ANTHROPIC_TYPES = TYPES | {413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
-ANTHROPIC_PATH = "/v1/messages"  # and what lies below it
-REQUEST_ID = "headway.request_id"  # in the scope
+ANTHROPIC_PATH = "/v1/messages"  # and paths below it
+REQUEST_ID = "headway.request_id"  # key of the ASGI scope
 
 
 class ApiError(Exception):
-    """One request's failure, as the client will see it."""
+    """The failure of one request, as the client sees it."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class ApiError(Exception):
         return headers | {"www-authenticate": "Bearer"} if self.status == 401 else headers
 
     def response(self, scope: Scope) -> JSONResponse:
-        """To the request with that scope, in the shape of the API that its path belongs to."""
+        """Return the HTTP response to the request of `scope`, in the format of the API that its path belongs to."""
         body = self.anthropic_body(scope.get(REQUEST_ID)) if is_anthropic(scope["path"]) else self.body
         return JSONResponse(body, self.status, headers=self.headers)
 
@@ -69,7 +69,7 @@ def is_anthropic(path: str) -> bool:
 
 
 class RefusedBody(HTTPException):
-    """Carries an ApiError past FastAPI, which replaces what else is raised while it reads a body."""
+    """Carries an ApiError through FastAPI, which replaces any other exception raised while it reads a body."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.status)
@@ -77,7 +77,7 @@ class RefusedBody(HTTPException):
 
 
 def printable(text: str) -> str:
-    """What a client sent may hold half a surrogate pair, which no answer can."""
+    """Escape lone surrogates, which a client may send but which no response can contain."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -86,21 +86,21 @@ def internal_error() -> ApiError:
 
 
 def field_error(field: str, message: str, code: LiteralString = "invalid_value") -> PydanticCustomError:
-    """For validators that look at a whole object: the error carries the field that it is about."""
+    """Return an error that names its field, for validators of a whole object."""
     return PydanticCustomError(code, "{message}", {"field": printable(field), "message": message})
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """Pydantic's first complaint about `body`, as one sentence that begins with the field.
+    """Convert pydantic's first error about `body` to one sentence that begins with the field.
 
-    A union complains once per alternative: what is wrong deepest inside the value counts, and alternatives that fail
-    at the same place are named together.
+    A union produces one error per alternative: the error deepest inside the value is reported, and alternatives that
+    fail at the same place are listed together.
     """
     if errors[0]["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON ({errors[0]['ctx']['error']})", code="invalid_json")
     places = [place_of(error, body) for error in errors]
     same_field = [place for place in places if place[: len(places[0])] == places[0]]
-    deepest = max(same_field, key=len)  # the first of them
+    deepest = max(same_field, key=len)  # the first of the deepest
     chosen = [error for error, place in zip(errors, places, strict=True) if place == deepest]
     param = ""
     for part in deepest:
@@ -118,7 +118,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
 
 
 def place_of(error: Mapping[str, Any], body: Any) -> tuple[str | int, ...]:
-    """Where in the body an error is. Pydantic's own place also has the names of types that were tried there."""
+    """Return the path of an error in the body. Pydantic's `loc` also contains the names of the union types it tried."""
     loc = error["loc"][1:] if error["loc"][:1] == ("body",) else error["loc"]
     place: list[str | int] = []
     inside = body
@@ -138,7 +138,7 @@ def place_of(error: Mapping[str, Any], body: Any) -> tuple[str | int, ...]:
 
 
 def join_path(path: str, part: str | int) -> str:
-    """`messages`, 0 -> `messages[0]`; `messages[0]`, `role` -> `messages[0].role`."""
+    """Append a part to a path: `messages`, 0 -> `messages[0]`; `messages[0]`, `role` -> `messages[0].role`."""
     if isinstance(part, int):
         return f"{path}[{part}]"
     if not PATH.fullmatch(part):
@@ -147,7 +147,7 @@ def join_path(path: str, part: str | int) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as JSON, shortened."""
+    """Format a value as JSON, shortened."""
     if isinstance(value, dict | list):
         return ("an object" if isinstance(value, dict) else "a list") if value else json.dumps(value)
     if isinstance(value, str):
@@ -158,13 +158,13 @@ def shown(value: Any) -> str:
 
 
 def expectation(error: Mapping[str, Any]) -> str:
-    """What would have been right, to follow "must be"."""
+    """Return the expected value as a phrase to follow "must be"."""
     phrase = EXPECTED.get(error["type"], "another value")
     return phrase if isinstance(phrase, str) else phrase(error.get("ctx", {}))
 
 
 CODES: tuple[LiteralString, ...] = ("missing_required_parameter", "unknown_parameter", "unsupported_parameter")
-MAX_SHOWN = 40  # characters of a value
+MAX_SHOWN = 40  # characters of a value in a message
 PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}(?:(?:\.[A-Za-z_][A-Za-z0-9_]{0,63})|\[\d+\])*")
 EXPECTED: dict[str, str | Callable[[Mapping[str, Any]], str]] = {
     "string_type": "a string",

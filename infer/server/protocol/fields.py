@@ -1,7 +1,7 @@
-"""What becomes of each field of a request: implemented, accepted without effect, refused unless it asks for nothing.
+"""Base model for request objects. Each field is implemented, accepted without effect, or refused unless it is a no-op.
 
-A field of OpenAI's or vLLM's schemas is in one of these three groups, in a table of the model that stands for the
-object it is in. A field of none is ignored with one line in the log, or refused with `server.strict=true`.
+Every field of OpenAI's or vLLM's schemas is in one of these three groups, listed in the model of the object that
+contains it. Any other field is ignored with one log line, or refused with `server.strict=true`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from infer.server.protocol.errors import ApiError, field_error, join_path, shown
 log = logging.getLogger("headway.server")
 
 EMPTY: tuple[Any, ...] = (None, [], {}, "", False, 0)
-MAX_UNKNOWN = 32  # names kept of one object
-MAX_WARNINGS = 256  # names that are warned about, of one server
+MAX_UNKNOWN = 32  # unknown names kept per object
+MAX_WARNINGS = 256  # warnings per server
 MAX_WARNED_LENGTH = 120
 
 
 class Unless(NamedTuple):
-    """A field that is refused unless its value asks for nothing.
+    """A field that is refused unless its value is a no-op.
 
-    `defaults`: documented values that ask for nothing, beside null and what is empty. Where one of them is a number or
-    a boolean, 0 and false ask for something. `hint`: what to do instead.
+    `defaults`: documented values that are no-ops, besides null and empty values. If one of them is a number or a
+    boolean, 0 and false are not no-ops unless listed. `hint`: what to do instead.
     """
 
     defaults: tuple[Any, ...] = ()
@@ -35,11 +35,11 @@ class Unless(NamedTuple):
 
 
 class Strict(BaseModel):
-    """An object on the wire: strict types, finite numbers, and every field sorted.
+    """A JSON object of a request: strict types, finite numbers, and every field classified.
 
-    `accepted`: fields that change nothing here, whatever their value. `refused`: fields that would change the answer
-    and are not implemented. `absent`: values of implemented fields that read like null. These tables come before the
-    model's fields, so that a subclass can refuse what it inherits.
+    `accepted`: fields without effect here, whatever their value. `refused`: fields that would change the output and are
+    not implemented. `absent`: values of implemented fields that count as null. These tables take precedence over the
+    model's fields, so that a subclass can refuse inherited ones.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
@@ -71,12 +71,12 @@ class Strict(BaseModel):
 
     @classmethod
     def select(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The fields that are looked at. All of them, but in a model that stands for objects of many schemas."""
+        """Return the fields to validate: all, unless overridden by a model for objects of many schemas."""
         return values
 
     @property
     def remark(self) -> str | None:
-        """For the log: what is left out of the request, and why."""
+        """A log line about what is left out of the request, and why."""
         return None
 
 
@@ -94,12 +94,12 @@ def asks_for_nothing(value: Any, defaults: tuple[Any, ...]) -> bool:
 
 
 def is_one_of(value: Any, options: tuple[Any, ...]) -> bool:
-    """Like `in`, but 1 is not true and 0 is not false."""
+    """Return whether `value` is in `options`, where 1 is not true and 0 is not false."""
     return any(value == option and isinstance(value, bool) == isinstance(option, bool) for option in options)
 
 
 def objects_in(value: Any, path: str = "") -> Iterator[tuple[str, Strict]]:
-    """The models inside a validated request, with their paths. A list holds models or none."""
+    """Yield the models inside a validated request with their paths. A list contains only models, or none."""
     if isinstance(value, Strict):
         yield path, value
         for name, field in type(value).model_fields.items():
@@ -110,14 +110,14 @@ def objects_in(value: Any, path: str = "") -> Iterator[tuple[str, Strict]]:
 
 
 class UnknownFields:
-    """What is done about fields of no schema: one warning per name, or with `strict` a 400."""
+    """Handles fields of no schema: one warning per name, or with `strict` a 400."""
 
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict
         self._warned: set[str] = set()
 
     def check(self, body: Strict) -> None:
-        """Raises ApiError where `strict` and the request has such a field."""
+        """Log the unknown fields of a request. Raises ApiError for one if `strict`."""
         for path, model in objects_in(body):
             for name in model._unknown:
                 self._unknown(join_path(path, name))
@@ -143,5 +143,5 @@ class UnknownFields:
 
 
 def without_indices(path: str) -> str:
-    """`messages[3].content[0].x` -> `messages[].content[].x`, so that a name is warned about once."""
+    """Map `messages[3].content[0].x` to `messages[].content[].x`, so that each name is warned about once."""
     return re.sub(r"\[\d+\]", "[]", path)[:MAX_WARNED_LENGTH]

@@ -1,4 +1,4 @@
-"""Log-probabilities on the wire: OpenAI's form for completions, its form for chats, and vLLM's for prompts."""
+"""Log-probabilities in responses: OpenAI's formats for completions and for chats, and vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any
 
 from infer.sampling.logprobs import TokenLogprob
 
-LEAST = -9999.0  # OpenAI's minus infinity, which JSON does not have
+LEAST = -9999.0  # OpenAI's substitute for minus infinity, which JSON lacks
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ScoredToken:
     token: int
-    offset: int  # characters of the choice's text before it
-    logprob: TokenLogprob | None  # None: the first token of a prompt, which nothing foretells
+    offset: int  # start in the choice's text, in characters
+    logprob: TokenLogprob | None  # None for the first token of a prompt, which has no prediction
 
 
 class TokenNames:
-    """A token's name on the wire: its text, or its bytes where it is no whole character."""
+    """Maps a token to its name in responses: its text, or its bytes if they are not valid UTF-8."""
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self._bytes = token_bytes
 
     def bytes(self, token: int) -> bytes:
-        """Of a vocabulary that is larger than the tokenizer's, the surplus ids stand for nothing."""
+        """Return a token's bytes. Ids beyond the tokenizer's vocabulary, which the model's may exceed, have none."""
         return self._bytes[token] if token < len(self._bytes) else b""
 
     def __call__(self, token: int) -> str:
@@ -38,7 +38,7 @@ class TokenNames:
 
 
 def completion_logprobs(tokens: Sequence[ScoredToken], asked: int, name: TokenNames) -> Json:
-    """`asked` likeliest tokens at each place and the chosen one."""
+    """Return OpenAI's format for completions: per position, the `asked` most likely tokens and the chosen one."""
     tops: list[Json | None] = []
     for scored in tokens:
         if scored.logprob is None or not asked:
@@ -68,7 +68,7 @@ def chat_logprobs(tokens: Sequence[ScoredToken], name: TokenNames) -> Json:
 
 
 def prompt_logprobs(logprobs: Sequence[TokenLogprob], asked: int, name: TokenNames) -> list[Json | None]:
-    """vLLM's form: by id, null for the first token."""
+    """Return vLLM's format for prompts: log-probabilities by token id, null for the first position."""
     places: list[Json | None] = [None]
     for own in logprobs:
         ranked = {token: (rank, value) for rank, (token, value) in enumerate(own.top[:asked], 1)}

@@ -1,4 +1,4 @@
-"""The wire of /v1/messages, Anthropic's Messages API, as far as this server implements it: text and tools."""
+"""Schema of /v1/messages, Anthropic's Messages API, as far as this server implements it: text and tools."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from infer.server.protocol.tools import (
 )
 
 KEEP_ALL_THINKING = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-# Every prompt's prefix is cached; the rest identifies, bills or places a request.
+# Prefix caching is always on; the other fields identify, bill or route a request.
 ACCEPTED = frozenset(
     {
         *("cache_control", "metadata", "service_tier", "inference_geo", "speed", "diagnostics"),
@@ -45,7 +45,7 @@ REFUSED: dict[str, Unless] = {
     **dict.fromkeys(("container", "mcp_servers"), Unless()),
     "context_management": Unless(({"edits": []}, KEEP_ALL_THINKING)),
 }
-BLOCKS: dict[str, tuple[str, ...]] = {  # type -> what it needs
+BLOCKS: dict[str, tuple[str, ...]] = {  # type -> required fields
     "text": ("text",),
     "thinking": ("thinking",),
     "redacted_thinking": (),
@@ -61,7 +61,7 @@ Identifier = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def as_blocks(name: str, content: Any, allowed: Sequence[str]) -> Any:
-    """Of the field `name`. A string is one block of text. Says in words which types of blocks there may be."""
+    """Return the field `name` as a list of blocks; a string is one text block. Raises for a type not in `allowed`."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -84,9 +84,9 @@ class TextBlock(Strict):
 
 
 class Block(Strict):
-    """A part of a turn: text, reasoning, a call that the model made, or what came of one.
+    """A content block of a turn: text, reasoning, a tool call of the model, or a tool result.
 
-    This server signs no reasoning. That a tool failed is said by its result's text.
+    This server does not sign reasoning. `is_error` has no effect: the result's text says that a tool failed.
     """
 
     accepted = frozenset({"cache_control", "citations", "signature", "data", "is_error", "caller"})
@@ -99,7 +99,7 @@ class Block(Strict):
     name: ToolName | None = None
     input: JsonObject | None = None
     tool_use_id: Identifier | None = None
-    content: Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] | None = None  # of a tool's result
+    content: Annotated[list[TextBlock], Field(max_length=MAX_PARTS)] | None = None  # of a tool result
 
     @model_validator(mode="before")
     @classmethod
@@ -145,18 +145,18 @@ class CustomTool(Strict):
     name: ToolName
     description: str | None = Field(default=None, max_length=16384)
     input_schema: JsonObject
-    strict: bool | None = None  # changes nothing: arguments of a forced call always keep the schema
+    strict: bool | None = None  # no effect: arguments of a forced call always follow the schema
 
     @property
     def function(self) -> FunctionTool:
-        """As a chat has it, with its fields in the usual order: templates print them."""
+        """The tool as in a chat request, with the fields in the usual order, since templates print them."""
         fields: dict[str, Any] = {"name": self.name, "description": self.description, "parameters": self.input_schema}
         fields["strict"] = self.strict
         return FunctionTool.model_validate({name: value for name, value in fields.items() if value is not None})
 
 
 def is_other_tool(tool: Any) -> bool:
-    """Whether Anthropic's servers run it themselves, or the client by an agreement that the model must know."""
+    """Return whether Anthropic's servers run the tool, or the client by a convention that the model must know."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return isinstance(kind, str) and kind != "custom"
 
@@ -180,7 +180,7 @@ class ToolChoice(Strict):
 
 
 class Thinking(Strict):
-    """`budget_tokens` is a bound that a model need not reach; here `max_tokens` alone bounds the answer."""
+    """Reasoning options. `budget_tokens`, an upper bound, has no effect: only `max_tokens` limits the output."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(default=None, ge=1, lt=2**31)
@@ -198,7 +198,7 @@ class OutputConfig(Strict):
 
 
 class CountTokensRequest(Strict):
-    """What of a request makes up the prompt."""
+    """The fields of a request that determine the prompt."""
 
     accepted: ClassVar[frozenset[str]] = ACCEPTED
     refused: ClassVar[dict[str, Unless]] = REFUSED
@@ -210,7 +210,7 @@ class CountTokensRequest(Strict):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    chat_template_kwargs: TemplateOptions | None = None  # as with the other endpoints
+    chat_template_kwargs: TemplateOptions | None = None  # as in the other endpoints
 
     @model_validator(mode="before")
     @classmethod
@@ -230,7 +230,7 @@ class CountTokensRequest(Strict):
                         "messages", f"more than {most} blocks of type {kind} in turns of one role in a row"
                     )
         try:
-            fields = self.tool_fields  # whose own checks run
+            fields = self.tool_fields  # runs its validators
         except ValidationError as error:
             raise field_error(**error.errors()[0].get("ctx", {})) from error
         if fields.must_call and self.form is not None:
@@ -239,7 +239,7 @@ class CountTokensRequest(Strict):
 
     @property
     def conversation(self) -> list[Message]:
-        """As a chat has it."""
+        """The messages in the format of a chat request."""
         blocks = [] if not self.system else [Message(role="system", content=content_of(self.system))]
         return blocks + [message for role, blocks in turns(self.messages) for message in TO_MESSAGES[role](blocks)]
 
@@ -259,7 +259,7 @@ class CountTokensRequest(Strict):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """`adaptive` leaves it to the model, as its template does by itself."""
+        """Variables for the chat template. `adaptive` sets none, since templates leave it to the model by default."""
         options: dict[str, Any] = {}
         if self.thinking is not None and self.thinking.type != "adaptive":
             thinks = self.thinking.type == "enabled"
@@ -293,7 +293,7 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
         }
     )
 
-    max_tokens: int = Field(ge=1, le=MAX_INT)  # the context may end an answer before
+    max_tokens: int = Field(ge=1, le=MAX_INT)  # the context may end the output earlier
     stop_sequences: Stop | None = None
 
     @property
@@ -313,19 +313,19 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
 
 
 def turns(messages: Sequence[Turn]) -> list[tuple[str, list[Block]]]:
-    """Roles and their blocks; turns of one role in a row are one."""
+    """Return roles with their blocks. Consecutive turns of one role are merged."""
     grouped = groupby(messages, key=lambda turn: turn.role)
     return [(role, [block for turn in group for block in turn.content]) for role, group in grouped]
 
 
 def content_of(blocks: Sequence[TextBlock | Block]) -> Any:
-    """As a chat's message takes it: a string, or several parts, which are joined there."""
+    """Return text blocks as the content of a chat message: a string, or several parts, which the chat joins."""
     texts = [block.text or "" for block in blocks]
     return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 
 def user_messages(blocks: Sequence[Block]) -> list[Message]:
-    """Text, and results of tools, each of which is a message of its own in a chat."""
+    """Convert blocks of a user turn to chat messages. Each tool result becomes a separate message."""
     messages = []
     for kind, group in groupby(blocks, key=lambda block: block.type):
         if kind == "text":

@@ -1,4 +1,4 @@
-"""The wire of /v1/responses, as far as this server implements it: text and tools, nothing stored."""
+"""Schema of /v1/responses, as far as this server implements it: text and tools, nothing stored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from models.chat_template import text_part
 MAX_METADATA = 16  # OpenAI's bounds
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 LOGPROBS = "message.output_text.logprobs"
-# What OpenAI's API can add to a response. All but the log-probabilities are of tools and formats that are not here.
+# Values of `include` in OpenAI's API. All but the log-probabilities concern tools and formats not supported here.
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -47,7 +47,7 @@ NOTHING_STORED = "nothing is stored here; send the items themselves (clients do 
 
 
 class InputPart(Strict):
-    """`annotations` and `logprobs` come with parts that this server wrote itself, and are sent back."""
+    """A text part. `annotations` and `logprobs` are in parts that this server wrote and the client sends back."""
 
     accepted = frozenset({"annotations", "logprobs", "cache_control", "prompt_cache_breakpoint", "id"})
 
@@ -75,9 +75,9 @@ NEEDED: dict[str, tuple[str, ...]] = {
 
 
 class InputItem(Strict):
-    """A message, the reasoning before one, a call that the model made, or what came of one. OpenAI has four types.
+    """A message, reasoning before one, a tool call of the model, or a tool result: four types in OpenAI's API.
 
-    Encrypted reasoning is of another server, and not to be read here.
+    Encrypted reasoning comes from another server and cannot be read here.
     """
 
     accepted = frozenset(
@@ -94,7 +94,7 @@ class InputItem(Strict):
     name: ToolName | None = None
     arguments: str | None = Field(default=None, max_length=MAX_ARGUMENTS)
     output: Content | None = None
-    summary: PartList | None = None  # of reasoning; a template takes the reasoning itself
+    summary: PartList | None = None  # of reasoning; ignored, since templates take the full reasoning
 
     @model_validator(mode="before")
     @classmethod
@@ -113,10 +113,10 @@ class InputItem(Strict):
 
 
 def messages_of(items: Sequence[InputItem]) -> list[Message]:
-    """As a chat has them. What the model wrote in one answer is one turn: reasoning, text and calls."""
+    """Convert items to chat messages. Reasoning, text and calls of one response form one assistant turn."""
     turns: list[Message] = []
-    turn: dict[str, Any] = {}  # the assistant's, while it grows
-    previous = ""  # the type of the item before
+    turn: dict[str, Any] = {}  # the assistant's turn under construction
+    previous = ""  # the type of the previous item
 
     def end() -> None:
         if turn:
@@ -135,7 +135,7 @@ def messages_of(items: Sequence[InputItem]) -> list[Message]:
             if previous == "message":
                 end()
             written, more = turn.get("content", []), parts_of(item.content)
-            if written:  # before a call; a chat has the text in one piece
+            if written:  # text before a call; a chat has the text in one part
                 more[0] = text_part(written.pop()["text"] + more[0]["text"])
             turn["content"] = [*written, *more]
         else:
@@ -154,7 +154,7 @@ def messages_of(items: Sequence[InputItem]) -> list[Message]:
 
 
 def parts_of(content: str | list[InputPart] | None) -> list[Any]:
-    """As a chat's message has them, at least one."""
+    """Return content as parts of a chat message, at least one."""
     if isinstance(content, list) and content:
         return [text_part(part.text) for part in content]
     return [text_part(content if isinstance(content, str) else "")]
@@ -203,8 +203,10 @@ class Reasoning(Strict):
 
 
 class ResponsesRequest(GenerationRequest):
-    """OpenAI's `truncation: auto` shortens inputs that do not fit; here they are refused, whatever it says. A limit on
-    calls of built-in tools limits nothing, for there are none.
+    """A request to /v1/responses.
+
+    Inputs that do not fit the context are refused, even with `truncation: auto`, which shortens them at OpenAI.
+    `max_tool_calls` limits built-in tools, of which there are none.
     """
 
     accepted = (GenerationRequest.accepted - {"metadata"}) | {
@@ -251,7 +253,7 @@ class ResponsesRequest(GenerationRequest):
     @model_validator(mode="after")
     def check_tools(self) -> ResponsesRequest:
         try:
-            fields = self.tool_fields  # whose own checks run
+            fields = self.tool_fields  # runs its validators
         except ValidationError as error:
             raise field_error(**error.errors()[0].get("ctx", {})) from error
         if fields.must_call and self.structure is not None:

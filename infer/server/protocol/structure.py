@@ -1,4 +1,4 @@
-"""Structured output on the wire: OpenAI's `response_format` and vLLM's `structured_outputs`, and what they ask for."""
+"""Schema of structured output: OpenAI's `response_format` and vLLM's `structured_outputs`, and their grammars."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from infer.server.protocol.fields import Strict
 from models.json_text import depth
 
 MAX_CHOICES = 1024
-MAX_GRAMMAR_TEXT = 2**20  # of the wire; server.max_grammar_bytes is the operator's bound
+MAX_GRAMMAR_TEXT = 2**20  # limit of the schema; server.max_grammar_bytes is the operator's
 
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_TEXT)]
 
 
 def check_sendable(value: Any) -> Any:
-    """What Python reads as JSON may hold NaN, 1e999 or half a surrogate pair, which no answer and no grammar can."""
+    """Return the value. Raises ValueError if it cannot be sent as JSON.
+
+    Python's JSON parser accepts NaN, 1e999 and lone surrogates, which no response and no grammar can contain.
+    """
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -31,7 +34,7 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(check_sendable)]
 
 
 class JsonSchemaFormat(Strict):
-    """`strict` changes nothing: the schema is always enforced."""
+    """A named JSON schema. `strict` has no effect: the schema is always enforced."""
 
     name: str = Field(max_length=64)
     description: str | None = Field(default=None, max_length=4096)
@@ -57,7 +60,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """vLLM's; one of these."""
+    """vLLM's structured output; exactly one field is set."""
 
     json_: JsonObject | GrammarText | None = Field(default=None, alias="json")
     regex: GrammarText | None = None
@@ -89,7 +92,7 @@ class StructuredOutputs(Strict):
 
 
 def check_size(grammar: Grammar, param: str, *, max_bytes: int, max_depth: int) -> None:
-    """Raises ApiError for a grammar that is not even looked at."""
+    """Raises ApiError for a grammar that is too large or too deep to be checked at all."""
     size = len(grammar.text.encode("utf-8", "replace"))
     if size > max_bytes:
         message = f"{param}: {size} bytes; at most server.max_grammar_bytes={max_bytes}"

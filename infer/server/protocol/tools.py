@@ -1,4 +1,4 @@
-"""Tools on the wire, as OpenAI's chats have them."""
+"""Schema of tools, as in OpenAI's chat API."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from infer.server.protocol.fields import Strict
 from infer.server.protocol.structure import check_sendable
 
 MAX_TOOLS = 128
-MAX_CALLS = 128  # in one message of a conversation
+MAX_CALLS = 128  # per message
 MAX_ARGUMENTS = 2**20
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-# Where a tool may be called from, when its definition is loaded, what its result looks like: all of OpenAI's own tools.
+# Callers of a tool, when its definition is loaded, the schema of its result: these matter only to OpenAI's tools.
 TOOL_ACCEPTED = frozenset({"async", "allowed_callers", "defer_loading", "output_schema", "cache_control"})
 
 
@@ -32,9 +32,9 @@ class FunctionTool(Strict):
 
     name: ToolName
     description: str | None = Field(default=None, max_length=16384)
-    parameters: Annotated[Any, AfterValidator(check_schema)] = None  # a JSON schema; null: takes none
-    strict: bool | None = None  # changes nothing: arguments of a forced call always keep the schema
-    _order: tuple[str, ...] = PrivateAttr(default=())  # of the fields, as the client wrote them
+    parameters: Annotated[Any, AfterValidator(check_schema)] = None  # a JSON schema; null: no parameters
+    strict: bool | None = None  # no effect: arguments of a forced call always follow the schema
+    _order: tuple[str, ...] = PrivateAttr(default=())  # order of the fields in the request
 
     @model_validator(mode="wrap")
     @classmethod
@@ -45,14 +45,14 @@ class FunctionTool(Strict):
         return function
 
     def for_template(self) -> dict[str, Any]:
-        """As a tool of a conversation. Templates print it whole, so its fields keep their order."""
+        """Return the tool for the chat template. Templates print all of it, so the fields keep the client's order."""
         fields = {name: getattr(self, name) for name in FunctionTool.model_fields}
         ordered = {name: fields[name] for name in (*self._order, *fields) if name in fields}
         return {"type": "function", "function": ordered}
 
     @property
     def arguments_schema(self) -> dict[str, Any]:
-        """Of the arguments' object, as a document of its own. Raises ValueError where no object could keep it."""
+        """The JSON schema of the arguments, as a separate document. Raises ValueError if its type excludes objects."""
         if self.parameters is None:
             return NO_PARAMETERS
         schema = self.parameters if isinstance(self.parameters, dict) else {}
@@ -70,7 +70,7 @@ class Tool(Strict):
 
 
 class OtherTool(Strict):
-    """A tool of another type (`web_search`, `namespace`, `custom`, ...). The model is not told of it."""
+    """A tool of another type (`web_search`, `namespace`, `custom`, ...). It is not shown to the model."""
 
     type: str = Field(max_length=64)
 
@@ -84,7 +84,7 @@ class OtherTool(Strict):
 
 
 AnyFunction = TypeVar("AnyFunction")
-# The tags are part of where pydantic says that an error is, and must be no keys of a request.
+# The tags appear in the `loc` of pydantic's errors, so they must not be keys of a request.
 AnyTool = Annotated[
     Annotated[AnyFunction, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")],
     Discriminator(lambda tool: "<other>" if is_other_tool(tool) else "<function>"),
@@ -121,7 +121,7 @@ class ToolCall(Strict):
 
 
 class ToolFields(Strict):
-    """What a request with tools has; `tools_in_use` are those that may be called, none where nothing may."""
+    """The tool fields of a request. `tools_in_use` are the tools that may be called."""
 
     tools: Annotated[list[AnyTool[Tool]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -152,7 +152,7 @@ class ToolFields(Strict):
 
     @property
     def most_calls(self) -> int | None:
-        """A named tool is called exactly once, whatever `parallel_tool_calls` says. None: no bound."""
+        """Maximum number of calls, None for no limit. A named tool is called once even with `parallel_tool_calls`."""
         return 1 if isinstance(self.tool_choice, NamedTool) or self.parallel_tool_calls is False else None
 
     @property

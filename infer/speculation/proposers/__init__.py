@@ -1,4 +1,4 @@
-"""What drafts tokens for the engine, by name."""
+"""Builds the proposers, which draft tokens for the engine, by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from models.heads.base import Head
 def build_proposers(
     config: ProposerConfig, head: HeadProposer | None, draft_model: DraftModelProposer | None, vocab_size: int
 ) -> Mapping[str, tuple[Proposer, Budget]]:
-    """Every proposer that this engine can offer, with what it may draft per step."""
+    """Return every proposer available to this engine, each with its budget per step."""
     chain = Budget(config.max_draft_tokens, config.max_draft_tokens)
     found: dict[str, tuple[Proposer, Budget]] = {
         "ngram": (NgramProposer(config.ngram_min, config.ngram_max), chain),
@@ -43,6 +43,6 @@ def build_proposers(
 
 
 def head_proposer(head: Head, first_layer: int, config: ProposerConfig) -> HeadProposer:
-    """What drafts with this head. Raises ValueError if `config` asks for more than the head can draft."""
+    """Return the proposer for this head. Raises ValueError if `config` asks for more than the head can draft."""
     kind = ParallelHeadProposer if head.parallel else HeadProposer
     return kind(head, first_layer, config)

@@ -1,4 +1,4 @@
-"""The proposer protocol: whatever drafts tokens for the engine."""
+"""The protocol of proposers, which draft tokens for the engine."""
 
 from __future__ import annotations
 
@@ -14,66 +14,70 @@ from infer.speculation.tree import DraftTree
 
 
 class Proposer(Protocol):
-    """Contract with the engine, in this order for a running request:
+    """Drafts tokens. For a running request the engine calls, in this order:
 
     `commit` after every target forward that added committed positions, with the target's features of exactly those
-    rows; `propose` before a verify, when `request.tokens` ends with the root and features of all positions before the
-    root have been committed (again, request by request, if it raised for several at once); `release` once, when the
-    request finishes, is aborted or pre-empted.
+    rows; `propose` before a verify, when `request.tokens` ends with the root and the features of all positions before
+    the root have been committed (called again, request by request, if it raised for several at once); `release` once,
+    when the request finishes, is aborted or is pre-empted.
     """
 
     name: str
-    aux_layers: tuple[int, ...]  # hidden states of the target that `commit` wants; () for none
-    kv_layers: tuple[LayerShape, ...]  # layers it keeps in the engine's pool, under the same block tables
-    warm_up: int  # tokens that must be committed after `wake` until it can draft; 0 for hardly any
+    aux_layers: tuple[int, ...]  # hidden states of the target that `commit` takes; () for none
+    kv_layers: tuple[LayerShape, ...]  # its KV layers in the engine's pool, under the same block tables
+    warm_up: int  # tokens that must be committed after `wake` before it can draft; 0 for hardly any
 
     def places(self, budget: Budget) -> int:
-        """Places past the root that drafting under this budget writes to or proposes; pages are reserved for them."""
+        """Return how many places past the root a draft under this budget writes to or proposes.
+
+        Pages are reserved for them.
+        """
         ...
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
-        """A tree per request, root included, of at most `budgets[b]` drafted nodes (NOTHING = the root alone).
+        """Return one tree per request: the root and at most `budgets[b]` drafted nodes (NOTHING = the root alone).
 
-        Of a tree a smaller budget should hold the first nodes of what a larger one would: how much each brings is
-        learnt by its place (infer/speculation/control/acceptance_model.py).
+        The tree of a smaller budget should consist of the first nodes of the tree of a larger one: the acceptance
+        model learns a node's acceptance rate by its index (infer/speculation/control/acceptance_model.py).
         """
         ...
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        """features `[sum(counts), len(aux_layers) * H]` of the last `counts[b]` committed positions of each request.
+        """Take the target's features of the last `counts[b]` committed positions of each request.
 
-        Called when `request.tokens` already holds the token after the last committed position.
+        features `[sum(counts), len(aux_layers) * H]`. Called when `request.tokens` already holds the token after the
+        last committed position.
         """
         ...
 
     def synced(self, request: Request) -> int:
-        """Of the committed positions, how many its own layers of the pool are filled for."""
+        """Return for how many of the committed positions the proposer's KV layers are filled."""
         ...
 
     def resume(self, request: Request) -> None:
-        """The request begins with pages filled by another one, over its first `computed` positions.
+        """Start a request whose first `computed` positions lie in pages that another request has filled.
 
-        `request.last_features` are those of the last of them, or None if its slot is filled too.
+        `request.last_features` are the features of the last of these positions, or None if its slot is filled too.
         """
         ...
 
     def release(self, request: Request) -> None: ...
 
     def catch_up(self, request: Request) -> None:
-        """Fills its own layers for every committed position of the request."""
+        """Fill the proposer's KV layers for every committed position of the request."""
         ...
 
     def wake(self, request: Request) -> None:
-        """Of the request, released or never committed, what is committed from now on is all there will be."""
+        """Start tracking a request that was released or never committed, without features of earlier positions."""
         ...
 
     def ready(self, request: Request) -> bool:
-        """Whether it can be asked to draft, which after `wake` may take a few commits."""
+        """Return whether it can draft for the request; after `wake` that may take a few commits."""
         ...
 
 
 class WithoutLayers:
-    """What a proposer that keeps nothing in the pool has to say about pages."""
+    """Default methods of a proposer that reads no features and keeps no KV in the pool."""
 
     aux_layers: tuple[int, ...] = ()
     kv_layers: tuple[LayerShape, ...] = ()

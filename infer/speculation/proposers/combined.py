@@ -1,4 +1,4 @@
-"""Several sources merged into one tree: what they agree on is verified once, what they disagree on is hedged."""
+"""Merges the drafts of several proposers into one tree: shared tokens are verified once, others become branches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infer.speculation.tree import MAX_NODES, DraftTree
 
 
 class CombinedProposer:
-    """Earlier sources come first where the budget does not hold all that is proposed."""
+    """Merges the drafts of `sources`; of a level that the budget cuts, nodes of earlier sources come first."""
 
     name = "combined"
 
@@ -59,7 +59,7 @@ class CombinedProposer:
 
 
 def merge(trees: Sequence[DraftTree], nodes: Sequence[int]) -> DraftTree:
-    """Row by row the union of the trees, cut to `nodes[b]` drafted nodes. Trees take turns, a level at a time."""
+    """Return the union of the trees of each row, cut to `nodes[b]` drafted nodes. Trees take turns, level by level."""
     if len(trees) == 1:
         return trees[0]
     merged = [merge_row([tree_row(tree, row) for tree in trees], limit) for row, limit in enumerate(nodes)]
@@ -84,7 +84,7 @@ def merge_row(rows: Sequence[Row], limit: int) -> tuple[list[int], list[int]]:
     limit = min(limit, MAX_NODES - 1)
     tokens, parents = [rows[0][0][0]], [-1]
     place: dict[tuple[int, int], int] = {}  # (parent, token) -> node of the merged tree
-    own = [{0: 0} for _ in rows]  # per source: its node -> the merged one
+    own = [{0: 0} for _ in rows]  # per source: its node -> node of the merged tree
     waiting = [(depth, source, node) for source, row in enumerate(rows) for node, depth in enumerate(row[2]) if node]
     for _, source, node in sorted(waiting):
         token, parent, _ = (field[node] for field in rows[source])

@@ -1,7 +1,7 @@
-"""Drafts a chain with a second, smaller target that shares the vocabulary; its KV lies in the engine's pool.
+"""Drafts a chain with a second, smaller model that shares the target's vocabulary; its KV lies in the engine's pool.
 
-What it drafted and the target accepted needs no second look: its KV depends on the tokens alone. So a round costs one
-forward over the tokens it has not seen, and one per further draft.
+Accepted tokens that it drafted are not run again, since their KV depends on the tokens alone. So a round costs one
+forward over the tokens that it has not seen, and one per further drafted token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from models.targets.llama import LlamaTarget
 
 
 class DraftModelProposer:
-    """`model` is packed for serving; once attached, `pool` holds its layers from `first_layer` on."""
+    """Drafts with `model`, packed for serving; once attached, `pool` holds its KV layers from `first_layer` on."""
 
     name = "draft_model"
     aux_layers: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class DraftModelProposer:
         self._pool: KVPool | None = None
         self._first_layer = 0
         self._seen: dict[str, list[int]] = {}  # tokens whose KV is written, in order
-        self._agreed: dict[str, int] = {}  # how many of these are known to be the request's own
+        self._agreed: dict[str, int] = {}  # how many of the first of them surely are the request's
 
     @property
     def module(self) -> nn.Module:
@@ -49,7 +49,7 @@ class DraftModelProposer:
         return budget.depth
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        # A long prompt is read chunk by chunk beside the target; the rest is read when a draft is wanted.
+        # In prefill it runs over each chunk right after the target; any other tokens are read by the next draft.
         prefilling = [r for r in requests if r.phase is Phase.PREFILL and r.computed <= self.context]
         if prefilling:
             self._read(prefilling, [request.computed for request in prefilling])
@@ -78,7 +78,7 @@ class DraftModelProposer:
             self._read([request], [request.computed])
 
     def wake(self, request: Request) -> None:
-        pass  # it reads the whole text with its next draft
+        pass  # its next draft reads the whole text
 
     def ready(self, request: Request) -> bool:
         return True
@@ -103,11 +103,11 @@ class DraftModelProposer:
             hidden = self._forward(batch, starts, [drafts[index][-1:] for index in going])
 
     def _read(self, requests: Sequence[Request], ends: Sequence[int]) -> Tensor:
-        """Brings the KV up to `tokens[:end]` of each request; the hidden state after the last one `[B, H]`."""
+        """Extend the KV to `tokens[:end]` of each request; return the hidden states of their last tokens `[B, H]`."""
         starts, new = [], []
         for request, end in zip(requests, ends, strict=True):
             seen = self._seen.get(request.request_id, [])
-            # The last token is always run again: its hidden state is wanted.
+            # The last token is always run again, as its hidden state is needed.
             start = min(common_prefix(seen, request.tokens, self._agreed.get(request.request_id, 0)), end - 1)
             starts.append(start)
             new.append(request.tokens[start:end])
@@ -131,7 +131,7 @@ class DraftModelProposer:
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int], agreed: int) -> int:
-    """Length of what two sequences begin with alike, which is at least `agreed`."""
+    """Return the length of the common prefix of two sequences, which is at least `agreed`."""
     length = agreed
     while length < min(len(first), len(second)) and first[length] == second[length]:
         length += 1

@@ -1,10 +1,10 @@
 """Drafts a chain or a tree with a recurrent head: each further token from the state and the token before it.
 
-The head's KV, if it keeps any, is a layer of the engine's pool. What it makes of slot i (token t[i+1], feature f[i])
-lies at place i + 1, so that a page depends on the tokens up to its own end alone and can be shared by texts that go on
-differently. After a verify the head runs over the accepted positions with the target's features, which overwrites what
-it wrote from its own states; the last of these rows gives the first drafted tokens, and every further level costs one
-forward of the nodes that are grown.
+The head's KV, if it keeps any, lies in layers of the engine's pool. The KV of slot i (token t[i+1], feature f[i]) lies
+at place i + 1, so that a page depends only on the tokens up to its end and can be shared by texts that continue
+differently. After a verify the head runs over the accepted positions with the target's features, which overwrites the
+KV that it wrote from its own states; the last of these rows yields the first drafted tokens, and every further level
+costs one forward over the nodes that are grown.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from models.heads.base import Head
 if TYPE_CHECKING:
     from infer.graphs.draft_graphs import DraftGraphs
 
-KEPT_ROWS = 64  # features of a request that wait to be read, at most
-# Tokens that layers woken within a text must have seen before it is drafted for: the first of such drafts are hardly
-# ever right (LOG.md), and a drafter must not be known by them.
+KEPT_ROWS = 64  # when a request has that many unread feature rows, the head reads them
+# Tokens that a head's KV layers must have seen before it drafts for a request that it started tracking within its text:
+# the first drafts would hardly ever be right (LOG.md), and would spoil the estimate of the head's acceptance rate.
 LEAST_SEEN = 24
 
 
 class Pending:
-    """Features `[n, A * H]` of positions one after another, as they came: one piece a step. Their number is asked for
-    in every step, their rows rarely.
+    """Features `[n, A * H]` of consecutive positions, stored as one piece per step.
+
+    Their number is read in every step, the rows themselves rarely.
     """
 
     def __init__(self, rows: Tensor) -> None:
@@ -57,7 +58,7 @@ class Pending:
 
 
 class HeadProposer:
-    """`head` is packed for serving; the pool holds its layers from `first_layer` on. `shape` None drafts chains."""
+    """Drafts with `head`, packed for serving. The pool holds its layers from `first_layer` on; `shape` None: chains."""
 
     name = "head"
 
@@ -74,17 +75,17 @@ class HeadProposer:
         self.set_drafts(config)
         self._pool: KVPool | None = None
         self._caches: Sequence[Tensor] = ()
-        self._native: NativeDraft | None = None  # runs whole levels
+        self._native: NativeDraft | None = None  # runs a whole level in one call
         self._pending: dict[str, Pending] = {}  # features of committed positions that the head has not read
-        # Of these requests it has, in this step; the features stay until the commit, should the draft be retried.
+        # Requests whose pending features were read in this step; kept until the commit, should the draft be retried.
         self._read: set[str] = set()
-        self._base: dict[str, int] = {}  # the first slot of requests of which it was not given all
+        self._base: dict[str, int] = {}  # first slot that it was given, for requests that it did not see from the start
         self.graphs: DraftGraphs | None = None
-        self.confidence: Confidence | None = None  # says, if given, when a chain is long enough
+        self.confidence: Confidence | None = None  # if set, decides on the early exit of chains
 
     @property
     def judges_chains(self) -> bool:
-        """Whether it drafts chains whose tokens are known one by one, so that they can end early."""
+        """Whether it drafts chains whose tokens become available one by one, as an early exit needs."""
         return self.shape is None and self.graphs is None
 
     @property
@@ -93,11 +94,11 @@ class HeadProposer:
 
     @property
     def feature_size(self) -> int:
-        """Of one position, of all aux layers together."""
+        """Size of the features of one position, over all aux layers."""
         return len(self.aux_layers) * self._head.config.target_hidden_size
 
     def set_drafts(self, config: ProposerConfig) -> None:
-        """Chains or trees, and how far. Raises ValueError for what this head cannot draft."""
+        """Set whether it drafts chains or trees, and how deep. Raises ValueError for what this head cannot draft."""
         shape, most = tree_shape(config), self._head.config.max_depth
         depth = config.max_draft_tokens if shape is None else shape.depth
         if most is not None and depth > most:
@@ -126,7 +127,7 @@ class HeadProposer:
                 rows = rows[len(rows) - max(fresh, 0) :]
             if not len(rows):
                 continue
-            if not self.kv_layers:  # what lies before the last position is of no use to it
+            if not self.kv_layers:  # without KV only the last position matters
                 self._pending[request.request_id] = Pending(rows[-1:].clone())
             elif (pending := self._unread(request)) is None:
                 self._pending[request.request_id] = Pending(rows)
@@ -135,14 +136,14 @@ class HeadProposer:
             self._read.discard(request.request_id)
         if not self.kv_layers:
             return
-        # A long prompt is read chunk by chunk, and a text that is not drafted for now and then: few features are kept.
+        # Few features are kept: prompts are read chunk by chunk, and texts without drafts every KEPT_ROWS positions.
         due = [own for own in requests if own.phase is Phase.PREFILL or self._count(own) >= KEPT_ROWS]
         if due:
             self._fill(due)
             for request in due:
                 last = self._pending[request.request_id].pieces[-1][-1:].clone()
                 self._forget_features(request)
-                if request.phase is Phase.DECODE:  # what the next draft begins with; reading it again changes nothing
+                if request.phase is Phase.DECODE:  # the next draft starts from it; reading it again changes nothing
                     self._pending[request.request_id] = Pending(last)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
@@ -152,7 +153,7 @@ class HeadProposer:
         if not active:
             assert roots is not None
             return roots
-        # Block verification is for chains.
+        # Block verification takes chains only.
         chains = [i for i in active if self.shape is None or requests[i].params.acceptance == "block"]
         trees = [i for i in active if i not in chains]
         drafted = [
@@ -167,7 +168,7 @@ class HeadProposer:
         return DraftTree.stack([tree for tree, _ in drafted], [own for _, own in drafted])
 
     def synced(self, request: Request) -> int:
-        # Slots before the first pending one are filled; they reach one place further than they count.
+        # The slots before the first pending one are filled. Slot i lies at place i + 1: one place more than slots.
         return min(request.computed, request.computed - self._count(request) + 1)
 
     def resume(self, request: Request) -> None:
@@ -183,7 +184,7 @@ class HeadProposer:
             self._fill([request])
 
     def wake(self, request: Request) -> None:
-        """Its layers begin with a page: what lies before is seen by nobody."""
+        """Begin the head's KV at the next page boundary; no row attends to what lies before it."""
         if self.kv_layers:
             assert self._pool is not None
             self._base[request.request_id] = self._pool.pages_for(request.computed) * self._pool.page_size
@@ -193,15 +194,15 @@ class HeadProposer:
         return request.request_id in self._pending and (not base or request.computed - base >= self.warm_up)
 
     def features(self, requests: Sequence[Request]) -> list[Tensor]:
-        """Those of each that wait to be read, `[n, F]`."""
+        """Return the pending features of each request, `[n, F]`."""
         return [self._pending[request.request_id].rows() for request in requests]
 
     def bases(self, requests: Sequence[Request]) -> list[int]:
-        """The first slot of each that the head was given."""
+        """Return the first slot of each request that the head was given."""
         return [self._base.get(request.request_id, 0) for request in requests]
 
     def was_read(self, requests: Sequence[Request]) -> None:
-        """Somebody else ran the head over what waits of these; until the next commit none of it is read again."""
+        """Mark the pending features of these requests as read; until the next commit they are not read again."""
         self._read.update(request.request_id for request in requests)
 
     def _forget_features(self, request: Request) -> None:
@@ -212,7 +213,7 @@ class HeadProposer:
         return None if request.request_id in self._read else self._pending.get(request.request_id)
 
     def _count(self, request: Request) -> int:
-        """Committed positions that it has not read."""
+        """Return the number of committed positions that the head has not read."""
         pending = self._unread(request)
         return 0 if pending is None else pending.count
 
@@ -282,7 +283,7 @@ class HeadProposer:
     def _begun(
         self, native: NativeDraft, requests: Sequence[Request], deepest: int
     ) -> tuple[Tensor, Tensor, Tensor, AttentionRows]:
-        """What a draft begins with: all pending positions of each request."""
+        """Return the first level's inputs, all pending positions of each request, and mark them as read."""
         tokens, state, slots, rows = self._unread_rows(requests)
         assert rows is not None
         assert max(len(request.tokens) for request in requests) + deepest <= len(native.parts.rotary[0])
@@ -290,7 +291,7 @@ class HeadProposer:
         return tokens, state, slots, rows
 
     def _trees(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
-        """Grows every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own."""
+        """Grow every request's tree to the depth of the deepest budget; `propose_best` cuts each to its own budget."""
         assert self.shape is not None
         roots, grown = [request.tokens[-1] for request in requests], None
         if self.graphs is not None:
@@ -310,7 +311,7 @@ class HeadProposer:
             deepest = max(budget.depth for budget in budgets)
             trees = self._native_trees(self._native, requests, parameters, deepest)
             return trees.children, trees.run
-        slots = [len(request.tokens) - 1 for request in requests]  # where the head's own rows begin
+        slots = [len(request.tokens) - 1 for request in requests]  # positions of the roots
         state = self._read_pending(requests)
 
         def address(offsets: Tensor, words: Tensor) -> AttentionRows:
@@ -327,20 +328,20 @@ class HeadProposer:
         parameters: ChoiceParameters | None,
         address: Callable[[Tensor, Tensor], AttentionRows],
     ) -> tuple[Children, Run]:
-        """How `grow` asks this head: every level runs its nodes, each in the sight of its own ancestors.
+        """Return the callbacks by which `grow` runs this head; each node attends to its own ancestors.
 
-        state `[B, S]` of each root, whose slot is `slots` `[B]`. `address(offsets, words)`: N rows of each request, at
-        offsets `[N]` from the place after the root's, with ancestors `[B, N]`.
+        state `[B, S]` of each root, `slots` `[B]` the roots' positions. `address(offsets, words)` addresses N rows of
+        each request, at offsets `[N]` from the place after the root's, with the tree mask `words` `[B, N]`.
         """
         device, batch, start = slots.device, len(slots), slots[:, None]
         state = state[:, None]  # [B, M, S] of the nodes that a level is grown from
-        words = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, M] their rows in the head's KV
+        words = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, M] their tree mask
         run_before = 0
 
         def children(level: int, fan_out: int) -> tuple[Tensor, Tensor]:
             width = state.shape[1]
             owner = torch.arange(batch, device=device).repeat_interleave(width)
-            positions = (start + level - 1).expand(-1, width).flatten()  # slot i drafts the choice at row i + 1
+            positions = (start + level - 1).expand(-1, width).flatten()  # slot i drafts the choice at position i + 1
             logits = self._head.logits(state.flatten(0, 1), level - 1)
             tokens, values = self.best(logits, positions, parameters and parameters.rows(owner), fan_out)
             return tokens.unflatten(0, (batch, width)), values.unflatten(0, (batch, width))
@@ -359,16 +360,16 @@ class HeadProposer:
 
         return children, run
 
-    # ---- what both forms of drafting are made of ----------------------------------------------------------------
+    # ---- shared by chains and trees -----------------------------------------------------------------------------
 
     def choice(self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None) -> Tensor:
-        """The head's own choice `[R]` (target ids), under the noise that the target will meet at the same row."""
+        """Return the head's choice `[R]` (target ids), under the noise of the target's choice at the same position."""
         return self.draft_ids[choose(logits, parameters, positions, self.draft_ids)]
 
     def best(
         self, logits: Tensor, positions: Tensor, parameters: ChoiceParameters | None, count: int
     ) -> tuple[Tensor, Tensor]:
-        """Of each row the `count` best target ids under the same noise, `[R, count]`, and their log-probabilities."""
+        """Return each row's `count` best target ids under the same noise, `[R, count]`, and their log-probabilities."""
         count = min(count, logits.shape[1])
         columns, values = choose_best(logits, parameters, positions, self.draft_ids, count)
         return self.draft_ids[columns], values
@@ -376,7 +377,7 @@ class HeadProposer:
     def laws(
         self, requests: Sequence[Request], logits: Tensor, parameters: ChoiceParameters | None
     ) -> dict[int, Tensor]:
-        """For block verification: by row, the law `[V]` over target ids that its token is drawn from."""
+        """Return, for block verification, the distribution `[V]` over target ids that a row's token is drawn from."""
         wanted = [
             row
             for row, request in enumerate(requests)
@@ -391,13 +392,13 @@ class HeadProposer:
         return dict(zip(wanted, whole, strict=True))
 
     def rows(self, requests: Sequence[Request], slots: Sequence[int], counts: Sequence[int]) -> AttentionRows:
-        """Addresses `counts[b]` slots of each request from `slots[b]` on."""
+        """Address `counts[b]` slots of each request from `slots[b]` on."""
         assert self._pool is not None
         places = [slot + 1 for slot in slots]
         return self._pool.rows(requests, places, counts, first=1, bases=self.bases(requests))
 
     def _slots(self, requests: Sequence[Request], rows: AttentionRows) -> Tensor:
-        """`[R]`, the rotary positions of these rows."""
+        """Return the rotary positions `[R]` of these rows."""
         places = rows.places - 1
         bases = self.bases(requests)
         return places + torch.tensor(bases, device=places.device)[rows.request] if any(bases) else places
@@ -410,17 +411,17 @@ class HeadProposer:
         return self._pool.layers.attention(rows, *sizes, first_layer=self._first_layer)
 
     def _fill(self, requests: Sequence[Request]) -> None:
-        """The head's KV of all pending positions of each request; the states that come of them are wanted by nobody."""
+        """Write the head's KV of all pending positions of each request; the resulting states are not used."""
         if self._native is None:
             self._read_pending(requests)
         else:
             self._native_chains(self._native, requests, None, 0).read()
 
     def _read_pending(self, requests: Sequence[Request], masks: Sequence[int] | None = None) -> Tensor:
-        """Runs the head over all pending positions of each request; the state of each one's last slot `[B, S]`.
+        """Run the head over all pending positions of each request; return the state of each one's last slot `[B, S]`.
 
-        `masks[b]`: as many rows of a parallel head's mask slot follow; then the states of all rows `[R, S]`. A second
-        time, in a step that is retried, it writes the same again.
+        With `masks`, `masks[b]` rows of a parallel head's mask slot follow, and the states of all rows `[R, S]` are
+        returned. In a step that is retried, the second call writes the same KV again.
         """
         tokens, state, slots, rows = self._unread_rows(requests, masks)
         attention = no_attention if rows is None else self.attend(rows)
@@ -433,9 +434,9 @@ class HeadProposer:
     def _unread_rows(
         self, requests: Sequence[Request], masks: Sequence[int] | None = None
     ) -> tuple[Tensor, Tensor, Tensor, AttentionRows | None]:
-        """What `_read_pending` reads: tokens `[R]`, fused states `[R, S]`, slots `[R]`, and the rows' addresses.
+        """Return what `_read_pending` reads: tokens `[R]`, fused states `[R, S]`, slots `[R]`, and the rows' addresses.
 
-        A head without KV has none, and one row of each request.
+        For a head without KV there are no addresses, and one row of each request.
         """
         features = self.features(requests)
         counts = [len(rows) for rows in features]

@@ -1,4 +1,4 @@
-"""Chains of a recurrent head level by level: one more token of every chain that goes on."""
+"""Drafts chains with a recurrent head level by level: each level adds one token to every chain that continues."""
 
 from __future__ import annotations
 
@@ -19,29 +19,35 @@ if TYPE_CHECKING:
 
 
 class Levels(Protocol):
-    """The first ones begin with the rows that wait to be read."""
+    """Drafts a batch of chains; the first level starts from the unread rows."""
 
     def draft(self, *, likely: bool) -> tuple[list[int], list[float] | None]:
-        """Target ids; with `likely` their log-probabilities too, under the noise that the head chose with."""
+        """Draft one more token of each chain; return their target ids.
+
+        With `likely` it also returns their log-probabilities, under the noise that the head chose with.
+        """
         ...
 
     def keep(self, places: Sequence[int]) -> None:
-        """Of the chains that took part only these go on, in this order: ascending."""
+        """Continue only these of the chains that took part in the last level; `places` ascend."""
         ...
 
 
 class StepByStep:
-    """By the head's own operations: for any head, any device, and what looks at its logits. Others draft the same."""
+    """Drafts by the head's own operations: for any head and device, and where its logits have to be read or masked.
+
+    Other implementations draft the same tokens.
+    """
 
     def __init__(
         self, proposer: HeadProposer, requests: Sequence[Request], state: Tensor, parameters: ChoiceParameters | None
     ) -> None:
-        """state `[B, S]`: of the slot before each request's root, which has been read."""
-        self.laws: dict[int, list[Tensor]] = {}  # by request, for block verification, one a level
+        """state `[B, S]`: of each request's last slot, which holds the root and has been read."""
+        self.laws: dict[int, list[Tensor]] = {}  # by request, for block verification: one distribution per level
         self._proposer, self._requests, self._state, self._parameters = proposer, list(requests), state, parameters
         self._going, self._depth = list(range(len(requests))), 0
         self._drafts: list[list[int]] = [[] for _ in requests]
-        # [B] slot i drafts what the target chooses at row i + 1, and is where the drafted token is read
+        # [B] position at which the target chooses the next token (slot i drafts for i + 1), and the slot that reads it
         self._slots = torch.tensor([len(request.tokens) - 1 for request in requests], device=state.device)
         self._tokens = self._slots  # [B] drafted last, once there are any
         self._rows: AttentionRows | None = None
@@ -74,7 +80,7 @@ class StepByStep:
         self._rows = self._rows and self._rows.kept(index)
 
     def _step(self) -> None:
-        """Reads the tokens drafted last."""
+        """Run the head over the tokens drafted last."""
         own, attention = self._proposer, no_attention
         if own.kv_layers:
             if self._rows is None:

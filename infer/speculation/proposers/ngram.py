@@ -11,7 +11,10 @@ from infer.speculation.tree import DraftTree
 
 
 class SuffixIndex:
-    """Where each n-gram of a growing token list ended last. Each token is indexed once; a lookup costs O(max - min)."""
+    """Maps each n-gram of a growing token list to the end of its latest occurrence.
+
+    Each token is indexed once; a lookup costs O(max - min).
+    """
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._sizes = range(longest, shortest - 1, -1)
@@ -19,11 +22,11 @@ class SuffixIndex:
         self._indexed = 0  # n-grams ending before this place are in the index
 
     def continuation(self, tokens: list[int], budget: int) -> list[int]:
-        """Up to `budget` tokens after the latest earlier occurrence of the longest matching suffix; [] for none.
+        """Return up to `budget` tokens after the latest earlier occurrence of the longest matching suffix; [] for none.
 
         `tokens` must extend the list of the previous call.
         """
-        for end in range(self._indexed + 1, len(tokens)):  # the suffix itself must not find itself
+        for end in range(self._indexed + 1, len(tokens)):  # the current suffix must not match itself
             for size in self._sizes:
                 if size <= end:
                     self._ends[tuple(tokens[end - size : end])] = end

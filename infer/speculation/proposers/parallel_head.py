@@ -1,8 +1,8 @@
-"""Drafts with a head that answers every depth in one forward: Medusa from the target's state alone, P-EAGLE with a mask
-slot per further depth, in rows that follow the committed ones.
+"""Drafts with a head that predicts every depth in one forward.
 
-What is drafted at a depth does not depend on what was drafted before it, so the nodes of a tree's level all have the
-same children. Reading committed positions, pages and choices are those of every head (head.py).
+Medusa does so from the target's state alone, P-EAGLE with one mask slot per further depth, in rows that follow the
+committed ones. What is drafted at a depth does not depend on what was drafted before it, so all nodes of a tree level
+have the same children. Committed positions are read, pages used and tokens chosen as with every head (head.py).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ParallelHeadProposer(HeadProposer):
     def growing_at_once(
         self, logits: Tensor, roots: Tensor, parameters: ChoiceParameters | None
     ) -> tuple[Children, Run]:
-        """How `grow` asks this head, whose logits `[B, D, Vd]` of all depths are known; roots `[B]`: positions."""
+        """Return the callbacks for `grow`, from the logits `[B, D, Vd]` of all depths; roots `[B]`: positions."""
 
         def children(level: int, fan_out: int) -> tuple[Tensor, Tensor]:
             tokens, values = self.best(logits[:, level - 1], roots + level - 1, parameters, fan_out)
@@ -62,7 +62,7 @@ class ParallelHeadProposer(HeadProposer):
         return children, run
 
     def _all_logits(self, requests: list[Request], budgets: list[Budget]) -> Tensor:
-        """`[B, D, Vd]` of every depth up to the deepest budget; past a request's own budget they mean nothing."""
+        """Return the logits `[B, D, Vd]` of every depth up to the deepest budget; past a request's budget undefined."""
         depths = [budget.depth for budget in budgets]
         deepest = max(depths)
         if self.mask_slot is None:
@@ -72,8 +72,8 @@ class ParallelHeadProposer(HeadProposer):
         states = self._read_pending(requests, [depth - 1 for depth in depths])
         slot = torch.tensor([count + depth - 1 for count, depth in zip(counts, depths, strict=True)]).cumsum(0)
         own = torch.tensor(depths)
-        # the rows of depths 0, 1, ... are each request's last; a request's own deepest one stands in beyond it
+        # the rows of depths 0, 1, ... are each request's last rows; past its budget its deepest row is repeated
         index = (slot - own)[:, None] + torch.arange(deepest).clamp(max=(own - 1)[:, None])
-        # rows of one weight for all depths, so one call answers them all
+        # all depths share one LM head, so one call computes all logits
         logits = self._head.logits(states[index.flatten().to(states.device)], 0)
         return logits.unflatten(0, (len(requests), deepest))

@@ -1,8 +1,8 @@
-"""Suffix decoding (arXiv 2411.04975): drafts what most often followed the longest suffix of the text seen before.
+"""Suffix decoding (arXiv 2411.04975): drafts what most often followed earlier occurrences of the text's suffix.
 
-Seen before means in the request's own prompt and output, and in earlier responses of the same tenant. Counts of every
-run of up to `max_depth` tokens lie in tries; a draft follows the most frequent continuation as long as it is likely
-enough, and the longer the match, the longer the draft.
+The longest suffix that occurred before is looked up in the request's own prompt and output, and in earlier responses of
+the same tenant. Tries hold the counts of all runs of up to `max_depth` tokens; a draft follows the most frequent
+continuation as long as it is likely enough, and the longer the match, the longer the draft may be.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Node:
 
 
 class CountedTrie:
-    """Counts of all runs of up to `max_depth` tokens in the sequences put in. `size` is its number of nodes."""
+    """Counts all runs of up to `max_depth` tokens in the sequences added. `size` is its number of nodes."""
 
     def __init__(self, max_depth: int) -> None:
         self.root, self.size, self._max_depth = Node(), 0, max_depth
 
     def extend(self, ends: list[Node], token: int) -> list[Node]:
-        """One more token after the runs that end at `ends`; the ends of the runs with it, the longest first."""
+        """Append a token to the runs that end at `ends`; return the end nodes of the new runs, the longest first."""
         grown = []
         for node in [*ends, self.root][-self._max_depth :]:
             child = node.children.get(token)
@@ -43,7 +43,7 @@ class CountedTrie:
         return grown
 
     def remove(self, tokens: Sequence[int]) -> None:
-        """Takes a whole sequence out again."""
+        """Remove a whole sequence that was added."""
         for start in range(len(tokens)):
             node = self.root
             for token in tokens[start : start + self._max_depth]:
@@ -52,11 +52,11 @@ class CountedTrie:
                 if child.count == 0:
                     self.size -= count_nodes(child)
                     del node.children[token]
-                    break  # what lies below is gone with it
+                    break  # its descendants are removed with it
                 node = child
 
     def find(self, suffix: Sequence[int]) -> tuple[Node, int] | None:
-        """The node of the longest end of `suffix` that something followed, and its length."""
+        """Return the node and the length of the longest end of `suffix` with a continuation; None if there is none."""
         for length in range(min(len(suffix), self._max_depth - 1), 0, -1):
             node: Node | None = self.root
             for token in suffix[len(suffix) - length :]:
@@ -73,7 +73,7 @@ def count_nodes(node: Node) -> int:
 
 
 def follow(node: Node, longest: int, least: float) -> tuple[list[int], float]:
-    """The likeliest run after `node` while its probability is at least `least`, and its expected accepted length."""
+    """Return the most frequent run after `node` of probability `least` or more, and its expected accepted length."""
     tokens: list[int] = []
     probability, expected = 1.0, 0.0
     while node.children and len(tokens) < longest:
@@ -88,7 +88,7 @@ def follow(node: Node, longest: int, least: float) -> tuple[list[int], float]:
 
 
 class Text:
-    """One request's own trie, kept up with its tokens."""
+    """The trie of one request's tokens, extended as they come."""
 
     def __init__(self, max_depth: int) -> None:
         self.trie = CountedTrie(max_depth)
@@ -101,7 +101,7 @@ class Text:
         self._read = len(tokens)
 
     def match(self) -> tuple[Node, int] | None:
-        """As `CountedTrie.find` on its own text, without a walk: the ends of its last runs are at hand."""
+        """Return what `CountedTrie.find` would for this text, without a walk: `_ends` are the nodes of its suffixes."""
         for node, length in zip(self._ends, range(len(self._ends), 0, -1), strict=True):
             if node.children:
                 return node, length
@@ -109,9 +109,9 @@ class Text:
 
 
 class Earlier:
-    """Responses of one tenant, the oldest forgotten when trie or text need more than `max_nodes`.
+    """Responses of one tenant, the oldest of which are evicted when the trie or the text exceeds `max_nodes`.
 
-    The text has its own bound: answers that repeat one another add to it and not to the trie.
+    The text is bounded separately: responses that repeat one another add to it and not to the trie.
     """
 
     def __init__(self, max_depth: int, max_nodes: int) -> None:
@@ -133,7 +133,7 @@ class Earlier:
 
 
 class SuffixProposer(WithoutLayers):
-    """Chains; reads no features and keeps no KV. `factor`: drafted tokens per matched token at most."""
+    """Drafts chains; reads no features and keeps no KV. `factor`: maximum of drafted tokens per matched token."""
 
     name = "suffix"
 
@@ -149,7 +149,7 @@ class SuffixProposer(WithoutLayers):
         self._max_depth, self._factor, self._least = max_depth, factor, min_probability
         self._max_nodes, self._max_tenants = max_nodes, max_tenants
         self._texts: dict[str, Text] = {}
-        self._tenants: OrderedDict[str, Earlier] = OrderedDict()  # the last one used stands last
+        self._tenants: OrderedDict[str, Earlier] = OrderedDict()  # the most recently used is last
 
     def places(self, budget: Budget) -> int:
         return budget.depth
@@ -160,7 +160,7 @@ class SuffixProposer(WithoutLayers):
 
     def release(self, request: Request) -> None:
         self._texts.pop(request.request_id, None)
-        # A tenant whom this never drafted for need not be remembered: reading a response costs milliseconds.
+        # Responses are kept only for tenants that were drafted for, since adding one costs milliseconds.
         if request.finish_reason in ("stop", "length") and request.params.cache_salt in self._tenants:
             self._earlier(request).add(request.output_ids)
 

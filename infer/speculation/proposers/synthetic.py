@@ -1,6 +1,6 @@
-"""Drafts of no meaning, for synthetic acceptance (infer/speculation/lossy.py): they cost nothing.
+"""Drafts meaningless tokens at no cost, for synthetic acceptance (infer/speculation/lossy.py).
 
-What is accepted of them is given.
+How many of them are accepted is set by the given rates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from infer.speculation.tree import DraftTree
 
 
 class SyntheticProposer(WithoutLayers):
-    """Chains that count on from the root's token, so that a text does not fall into a loop."""
+    """Drafts chains that count up from the root's token, so that the text does not fall into a loop."""
 
     name = "synthetic"
 

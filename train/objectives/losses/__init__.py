@@ -1,1 +1,1 @@
-"""What a draft costs at a slot, and forms of it that hold no logits."""
+"""Per-slot losses of drafts, and fused forms that do not materialise all logits."""

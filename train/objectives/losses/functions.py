@@ -1,7 +1,8 @@
-"""What a draft's logits cost against the target's distribution: one value per slot, as pure functions.
+"""Losses of a draft's logits against the target's distribution: one value per slot, as pure functions.
 
 p is the target's distribution, q the draft's, both over the draft vocabulary; p~ is p renormalised to it. A drafted
-token is accepted with probability Σ min(p, q), which the rules of arXiv 2602.23881 (tv, lk, lk_hybrid) learn directly.
+token is accepted with probability Σ min(p, q), which the losses of arXiv 2602.23881 (tv, lk, lk_hybrid) optimise
+directly.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from train.objectives.teacher import Teacher
 
 
 def slot_losses(loss: str, logits: Tensor, teacher: Teacher, *, kl_scale: float = 1.0, kl_decay: float = 1.0) -> Tensor:
-    """logits `[N, Vd]` against N rows of the teacher -> `[N]`.
+    """Return the loss `[N]` of logits `[N, Vd]` against N rows of the teacher.
 
-    kl: KL(p~ || q). ce: cross-entropy with the target's choice. label: with the token that the sequence holds; 0 where
-    the draft vocabulary has none such. tv: 1 - Σ min(p, q). lk: -log Σ min(p, q). lk_hybrid: λ kl + (1 - λ) tv with
-    λ = kl_scale exp(-kl_decay Σ min(p, q)), by slot and without a gradient: KL while the draft is poor.
+    kl: KL(p~ || q). ce: cross-entropy with the target's argmax in the draft vocabulary. label: cross-entropy with the
+    sequence's token; 0 where it is outside the draft vocabulary. tv: 1 - Σ min(p, q). lk: -log Σ min(p, q). lk_hybrid:
+    λ kl + (1 - λ) tv with λ = kl_scale exp(-kl_decay Σ min(p, q)), per slot and detached: KL while the draft is poor.
     """
     if loss == "ce":
         return F.cross_entropy(logits, teacher.draft_choice, reduction="none")
@@ -37,17 +38,17 @@ def slot_losses(loss: str, logits: Tensor, teacher: Teacher, *, kl_scale: float 
 
 
 def overlap(logits: Tensor, teacher: Teacher) -> Tensor:
-    """Σ_v min(p, q) over the full vocabulary, `[N]`."""
+    """Return Σ_v min(p, q) over the full vocabulary, `[N]`."""
     return torch.minimum(logits.softmax(-1), teacher.probs * teacher.mass[:, None]).sum(-1)
 
 
 def agreement(logits: Tensor, teacher: Teacher) -> Tensor:
-    """bool `[N]`: the draft's argmax is the target's over the full vocabulary."""
+    """Return whether the draft's argmax is the target's over the full vocabulary, bool `[N]`."""
     return (logits.argmax(-1) == teacher.draft_choice) & teacher.in_vocab
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """`-Σ_v p_v log softmax(z)_v` per row, for rows of p that sum to one. Keeps z and p, nothing else of their size."""
+    """`-Σ_v p_v log softmax(z)_v` per row, for rows of p that sum to one. Saves only z and p of that size."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, probs: Tensor) -> Tensor:  # type: ignore[no-untyped-def]

@@ -1,8 +1,8 @@
-"""The LM head and the loss together, a chunk of slots at a time: neither logits nor probabilities of all slots exist.
+"""Fused LM head and loss, one chunk of slots at a time: logits and probabilities of all slots never exist together.
 
-What a draft's loss needs as wide as the vocabulary (logits, the target's distribution, the gradient of both) is made
-for one chunk, turned into gradients of states and parameters at once, and dropped. A loss is a scalar, so its gradient
-can be computed before it is asked for, up to a factor; nothing is computed a second time in the backward pass.
+The vocabulary-wide tensors of a draft's loss (logits, the target's distribution, the gradient of both) are computed for
+one chunk, reduced immediately to gradients of states and parameters, and freed. The loss is a scalar, so its gradient
+can be computed in the forward pass, up to a factor; the backward pass recomputes nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Compare = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 def chunked_sums(
     compare: Compare, states: Tensor, weights: Tensor, rows: Tensor, size: int, parameters: Iterable[nn.Parameter]
 ) -> tuple[Tensor, ...]:
-    """`compare(states, weights, rows)` answers sums over slots; here over chunks of `size` of states `[N, S]`.
+    """Add up `compare(states, weights, rows)`, which returns sums over slots, over chunks of `size` of states `[N, S]`.
 
-    The first sum can be differentiated once, by the states and by those `parameters` that `compare` uses.
+    The first sum can be differentiated once, with respect to the states and those `parameters` that `compare` uses.
     """
     if not torch.is_grad_enabled():
         chunks = zip(states.split(size), weights.split(size), rows.split(size), strict=True)
@@ -35,7 +35,7 @@ def added(parts: Iterable[Sequence[Tensor]]) -> tuple[Tensor, ...]:
 
 
 class EagerGradients(torch.autograd.Function):
-    """Sums over chunks, and in the same pass the gradients of the first of them."""
+    """Computes sums over chunks, and in the same pass the gradients of the first sum."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""LM heads as a kernel for a whole loss reads them: one matrix, in the dtype of products under autocast."""
+"""LM head weights as the fused loss kernel reads them: one matrix, in autocast's dtype."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from models.layers import Linear
 
 
 class NarrowWeights:
-    """Copies of weights in autocast's dtype: of a trained one for one forward, of a frozen one for as long as it stays.
+    """A cache of weights in autocast's dtype: of a trained weight for one forward, of a frozen one until it changes.
 
-    A trained one's version does not tell: fused optimisers change a parameter and leave its counter as it was.
+    The version counter is no use for trained weights: fused optimisers change a parameter without incrementing it.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class NarrowWeights:
         self._trained: set[int] = set()
 
     def renew(self) -> None:
-        """To be called when parameters may have changed."""
+        """Drop the copies of trained weights. Call it whenever parameters may have changed."""
         for key in self._trained:
             del self._copies[key]
         self._trained.clear()
@@ -41,5 +41,5 @@ class NarrowWeights:
 
 
 def is_plain(lm_head: nn.Module) -> bool:
-    """A product with one whole matrix, and no more."""
+    """Return whether the LM head is a plain product with one unpacked matrix, without bias."""
     return type(lm_head) is Linear and lm_head.packed is None and lm_head.bias is None
