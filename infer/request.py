@@ -1,4 +1,4 @@
-"""What a request has become so far, and what it answers. Token ids only; text is the caller's."""
+"""The state of a request in the engine, and its outputs. Token ids only; the caller makes text of them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = [
     "Upkeep",
 ]
 
-AHEAD = 256  # tokens: few answers are as long as they may be
+AHEAD = 256  # tokens to look ahead: few outputs reach max_tokens
 
 
 @dataclass
 class SpeculationStats:
-    """Counts over verify steps. `emitted` holds what verify steps emitted, bonus tokens included."""
+    """Counts over verify steps. `emitted` counts the tokens that they emitted, bonus tokens included."""
 
     steps: int = 0
     emitted: int = 0
@@ -43,17 +43,17 @@ class SpeculationStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens emitted per verify, bonus included; plain decoding has 1.0."""
+        """Tokens emitted per verify (tau), bonus token included; plain decoding has 1.0."""
         return self.emitted / self.steps if self.steps else 0.0
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """By depth, the share of drafts that reached it of which a node at it was accepted (unconditional)."""
+        """Acceptance rate by depth: of drafts that deep, the share with an accepted node at it (unconditional)."""
         pairs = zip(self.accepted_by_position, self.drafted_by_position, strict=True)
         return [accepted / drafted if drafted else 0.0 for accepted, drafted in pairs]
 
     def record(self, *, drafted: int, accepted: int, emitted: int, depth: int | None = None) -> None:
-        """One verify of a request: `drafted` nodes down to `depth` (a chain's is `drafted`), a path of `accepted`."""
+        """Count one verify of a request: `drafted` nodes down to `depth` (default: a chain), `accepted` of them."""
         depth = drafted if depth is None else depth
         self.steps += 1
         self.emitted += emitted
@@ -83,11 +83,11 @@ class SpeculationStats:
 
 
 class Upkeep(Enum):
-    """What a request's drafter keeps of its text: features, KV."""
+    """How much of a request the drafter state (features, KV) covers."""
 
     WHOLE = "whole"
-    NONE = "none"  # drafting does not pay now, and so costs nothing
-    REST = "rest"  # what came since drafting paid again
+    NONE = "none"  # drafting does not pay now, so no state is kept
+    REST = "rest"  # only tokens committed since tracking was started mid-sequence
 
 
 class Phase(Enum):
@@ -99,7 +99,7 @@ class Phase(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """One request inside the engine, equal to itself alone.
+    """One request inside the engine, compared by identity.
 
     `computed` counts the positions whose KV is committed. In decode it is `len(tokens) - 1`: the last token is the
     root of the next draft tree, and its KV is written by the verify.
@@ -110,37 +110,37 @@ class Request:
     params: SamplingParams
     seed: int
     tokens: list[int]  # prompt and output
-    stop_ids: frozenset[int] = frozenset()  # end the request: its own and, unless it ignores them, the end tokens
-    eos_id: int | None = None  # the one of them that is no stop reason: the tokenizer's eos_token
+    stop_ids: frozenset[int] = frozenset()  # `stop_token_ids` and, unless `ignore_eos`, the end tokens
+    eos_id: int | None = None  # the tokenizer's eos_token: the only stop id that is not reported as `stop_reason`
     computed: int = 0
     phase: Phase = Phase.WAITING
     slot: int = -1  # row of the block table while running
     pages: list[int] = field(default_factory=list)
     upkeep: Upkeep = Upkeep.WHOLE
-    keys: BlockKeys | None = None  # None: its pages are not shared
-    plain_keys: BlockKeys | None = None  # of pages that only the target's layers are filled of
-    published: int = 0  # positions whose pages others may share
+    keys: BlockKeys | None = None  # keys of its pages; None: they are not shared
+    plain_keys: BlockKeys | None = None  # keys of pages of which only the target's layers are filled
+    published: int = 0  # positions whose pages were published or adopted
     block_ends: dict[int, Tensor] = field(
         default_factory=dict
-    )  # features of positions that end a page, to be published
-    last_features: Tensor | None = None  # of position `computed - 1`, where the request began with known pages
-    parent: Request | None = None  # of several answers to one prompt, the one that computes it
+    )  # features by position, of those that end a page; published with it
+    last_features: Tensor | None = None  # features of position `computed - 1`, if it began with cached pages
+    parent: Request | None = None  # with n > 1: the request that computes the common prompt
     arrival: int = 0  # order in which requests came
-    added: float = 0.0  # when, on the engine's clock
-    queued_s: float | None = None  # how long it waited for its first rows
-    cached: int = 0  # positions of the prompt that another request had computed
+    added: float = 0.0  # time of arrival on the engine's clock
+    queued_s: float | None = None  # seconds from its arrival to its first rows
+    cached: int = 0  # positions of the prompt computed by another request
     deadline: float | None = None  # on the engine's clock
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     drafting_failed: bool = False
-    rule: str = "exact"  # by which drafts are accepted (infer/speculation/verify.py)
+    rule: str = "exact"  # acceptance rule of its drafts (infer/speculation/verify.py)
     counts: TokenCounts | None = None  # for penalties
     stop_text: StopText | None = None  # for stop strings
     constraint: Constraint | None = None  # for a grammar
-    failed: bool = False  # work for it alone has raised (infer/engine/isolation.py); it ends in this step
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output, if asked for
+    failed: bool = False  # its work raised an exception (infer/engine/isolation.py); it ends in this step
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output, if requested
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt from its second token on
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop id, unless it is `eos_id`, or the stop string that was met
+    stop_reason: int | str | None = None  # the stop id, unless it is `eos_id`, or the stop string
 
     @property
     def output_ids(self) -> list[int]:
@@ -148,7 +148,7 @@ class Request:
 
     @property
     def ended_by_token(self) -> bool:
-        """Whether its last token ended it, and so is no part of its text."""
+        """Return whether a stop token ended the request; that token is not part of its text."""
         return self.finish_reason == "stop" and self.tokens[-1] in self.stop_ids
 
     @property
@@ -165,19 +165,19 @@ class Request:
 
     @property
     def kind(self) -> Kind:
-        """Of what is drafted for it now."""
+        """Return the acceptance bucket of the tokens drafted next."""
         return Kind.of(self.params.temperature, self.output_length)
 
     @property
     def kinds_ahead(self) -> dict[Kind, int]:
-        """How many tokens of each kind it may yet emit; of a long answer the next ones, since most end before."""
+        """Return how many tokens it may still emit in each acceptance bucket, up to AHEAD: most outputs end earlier."""
         begin = self.output_length
         return Kind.counts(self.params.temperature, begin, min(self.params.max_tokens, begin + AHEAD))
 
 
 @dataclass
 class StepOutput:
-    """What one step gave one request. `accepted[i]`: token i was an accepted draft. `stats` counts on while it runs."""
+    """Output of a step for one request. `accepted[i]`: token i was an accepted draft. `stats` is live, not a copy."""
 
     request_id: str
     token_ids: list[int]
@@ -185,24 +185,24 @@ class StepOutput:
     stats: SpeculationStats
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    ended_by_token: bool = False  # the last token is no part of the text
+    ended_by_token: bool = False  # the last token is not part of the text
     error: str | None = None  # with the finish reason "error"
-    internal: bool = False  # the error is an exception, and not what the request asked for
-    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, if asked for
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # with the first output, if asked for
+    internal: bool = False  # the error is an exception in the engine, not the fault of the request
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, if requested
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # with the first output, if requested
     cached_tokens: int = 0  # of the prompt, computed for an earlier request
-    queued_s: float = 0.0  # from its arrival to its first rows
+    queued_s: float = 0.0  # seconds from its arrival to its first rows
 
 
 @dataclass
 class Completion:
     prompt_ids: list[int]
     token_ids: list[int]
-    text: str | None  # goes on after the prompt's; ends before the stop token or string, if one was met
+    text: str | None  # continues the prompt's text; without the stop token or stop string
     finish_reason: FinishReason
     seed: int
     stats: SpeculationStats
     stop_reason: int | str | None = None  # as in vLLM: a stop string, or the stop token unless it is the eos_token
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    acceptance: str = "exact"  # the rule by which drafts were accepted: exact, block, typical or synthetic
+    acceptance: str = "exact"  # acceptance rule of drafts: exact, block, typical or synthetic

@@ -1,4 +1,4 @@
-"""Requests come and go: admission, scheduling, one step, and what is said of them."""
+"""The engine: admission and scheduling of requests, the work of a step, and its outputs and statistics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Engine"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the engine when it is asked for, so that a module of this package can be imported without all of them."""
+    """Import `Engine` lazily, so that one module of this package can be imported without all the others."""
     if name == "Engine":
         from infer.engine.engine import Engine
 

@@ -1,10 +1,10 @@
-"""The engine: requests in, tokens out, one step at a time. Continuous batching over a paged KV pool, with drafts.
+"""The engine: continuous batching over a paged KV pool with speculative decoding, one step at a time.
 
     engine = Engine.load("owner/name", head="eagle3", engine=EngineConfig(max_batch=8))
     for completion in engine.generate(["def main("], SamplingParams(max_tokens=64)): ...
 
-A step is schedule, draft, forward, choose, verify, commit. What is drafted decides how many tokens a step emits, never
-which. Not thread-safe: one thread owns an engine. Knows nothing of HTTP, and of text only what its tokenizer does.
+A step is schedule, draft, forward, sample, verify, commit. Drafts affect how many tokens a step emits, never which.
+Not thread-safe: one thread owns an engine. It does not deal with HTTP, and with text only through its tokenizer.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ from models.tokenizer import Tokenizer
 
 
 class Engine:
-    """Takes over `target` and packs it for serving; its weights must not be trained afterwards. `head` is copied.
+    """Takes ownership of `target` and packs it for serving: do not train it afterwards. `head` is copied.
 
-    `probe` false takes for granted what `exact` rests on, which otherwise is tried out at the start. `profile` false
-    leaves what steps cost to be measured by `profile()`, for a start that must not wait. `clock` counts the seconds of
-    deadlines, `timer` those that steps take, from which drafts are planned.
+    `probe=False` skips the start-up check of what `exact` assumes of the kernels. `profile=False` leaves profiling of
+    step costs to `profile()`, for a start that must not wait. `clock` is the time of deadlines, in seconds; `timer`
+    times steps, from which drafts are planned.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Engine:
         self.proposer_config = proposer_config or ProposerConfig(name="auto")
         self.target, self.tokenizer = target, tokenizer
         ends = (*target.end_tokens, *(tokenizer.eos_ids if tokenizer else ()))
-        self.end_tokens = within(ends, target.config.vocab_size)  # each of them ends a request
+        self.end_tokens = within(ends, target.config.vocab_size)  # each ends a request
         if self.config.tensor_parallel > 1 and ranks is None:
             raise ValueError(
                 f"engine.tensor_parallel={self.config.tensor_parallel}: this target is whole; Engine.load divides one"
@@ -109,7 +109,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._ids, self._arrivals = itertools.count(), itertools.count()
         self._stats, self._clock, self._timer = EngineStats(), clock, timer
-        self._activity = ("nothing", 0, 0)  # phase, requests, rows of the target
+        self._activity = ("nothing", 0, 0)  # phase, requests, target rows
         self._learnt, self._profiles_at_start = Learnt(Survival(priors)), profile
         self._synthetic_rates = tuple(self.proposer_config.acceptance or ())
         self._head: HeadProposer | None = None
@@ -133,10 +133,11 @@ class Engine:
         output_dir: str = "outputs",
         profile: bool = True,
     ) -> Engine:
-        """From configs, or from what a command line names: `model=` (infer/options/model_names.py), a head or the
-        folder of one, a proposer. `proposer=auto` takes the exported head if there is one, else n-gram.
+        """Load an engine from configs, or from names as on a command line.
 
-        With `engine.tensor_parallel` this process becomes rank 0; `close` the engine, or drop it, to end the others.
+        Names: a model as in `model=` (infer/options/model_names.py), a head or its folder, a proposer. `proposer=auto`
+        uses the exported head if there is one, else n-gram. With `engine.tensor_parallel` this process becomes rank 0;
+        `close` the engine, or drop it, to end the other ranks.
         """
         model, head, proposer = read_names(model, head, proposer or "auto", output_dir)
         engine = engine or EngineConfig()
@@ -155,7 +156,7 @@ class Engine:
                 profile=profile,
             )
 
-    # ---- what a caller does -------------------------------------------------------------------------------------
+    # ---- public interface ---------------------------------------------------------------------------------------
 
     def add(
         self,
@@ -166,10 +167,10 @@ class Engine:
         parent: str | None = None,
         constraint: Constraint | None = None,
     ) -> str:
-        """Queues a request. Raises ValueError for a prompt that is empty, too long or not of this vocabulary.
+        """Queue a request; return its id. Raises ValueError for a prompt that is empty, too long or out of vocabulary.
 
-        `parent`: an unfinished request with the same prompt, whose pages over it this one shares. `constraint`: what
-        `compile` made of `params.grammar`, for a caller who would not have this thread do it.
+        `parent`: an unfinished request with the same prompt, whose prompt pages are shared. `constraint`: the result of
+        `compile(params.grammar)`, if the caller compiled it in another thread.
         """
         prompt = list(as_ids("prompt", prompt_ids))
         check_request(prompt, params, self._limits())
@@ -184,7 +185,7 @@ class Engine:
         request.added = self._clock()
         if params.deadline_s is not None:
             request.deadline = request.added + params.deadline_s
-        if self.config.prefix_cache and params.prompt_logprobs is None:  # these need every row of the prompt
+        if self.config.prefix_cache and params.prompt_logprobs is None:  # which need every row of the prompt
             secret, salt, size = self._pool.pages.secret, params.cache_salt, self.config.page_size
             request.keys = BlockKeys(secret, salt, self._drafting.filled_by(request), size)
             request.plain_keys = BlockKeys(secret, salt, "", size)
@@ -198,13 +199,13 @@ class Engine:
             request.parent = self._requests.get(parent)
             assert request.parent is None or request.parent.prompt_ids == prompt
             if request.keys is None or (request.parent and request.parent.keys is None):
-                request.parent = None  # it shares nothing
+                request.parent = None  # it may not share pages
         self._requests[request_id] = request
         self._scheduler.add(request)
         return request_id
 
     def compile(self, grammar: Grammar) -> Constraint:
-        """For one request, from any thread. Raises ValueError for a grammar that is wrong or too large."""
+        """Compile a grammar for one request, in any thread. Raises ValueError if it is invalid or too large."""
         return self._constraints.compile(grammar)
 
     @cached_property
@@ -220,13 +221,13 @@ class Engine:
         )
 
     def abort(self, request_id: str) -> None:
-        """Drops a request and frees its pages at once. A finished or unknown id is no error: it may just have ended."""
+        """Abort a request and free its pages at once. A finished or unknown id is no error: it may just have ended."""
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request, "abort")
 
     def request(self, request_id: str) -> Request:
-        """An unfinished request, to be read only. Its seed is the one in use, drawn at random if it brought none."""
+        """Return an unfinished request; do not modify it. Its `seed` is the one in use, random if none was set."""
         return self._requests[request_id]
 
     @property
@@ -235,12 +236,12 @@ class Engine:
 
     @property
     def proposer_name(self) -> str:
-        """What drafts for a request that names none."""
+        """Name of the proposer of requests that choose none."""
         return self._drafting.default
 
     @property
     def head(self) -> nn.Module | None:
-        """The head that drafts, packed: a copy of the one that was given."""
+        """The head that drafts: the packed copy of the one passed in."""
         return None if self._head is None else self._head.module
 
     @property
@@ -258,23 +259,25 @@ class Engine:
 
     @property
     def activity(self) -> str:
-        """What the step in progress, or the last one, is at; to be read from any thread."""
+        """Description of the step in progress, or of the last one. May be read from any thread."""
         phase, batch, rows = self._activity
         return f"{phase} of {batch} requests, {rows} rows"
 
     @property
     def costs(self) -> CostTable | None:
-        """What steps and drafts were measured to cost; None where drafting does not ask for it, or on a machine too
-        busy or too slow to be measured at the start.
+        """Measured costs of steps and drafts.
+
+        None if drafting is not adaptive, or if the costs are guesses because the machine was too busy or too slow to be
+        profiled at start-up.
         """
         costs = self._planner.costs if isinstance(self._planner, Controller) else None
         return None if costs is None or costs.guessed else costs.table
 
     def set_proposer(self, name: str, head: Head | None = None, *, config: ProposerConfig | None = None) -> None:
-        """Changes what drafts by default, and the head and the drafts' shape if they are given.
+        """Change the default proposer and, if passed, the head and the draft config.
 
-        "auto": the head if there is one, else n-gram. Raises ValueError for a name that this engine does not have, and
-        while requests are unfinished.
+        "auto": the head if there is one, else n-gram. Raises ValueError for a proposer that this engine does not have,
+        and while requests are unfinished.
         """
         if self.has_work:
             raise ValueError("set_proposer: requests are unfinished; wait for them or abort them")
@@ -313,13 +316,13 @@ class Engine:
 
     @property
     def profile_due(self) -> bool:
-        """Whether what steps cost has yet to be measured (`profile`); drafts are planned on guesses until then."""
+        """Whether step costs are still to be profiled (`profile`); until then drafts are planned on guessed costs."""
         return self._learnt.profile_due and isinstance(self._planner, Controller)
 
     def profile(self, check: Callable[[], None] = lambda: None) -> None:
-        """Measures what steps and drafts cost, if that is due. Only while idle: cached prefixes are forgotten.
+        """Profile the costs of steps and drafts, if that is due. Only while idle; empties the prefix cache.
 
-        `check` is called every few steps. If it raises, all is as before and the profile is still due.
+        `check` is called every few steps. If it raises, the planner is restored and the profile is still due.
         """
         assert not self.has_work, "profile: requests are unfinished"
         before = self._planner
@@ -332,7 +335,7 @@ class Engine:
             raise
 
     def add_proposer(self, proposer: Proposer, limit: Budget) -> None:
-        """Makes a proposer of your own the default one, under its own name. Only while idle; it keeps no KV."""
+        """Add a custom proposer and make it the default. Only while idle; it must not keep KV layers."""
         assert not proposer.kv_layers, "layers of the pool are laid out when the engine is made"
         self.set_proposer("none")
         self._proposers[proposer.name] = (proposer, limit)
@@ -340,8 +343,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
-        """One round: drafts and verifies every decoding request, and brings prompts forward by a chunk."""
-        begin = self._timer()  # planning is a part of what a step costs
+        """Run one step: draft and verify every decoding request, and prefill a chunk of each scheduled prompt."""
+        begin = self._timer()  # a step's cost includes planning
         self._activity = ("scheduling", len(self._requests), 0)
         outputs = self._expire()
         decoding = [request for request in self._scheduler.running if request.phase is Phase.DECODE]
@@ -388,15 +391,15 @@ class Engine:
         progress: bool = False,
         at_once: int | None = None,
     ) -> list[Completion]:
-        """Completes all prompts, batched as far as the engine's limits go; results in the order of the prompts.
+        """Complete all prompts, batched within the engine's limits; results are in the order of the prompts.
 
-        With n > 1 the n answers to a prompt stand beside each other. `on_output(index, output)` is called as tokens
-        come. No more than `at_once` answers are on their way together: one ends, the next prompt begins. Raises
-        ValueError if a prompt is bad, before anything runs where `at_once` holds none back.
+        With n > 1 the n completions of a prompt are adjacent. `on_output(index, output)` is called for each output of a
+        step. Prompts are added while fewer than `at_once` completions are in progress. Raises ValueError for an invalid
+        prompt, before anything runs unless `at_once` delays that prompt.
         """
         return generate(self, prompts, params, on_output=on_output, progress=progress, at_once=at_once)
 
-    # ---- for measuring what a step costs (infer/speculation/control/profiler.py) -------------------------------------
+    # ---- used by the profiler of step costs (infer/speculation/control/profiler.py) ----------------------------------
 
     @torch.inference_mode()
     def rehearse(
@@ -448,14 +451,14 @@ class Engine:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Ends the other ranks of a divided target, after which nothing can be computed. Without them: nothing."""
+        """End the other tensor parallel ranks, if any; the engine cannot compute without them."""
         self._shard.close()
 
     def _expired(self, request: Request) -> bool:
         return request.deadline is not None and self._clock() > request.deadline
 
     def _expire(self) -> list[StepOutput]:
-        """Ends requests whose deadline has passed, those that wait included, and those that failed in a prompt."""
+        """End requests whose deadline has passed, waiting ones included, and requests that failed during prefill."""
         failed = [request for request in self._requests.values() if request.failed]
         late = [request for request in self._requests.values() if self._expired(request) and not request.failed]
         for request in late:
@@ -482,21 +485,21 @@ class Engine:
         return head_proposer(packed, self.target.config.num_layers, self.proposer_config)
 
     def _use_head(self, head: Head) -> None:
-        """Packs a copy of `head`; the pool is made anew only if the head keeps other layers than the last one."""
+        """Pack a copy of `head`. The pool is rebuilt only if its KV layers differ from the previous head's."""
         before, self._head = self._head, self._packed(head)
         if before is not None:
-            before.graphs = None  # which hold it
-        self._learnt = Learnt(Survival())  # what another head's drafts were worth says nothing of this one's
+            before.graphs = None  # which refer to it
+        self._learnt = Learnt(Survival())  # another head's acceptance does not apply to this one
         if before is not None and before.kv_layers == self._head.kv_layers:
             self._head.attach(self._pool)
-            self._pool.pages.forget()  # another head fills pages otherwise
+            self._pool.pages.forget()  # cached pages hold the previous head's KV
             return
-        # Everything that holds the old pool goes before the new one is planned.
+        # Free everything that refers to the old pool before the new one is planned.
         del before, self._pool, self._runner, self._scheduler, self._proposers, self._drafting, self._stepping
         self._make_pool()
 
     def _use_draft_model(self, model: LlamaTarget) -> None:
-        """Takes over `model` and packs it. Its layers come last in the pool."""
+        """Take ownership of `model` and pack it. Its layers come last in the pool."""
         if model.config.vocab_size != self.target.config.vocab_size:
             raise ValueError(
                 f"proposer.draft_model: its vocabulary has {model.config.vocab_size} tokens, the target's "
@@ -538,13 +541,13 @@ class Engine:
 
     @property
     def _load(self) -> int:
-        """Requests that decode at once before long: those admitted, and those that wait and may be."""
+        """Number of requests that will soon decode together: running ones, and waiting ones that may be admitted."""
         admitted, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
         return min(admitted + (waiting if self._scheduler.may_admit else 0), self.config.max_batch)
 
     def _forget_rounds(self) -> None:
         if self._rounds is not None:
-            self._rounds.land()  # of requests that have ended
+            self._rounds.land()  # all of its requests have finished
         self._rounds = None
 
     def _draft_with(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Asks this machine, at start-up, for what exactness rests on: rows keep their bits in any company, and in parts."""
+"""Start-up checks of exactness: kernels are batch-invariant, and invariant to threads and tensor-parallel splits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from models.targets.tensor_parallel import DividedLinear
 
 
 def probe_exactness(shard: Shard, threads: ThreadPlan) -> None:
-    """Raises ValueError if a row's bits depend on the rows beside it, or on the number of threads in use."""
+    """Check that a row's bits depend neither on other rows of its batch nor on the number of threads.
+
+    Also checks tensor-parallel splits, if there are several ranks. Raises ValueError if a check fails.
+    """
     dtype, device = shard.dtype, shard.device
     shapes = {(linear.in_features, linear.out_features): linear for linear in shard.linears}.values()
     answers = []
@@ -39,7 +42,7 @@ def probe_exactness(shard: Shard, threads: ThreadPlan) -> None:
 
 
 def same_bits(shard: Shard, present: int, other: int) -> bool:
-    """Whether `other` threads give a row the bits that those in use give it."""
+    """Return whether rows get the same bits with `other` threads as with the `present` number."""
     try:
         probe_exactness(shard, ThreadPlan(present, other))
     except ValueError:
@@ -48,9 +51,10 @@ def same_bits(shard: Shard, present: int, other: int) -> bool:
 
 
 def probe_division(shard: Shard, threads: int) -> None:
-    """Raises ValueError if ranks of so many threads compute other bits than one process with the threads of all.
+    """Check that ranks with `threads` threads each compute the bits of one process with the threads of all ranks.
 
-    Each operation on made-up tensors of the target's sizes, whole and in the parts of the ranks.
+    Runs each operation on random tensors of the target's sizes, unsplit and split as the ranks split it. Raises
+    ValueError if the bits differ.
     """
     config, modules = shard.target.config, list(shard.target.modules())
     divided = {(m.in_features, m.sizes) for m in modules if isinstance(m, DividedLinear)}
@@ -100,7 +104,7 @@ def _gated(
 
 
 def _attention(kv_heads: Sequence[int], group: int, dim: int, width: int, length: int, shard: Shard) -> Tensor:
-    """Of the last `width` of `length` positions, `kv_heads[r]` KV heads with their `group` query heads at a time."""
+    """Attend from the last `width` of `length` positions, `kv_heads[r]` KV heads (of `group` queries) at a time."""
     generator, page_size, dtype, device = torch.Generator().manual_seed(0), 16, shard.dtype, shard.device
     pages, total = -(-length // page_size), sum(kv_heads)
     cache = torch.randn(2, total, (pages + 1) * page_size, dim, generator=generator).to(device, shard.kv_dtype)

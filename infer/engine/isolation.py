@@ -1,8 +1,8 @@
-"""Keeps an exception in work for one request from ending the step that all requests share.
+"""Keeps an exception in one request's work from ending the step that all requests share.
 
-Work for a single request runs in `isolated`; tensors made from several requests' parameters are made `together`. What
-raises marks its request as failed: the request emits nothing more, ends with the finish reason "error" and releases
-what it held, and the others go on.
+Work for a single request runs in `isolated`; tensors built from several requests' parameters are built by `together`.
+An exception marks its request as failed: the request emits nothing more, ends with the finish reason "error" and
+releases its resources; the other requests continue.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ INTERNAL = "internal error; the log has the details"
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library in Rust (tokenizers, llguidance) panicked. Its exception derives from BaseException alone."""
+    """Return whether a Rust library (tokenizers, llguidance) panicked; its exception is no Exception."""
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Turns a panic into a RuntimeError, which handlers of Exception see."""
+    """Turn a panic into a RuntimeError, which `except Exception` catches."""
     try:
         yield
     except BaseException as error:
@@ -38,7 +38,7 @@ def panics_as_errors() -> Iterator[None]:
 
 @contextmanager
 def isolated(request: Request) -> Iterator[None]:
-    """For work on behalf of `request` alone: an exception ends the block and fails the request."""
+    """Run work for `request` alone: an exception ends the block and marks the request as failed."""
     try:
         yield
     except BaseException as error:
@@ -49,8 +49,10 @@ def isolated(request: Request) -> Iterator[None]:
 
 
 def together(requests: Sequence[Request], work: Callable[[Sequence[Request]], T]) -> T:
-    """`work(requests)`. If that raises, `work` runs for each alone, so that those that it raises for fail, and once
-    more for all. It must pass over what has failed. Raises where no single request is the cause.
+    """Return `work(requests)`. If it raises, find the requests that cause it, mark them as failed, and run it again.
+
+    They are found by running `work` for each request alone. `work` must skip failed requests. Raises if no single
+    request is the cause.
     """
     try:
         return work(requests)

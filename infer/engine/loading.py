@@ -1,4 +1,4 @@
-"""From the configs of an entry point to what an engine is made of: target, tokenizer, head, draft model."""
+"""Loads the parts of an engine (target, tokenizer, head, draft model) from the configs of an entry point."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Parts(NamedTuple):
     tokenizer: Tokenizer
     head: Head | None
     draft_model: LlamaTarget | None
-    proposer: ProposerConfig  # as it was given, a measured tree written out
-    priors: dict[str, list[float]]  # by proposer: how often its training saw each depth accepted, if it did
+    proposer: ProposerConfig  # as configured, with a measured tree resolved to its nodes
+    priors: dict[str, list[float]]  # by proposer: acceptance by depth, if training measured it
 
 
 def read_names(
     model: ModelConfig | str, head: HeadConfig | str | None, proposer: ProposerConfig | str, output_dir: str
 ) -> tuple[ModelConfig, HeadConfig | None, ProposerConfig]:
-    """The configs that names stand for. Raises ValueError for one that names nothing."""
+    """Resolve names to configs. Raises ValueError for a name that does not exist."""
     model = read_model(model) if isinstance(model, str) else model
     proposer = ProposerConfig(**read_option("proposer", proposer)) if isinstance(proposer, str) else proposer
     head = read_head_config(head) if isinstance(head, str) else head
@@ -48,14 +48,14 @@ def load_parts(
     output_dir: str,
     ranks: Ranks | None = None,
 ) -> Parts:
-    """Raises ValueError for a device that is not there and for checkpoints that do not fit each other.
+    """Load the parts of an engine. Raises ValueError for a missing device and for checkpoints that do not fit together.
 
-    With `proposer=auto` a head that was never exported is no error: something else drafts. With `ranks` the target is
-    rank 0's part of it.
+    With `proposer=auto` a head that was never exported is no error: another proposer drafts. With `ranks` the target is
+    rank 0's shard.
     """
     device, dtype = ranks.device if ranks else resolve_device(model.device), resolve_dtype(model)
     if device.index is not None:
-        torch.cuda.set_device(device)  # Triton launches on the thread's device, wherever the tensors lie
+        torch.cuda.set_device(device)  # Triton launches on the current device, wherever the tensors are
     part = ranks.part if ranks else None
     folder = wanted_head(model, head, proposer, output_dir)
     if folder is not None:
@@ -81,7 +81,7 @@ def load_parts(
 
 
 def wanted_head(model: ModelConfig, head: HeadConfig | None, proposer: ProposerConfig, output_dir: str) -> Path | None:
-    """Of the head that is to be loaded, if any: with `proposer=auto` one that was named, or that is there."""
+    """Return the folder of the head to load, if any; with `proposer=auto` a head that has a path or was exported."""
     wanted = proposer.name == "head" or (proposer.name == "combined" and "head" in proposer.sources)
     if head is None or head.name == "none" or not (wanted or proposer.name == "auto"):
         return None
@@ -90,7 +90,7 @@ def wanted_head(model: ModelConfig, head: HeadConfig | None, proposer: ProposerC
 
 
 def resolve_dtype(model: ModelConfig) -> torch.dtype:
-    """`model.dtype`, of `auto` what the checkpoint says. Raises ValueError where that cannot be computed in."""
+    """Return `model.dtype`, or for `auto` the checkpoint's. Raises ValueError for a checkpoint dtype not supported."""
     if model.dtype != "auto":
         return getattr(torch, model.dtype)
     return stated_dtype(resolve_checkpoint(model.path_or_hub_id, model.revision, weights=False))
@@ -109,7 +109,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, path: str) -> None:
-    """Raises ValueError if the two would read a token id differently."""
+    """Raise ValueError if the vocabularies of the two tokenizers differ."""
     mine, theirs = target.backend.get_vocab(), draft.backend.get_vocab()
     if mine != theirs:
         word, index = min(mine.items() ^ theirs.items())

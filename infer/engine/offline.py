@@ -1,4 +1,4 @@
-"""Completes a list of prompts with an engine and comes back when all are done."""
+"""Offline generation: completes a list of prompts and returns when all are done."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def generate(
     requests: list[Request] = []
 
     def fill(active: int) -> None:
-        """Adds prompts, each with all of its answers, until `at_once` answers are on their way."""
+        """Add prompts, each with all of its completions, until `at_once` completions are in progress."""
         while waiting and (at_once is None or active < at_once):
             (prompt, own), first = waiting.popleft(), None
             for single in answers(own):
@@ -57,7 +57,7 @@ def generate(
 
 
 def answers(params: SamplingParams) -> list[SamplingParams]:
-    """One per answer that `n` asks for; the i-th has seed + i, drawn at random if none was given."""
+    """Return params for each of the `n` completions: the i-th gets seed + i (a random seed if none is set)."""
     if params.n == 1:
         return [params]
     first = secrets.randbelow(MAX_SEED - params.n) if params.seed is None else params.seed
@@ -80,7 +80,7 @@ def run_until_done(
     on_output: OnOutput | None,
     progress: bool,
 ) -> None:
-    """Until `total` requests are done. `fill`, told how many are on their way, may add to `requests`."""
+    """Run steps until `total` requests are done. `fill(active)` may add to `requests` after each step."""
     index: dict[str, int] = {}
     left, tokens = total, 0
     with tqdm(total=left, unit="prompt", disable=not progress, dynamic_ncols=True) as bar:
@@ -100,7 +100,7 @@ def run_until_done(
 
 
 def completion(request: Request, tokenizer: Tokenizer | None) -> Completion:
-    """What a finished request answers."""
+    """Return the `Completion` of a finished request."""
     assert request.finish_reason is not None
     text = None
     if request.stop_text is not None:

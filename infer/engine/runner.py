@@ -1,4 +1,4 @@
-"""Runs the target over the rows of a step: requests and trees in, logits and features out."""
+"""Runs the target over the rows of a step: takes requests and draft trees, returns logits and features."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class Rows(NamedTuple):
-    hidden: Tensor  # [R, H] post-norm, rows of all requests one after another
+    hidden: Tensor  # [R, H] post-norm, rows of all requests concatenated
     aux: tuple[Tensor, ...]  # [R, H] each
     positions: Tensor  # [R]
 
 
 class Verified(NamedTuple):
-    """Of all nodes of all trees, one request's after another's. Valid until the next verify."""
+    """Results for all nodes of all trees, concatenated over requests. Valid until the next verify."""
 
     logits: Tensor  # [R, V]
     aux: tuple[Tensor, ...]  # [R, H] each
@@ -32,14 +32,14 @@ class Verified(NamedTuple):
 
 
 class Runner:
-    """Addresses rows in the pool and hands them to the shard; `graphs` take the verifies whose sizes they hold."""
+    """Addresses rows in the pool and runs the shard on them; `graphs` replay verifies of the captured sizes."""
 
     def __init__(self, shard: Shard, pool: KVPool) -> None:
         self._shard, self.pool = shard, pool
         self.graphs: VerifyGraphs | None = None
 
     def prefill(self, requests: Sequence[Request], chunks: Sequence[int], aux: Sequence[int]) -> Rows:
-        """The next `chunks[b]` positions of each request's tokens; `aux` are the hidden states wanted as features."""
+        """Run the next `chunks[b]` positions of each request; `aux`: hidden states to return as features."""
         starts = [request.computed for request in requests]
         ids = [
             token
@@ -49,7 +49,7 @@ class Runner:
         return self._forward(requests, starts, chunks, torch.tensor(ids, device=self.pool.device), None, aux)
 
     def verify(self, requests: Sequence[Request], tree: DraftTree, aux: Sequence[int]) -> Verified:
-        """All nodes of every tree; node j of a request goes to place `computed + j`, at position `computed + depth`."""
+        """Run all nodes of every tree; node j of a request has place `computed + j`, position `computed + depth`."""
         replayed = self.graphs and self.graphs.verify(requests, tree, aux)
         if replayed:
             return replayed

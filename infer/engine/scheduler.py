@@ -1,4 +1,4 @@
-"""Which requests take part in a step: admission, chunked prefill, page reservation, pre-emption. Knows no tensors."""
+"""Schedules the requests of a step: admission, chunked prefill, page reservation, pre-emption. Uses no tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from infer.speculation.budget import NOTHING, Budget
 
 
 def order(request: Request) -> tuple[int, int]:
-    """Who is served first: higher priority, then earlier arrival. A pre-empted request keeps its place."""
+    """Return the sort key of service: higher priority, then earlier arrival. A pre-empted request keeps its arrival."""
     return -request.params.priority, request.arrival
 
 
 def prompt_is_ready(parent: Request) -> bool:
-    """Whether other answers to the prompt can begin: it was computed and, for a first draft, read by the proposer."""
+    """Return whether the prompt's other completions can start: it is computed and, for a first draft, was read too."""
     return parent.phase is Phase.FINISHED or (parent.phase is Phase.DECODE and parent.computed > len(parent.prompt_ids))
 
 
@@ -30,8 +30,10 @@ class Step:
 
 
 class Scheduler:
-    """Higher priority first, then first come, first served. When pages run out, the last in this order that runs is
-    pre-empted: its pages go, and it is replayed later from its tokens through the same kernels, so with the same bits.
+    """Serves higher priority first, then first come, first served.
+
+    When pages run out, the last running request in this order is pre-empted: its pages are freed, and later it is
+    recomputed from its tokens by the same kernels, so with the same bits.
     """
 
     def __init__(
@@ -51,17 +53,17 @@ class Scheduler:
         self._draft_budget, self._draft_places = draft_budget, draft_places
         self._on_preempt, self._on_meet, self._on_resume = on_preempt, on_meet, on_resume
         self._free_slots = list(range(max_batch - 1, -1, -1))
-        self.waiting: list[Request] = []  # both in order of service
+        self.waiting: list[Request] = []  # both sorted by `order`
         self.running: list[Request] = []
         self.preemptions = 0
-        self._short = False  # of pages for the first that waits, since somebody last came or went
+        self._short = False  # too few pages for the first waiting request; reset when a request is added or removed
 
     def add(self, request: Request) -> None:
         self._short = False
         bisect.insort(self.waiting, request, key=order)
 
     def remove(self, request: Request) -> None:
-        """Takes a finished or aborted request out, wherever it is."""
+        """Remove a finished or aborted request, whether running or waiting."""
         self._short = False
         if request in self.running:
             self._free(request)
@@ -71,13 +73,14 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        """Whether somebody waits who could begin: there is a slot, and pages may have become free for the next one."""
+        """Return whether a waiting request could start: a slot is free, and pages for the next one may be."""
         return bool(self.waiting and self._free_slots and not self._short)
 
     def schedule(self) -> Step:
-        """Reserves every page the step needs. Decodes come first: they hold memory and someone waits for them.
+        """Choose the work of the next step and reserve its pages.
 
-        Each has its root's row for certain; what prompts do not need of the other rows is shared by their drafts.
+        Decodes come first: they hold memory, and users are waiting for their tokens. Each is guaranteed its root's row;
+        rows that are not set aside for prompts are shared among their drafts.
         """
         step = Step()
         rows = self._max_rows
@@ -86,7 +89,7 @@ class Scheduler:
         spare = rows - len(decodes) - (min(self._chunk, (rows - len(decodes)) // 2) if prompts else 0)
         for index, request in enumerate(decodes):
             if request.phase is not Phase.DECODE:
-                continue  # pre-empted a moment ago for one before it
+                continue  # pre-empted in this loop for an earlier request
             budget = self._draft_budget(request).within(spare // (len(decodes) - index))
             if not self._pool.reserve(request, len(request.tokens) + self._draft_places(request, budget)):
                 budget = NOTHING
@@ -110,7 +113,7 @@ class Scheduler:
                 continue
             self._on_meet(request)
             known = self._pool.known(request)
-            # The whole prompt must fit beside what runs, or admitting it would only pre-empt it again.
+            # The whole prompt must fit beside the running requests, or it would soon be pre-empted again.
             if self._pool.pages_for(len(request.tokens) + 1) - len(known) > self._pool.free_without(known):
                 self._short = True
                 break
@@ -135,7 +138,7 @@ class Scheduler:
             self._pool.fork(parent, request)
         else:
             self._pool.adopt(request, known)
-        if not request.output_length:  # a replay finds its own pages
+        if not request.output_length:  # after a pre-emption the cached pages may be its own
             request.cached = request.computed
         if request.computed:
             self._on_resume(request)
@@ -145,7 +148,7 @@ class Scheduler:
         return [r for r, _ in pairs], [b for _, b in pairs]
 
     def _reserve_or_preempt(self, request: Request, positions: int) -> bool:
-        """Pre-empts the last in order until the pages are there; False when the request itself had to go."""
+        """Pre-empt the last in order until the pages are free; False if the request itself was pre-empted."""
         while not self._pool.reserve(request, positions):
             victim = self.running[-1]
             self._free(victim)

@@ -1,4 +1,4 @@
-"""What an engine counts, for its caller and /metrics."""
+"""Statistics of an engine, for its caller and /metrics."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class EngineStats:
     cached_tokens: int = 0  # of these, computed for an earlier request
     generation_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
-    proposer_failures: int = 0  # requests that draft no more for one, since the proposers were last set
+    proposer_failures: int = 0  # requests that stopped drafting after a proposer failed, since proposers were last set
     steps: StepTimes = field(default_factory=StepTimes)
-    forecast: Forecast | None = None  # where drafts go only as far as pays
+    forecast: Forecast | None = None  # only with adaptive drafting
 
     def restore(self, kept: EngineStats) -> None:
-        """As they were when `kept` was copied from them."""
+        """Reset all statistics to those in the copy `kept`."""
         vars(self).update(vars(kept))

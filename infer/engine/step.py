@@ -1,4 +1,4 @@
-"""A step's work, once it is known who takes part: drafts, forward, choice, verification, commit (DESIGN section 5)."""
+"""The work of a scheduled step: drafting, target forward, sampling, verification, commit (DESIGN section 5)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from kernels.gather import gather_rows
 
 
 class Stepping:
-    """Decodes and prefills on behalf of an engine, which says who, and ends requests.
+    """Runs the decodes and prefills that an engine has scheduled.
 
-    `rates`: of synthetic acceptance. `expired`: whether a request's time is over. `drafted`: hears what became of each
-    request's draft.
+    `rates`: acceptance rates of the synthetic proposer. `expired`: returns whether a request's deadline has passed.
+    `finish`: called to end a request. `drafted`: called with the verified draft of each request.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Stepping:
         self._runner, self._pool, self._drafting, self._stats = runner, pool, drafting, stats
         self._context, self._rates = context, rates
         self._expired, self._finish, self._drafted = expired, finish, drafted
-        self.rows = 0  # that the last decoding verified
+        self.rows = 0  # rows verified by the last decode
 
     def decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
         tree = without_forbidden(self._drafting.propose(requests, budgets), requests)
@@ -78,9 +78,9 @@ class Stepping:
         return outputs
 
     def advance(self, request: Request, tokens: list[int], draft: Verified) -> StepOutput:
-        """A verify of this draft found these tokens; emits what of them is asked for.
+        """Advance a request by the `tokens` of a verify and emit them, up to the request's end.
 
-        They are committed but for the last one; the first of them are the draft's, as far as it was accepted.
+        `tokens` are the draft's accepted tokens and the bonus token; only the last one's KV is not committed.
         """
         request.computed += len(tokens)
         self._drafted(request, draft)
@@ -91,9 +91,9 @@ class Stepping:
         return self.output(request, emitted, [index < accepted for index in range(len(emitted))])
 
     def judge(self, requests: list[Request], tree: DraftTree) -> tuple[tuple[Tensor, ...], Choices, list[Verdict]]:
-        """The hidden states wanted of every row, and the target's verdict on every request's drafts.
+        """Verify the drafts. Returns features of every row, the target's choices, and a verdict per request.
 
-        What it writes lies beyond the committed positions.
+        Writes KV only beyond the committed positions.
         """
         rows = self._runner.verify(requests, tree, self._drafting.wants_features(requests))
         choices = choose_rows(requests, tree.length.tolist(), rows.logits, rows.positions, tree)
@@ -114,7 +114,7 @@ class Stepping:
             logits = self._runner.logits(rows.hidden[last])
             choices = choose_rows(whole, [1] * len(whole), logits, rows.positions[last])
             for row, (request, token) in enumerate(zip(whole, choices.token.tolist(), strict=True)):
-                if len(request.tokens) == len(request.prompt_ids):  # not a replay
+                if len(request.tokens) == len(request.prompt_ids):  # not a recomputation after pre-emption
                     self._stats.prompt_tokens += len(request.prompt_ids)
                     self._stats.cached_tokens += request.cached
                 request.phase = Phase.DECODE
@@ -134,20 +134,20 @@ class Stepping:
     def _commit_rows(
         self, requests: Sequence[Request], counts: Sequence[int], aux: Sequence[Tensor], kept: Sequence[int]
     ) -> None:
-        """The requests' `counts[b]` new positions, whose rows of `aux` are `kept`."""
+        """Commit `counts[b]` new positions of each request; `kept` are their rows in `aux`."""
         features = torch.empty(0, 0, device=self._pool.device)
         if aux:
             ends = itertools.accumulate(counts)
             pairs = zip(requests, counts, ends, strict=True)
             read = [row for own, count, end in pairs if self._drafting.reads(own) for row in kept[end - count : end]]
-            if len(read) == len(aux[0]):  # they ascend, so these are all rows, as in a plain step
+            if len(read) == len(aux[0]):  # rows ascend, so these are all of them, as in a plain step
                 features = torch.cat(list(aux), dim=-1)
             else:
                 features = gather_rows(aux, torch.tensor(read, dtype=torch.int64, device=self._pool.device))
         self.commit(requests, counts, features)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        """`features` `[n, F]` of the `counts[b]` new positions of those requests that their drafters read."""
+        """Commit `counts[b]` new positions of each request, with `features` `[n, F]` where the drafter reads them."""
         reading = [(own, count) for own, count in zip(requests, counts, strict=True) if self._drafting.reads(own)]
         pieces = features.split([count for _, count in reading]) if reading else ()
         for (request, count), rows in zip(reading, pieces, strict=True):
@@ -155,16 +155,16 @@ class Stepping:
         self._drafting.commit(requests, counts, features)
 
     def publish(self, requests: Sequence[Request]) -> None:
-        """Lets others share what is verified and was read by the proposer too."""
+        """Publish to the prefix cache the positions that are verified and were read by the proposer too."""
         for request in requests:
             self._pool.publish(request, self._drafting.synced(request))
 
     def _score_prompts(self, requests: list[Request], chunks: list[int], hidden: Tensor) -> None:
-        """Log-probabilities of the prompt tokens after this chunk's rows, for requests that asked for them."""
+        """Compute log-probabilities of the prompt tokens that follow this chunk's rows, for requests that want them."""
         for request, chunk, piece in zip(requests, chunks, hidden.split(chunks), strict=True):
             top = request.params.prompt_logprobs
             following = request.prompt_ids[request.computed + 1 : request.computed + chunk + 1]
-            known = len(request.prompt_logprobs) - request.computed  # a replay scores nothing twice
+            known = len(request.prompt_logprobs) - request.computed  # already scored, if this is a recomputation
             if top is None or known >= len(following):
                 continue
             logits = self._runner.logits(piece[known : len(following)])
@@ -172,7 +172,7 @@ class Stepping:
                 request.prompt_logprobs += token_logprobs(logits, following[known:], top)
 
     def _scored(self, request: Request, choices: Choices, rows: Sequence[int], output: StepOutput) -> StepOutput:
-        """`output` with the log-probabilities of its tokens, chosen at `rows`, as far as the request wants them."""
+        """Return `output` with the log-probabilities of its tokens, sampled at `rows`, if the request wants them."""
         with isolated(request):
             output.logprobs = choices.logprobs(request, rows, output.token_ids)
             request.logprobs += output.logprobs
@@ -180,14 +180,14 @@ class Stepping:
         return self.fail(request)
 
     def fail(self, request: Request) -> StepOutput:
-        """Ends a request that has failed, if it has not ended by itself; what this step found for it is dropped."""
+        """End a failed request with an error, even if it has just finished; its tokens of this step are discarded."""
         if request.finish_reason is None:
             self._finish(request, "error")
         request.finish_reason = "error"
         return self.output(request, [], [])
 
     def _emit(self, request: Request, tokens: list[int]) -> list[int]:
-        """Appends tokens up to the first one that ends the request; what follows it is cut and not counted."""
+        """Append and return the tokens up to the first that ends the request; later ones are discarded, uncounted."""
         if self._expired(request):
             self._finish(request, "deadline")
             return []
@@ -206,7 +206,7 @@ class Stepping:
                 text=request.stop_text,
                 constraint=request.constraint,
             )
-        if request.failed:  # here or earlier in this step
+        if request.failed:  # just now or earlier in this step
             self._finish(request, "error")
             return []
         request.tokens += emitted

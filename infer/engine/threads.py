@@ -1,5 +1,6 @@
-"""How many CPU threads a step should use: on a small target a second thread costs more in waiting than it computes, and
-on a busy machine on any.
+"""Chooses the number of CPU threads of a step.
+
+On a small target, and on a busy machine with any target, a second thread costs more in waiting than it saves.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ log = logging.getLogger(__name__)
 
 REPEATS = 5
 FEW_ROWS, MANY_ROWS = 2, 16
-SLOW, SLOW_STEPS = 2.0, 8  # times as long as the fastest, and so many steps
-FORGETS = 1.001  # by which the fastest grows with every step: contexts get longer
-LEAST_LOOKS, LOOKS, LOOKS_SHARE = 3, 12, 0.01  # of each number of threads, and of the time
-CLEARLY = 0.8  # of the time of those in use, that another number must take
-PLAINLY = 4.0  # times as long as the other number: seen in so few looks is enough
-FIRST_S, SELDOM_S, LONGEST_S = 1.0, 10.0, 60.0  # seconds of steps before a look
+SLOW, SLOW_STEPS = 2.0, 8  # a step is slow from so many times the fastest; so many slow steps prompt a look
+FORGETS = 1.001  # factor by which the fastest time grows with every step, since contexts get longer
+LEAST_LOOKS, LOOKS, LOOKS_SHARE = 3, 12, 0.01  # least and most timings per thread count; share of time they take
+CLEARLY = 0.8  # another thread count replaces the present one below this share of its time
+PLAINLY = 4.0  # if one count is so many times slower than the other, LEAST_LOOKS timings are enough
+FIRST_S, SELDOM_S, LONGEST_S = 1.0, 10.0, 60.0  # seconds of steps before a look: first, without slow steps, maximum
 
 
 @contextmanager
 def cpu_threads(count: int) -> Iterator[None]:
-    """torch's threads within the block; restored after it, for whoever shares the process (a trainer)."""
+    """Set torch's thread count inside the block; it is restored for others in the process (a trainer)."""
     before = torch.get_num_threads()
     if before == count:
         yield
@@ -46,7 +47,7 @@ Pass = Callable[[int, int], float]  # seconds of a step's linear layers on so ma
 
 
 def timed_pass(linears: Sequence[PackedLinear], dtype: torch.dtype, clock: Callable[[], float]) -> Pass:
-    """Cold, as in a step: one layer drives the next one's weights from the caches."""
+    """Return a timer of all linear layers. Weights are cold, as in a step: each layer evicts the next one's."""
 
     def run(rows: int, count: int) -> float:
         inputs = {linear.in_features: torch.ones(rows, linear.in_features, dtype=dtype) for linear in linears}
@@ -61,14 +62,14 @@ def timed_pass(linears: Sequence[PackedLinear], dtype: torch.dtype, clock: Calla
 
 @dataclass(frozen=True)
 class ThreadPlan:
-    """Threads for steps of few rows and of many. Both give a row the same bits, which the engine's probes assert."""
+    """Thread counts for steps of few and of many rows. Both give a row the same bits; the engine's probes check it."""
 
     few: int
     many: int
 
     @classmethod
     def measure(cls, run: Pass, most: int) -> ThreadPlan:
-        """One thread or `most`, whichever is faster."""
+        """Choose one thread or `most`, whichever is faster, for few rows and for many."""
 
         def fastest(rows: int) -> int:
             times = {count: min(run(rows, count) for _ in range(REPEATS)) for count in {1, most}}
@@ -81,27 +82,28 @@ class ThreadPlan:
 
 
 class Threads:
-    """A plan that changes with the machine: with two threads beside other busy processes each waits for the other
-    whenever that one is not running, and a step takes many times as long.
+    """A thread plan that adapts to the load of the machine.
 
-    Where steps take several times as long as the fastest of as many rows did, and now and then where they do not, one
-    thread and `most` are timed again, in turns; the plan changes if the other number is clearly faster. That takes
-    LOOKS_SHARE of the time at most. `admit` says whether a number of threads gives the same bits.
+    Beside other busy processes, each of two threads waits for the other whenever that one is descheduled, and a step
+    takes many times as long. When steps are several times slower than the fastest with as many rows, and occasionally
+    otherwise, one thread and `most` threads are timed again in alternation; the plan changes if the other count is
+    clearly faster. This takes at most LOOKS_SHARE of the time. `admit(count)` returns whether `count` threads give the
+    same bits.
     """
 
     def __init__(self, plan: ThreadPlan, run: Pass | None = None, most: int = 1) -> None:
-        """Without `run` the plan stands."""
+        """Without `run` the plan never changes."""
         self.plan, self._run, self._most = plan, run, most
         self.admit: Callable[[int], bool] = lambda count: True
-        self._fastest: dict[int, float] = {}  # seconds of a step, by its rows
-        self._slow = 0  # steps, more or less in a row
-        self._since, self._wait = 0.0, FIRST_S  # seconds of steps since the last look, and before the next
+        self._fastest: dict[int, float] = {}  # seconds of the fastest step, by its rows
+        self._slow = 0  # slow steps, less the others, but at least 0
+        self._since, self._wait = 0.0, FIRST_S  # seconds of steps since the last look; until the next
 
     def count(self, rows: int) -> int:
         return self.plan.count(rows)
 
     def stepped(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took so long."""
+        """Record a step; time the thread counts again if that is due."""
         if self._run is None or self._most == 1:
             return
         least = self._fastest[rows] = min(seconds, self._fastest.get(rows, seconds) * FORGETS)
@@ -134,7 +136,7 @@ class Threads:
 
 
 def plan_threads(config: EngineConfig, shard: Shard, clock: Callable[[], float] = time.perf_counter) -> Threads:
-    """As configured, else as measured. Ranks compute at the same time: each has its share of the threads."""
+    """Return the configured threads, else a measured plan. Each rank gets a share, since all compute at once."""
     if config.tensor_parallel == 1 and config.threads is None and shard.device.type == "cpu":
         run, most = timed_pass(shard.linears, shard.dtype, clock), torch.get_num_threads()
         return Threads(ThreadPlan.measure(run, most), run, most)

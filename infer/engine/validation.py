@@ -1,4 +1,4 @@
-"""Whether a request can be served at all, before it costs anything."""
+"""Validates a request against the engine's limits, before any work is done for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Limits(NamedTuple):
 
 
 def check_request(prompt: Sequence[int], params: SamplingParams, limits: Limits) -> None:
-    """Raises ValueError for a prompt that is empty, too long or of another vocabulary, and for what cannot be had."""
+    """Raise ValueError for an empty or too long prompt, ids outside the vocabulary, or unsupported parameters."""
     if not prompt:
         raise ValueError("prompt: empty; it must hold at least one token")
     if len(prompt) >= limits.context:

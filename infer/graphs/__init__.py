@@ -1,1 +1,1 @@
-"""CUDA graphs of verifies, drafts and whole rounds, and rounds that overlap with the host."""
+"""CUDA graphs of verify steps, drafts and whole rounds, and overlap scheduling of rounds with the host."""

@@ -1,4 +1,4 @@
-"""Which steps of an engine are recorded as CUDA graphs, and the recording itself, before the first request."""
+"""Selects the steps of an engine to capture as CUDA graphs, and captures them before the first request."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kernels.triton import in_use
 
 class Recorded(NamedTuple):
     count: int
-    bytes: int  # of the GPU's memory, out of the room that was kept for a step
-    rounds: tuple[RoundGraphs, ...]  # where steps may be taken a round ahead
+    bytes: int  # of GPU memory, out of the planned workspace of a step
+    rounds: tuple[RoundGraphs, ...]  # empty without overlap scheduling
 
     def __str__(self) -> str:
         ahead = ", rounds launched ahead" if self.rounds else ""
@@ -41,7 +41,7 @@ def wants_graphs(config: EngineConfig, shard: Shard) -> bool:
 
 
 def hindrance(shard: Shard) -> str | None:
-    """Why the target's steps cannot be recorded, if they cannot."""
+    """Return why the target's steps cannot be captured; None if they can."""
     if shard.target.config.experts is not None:
         return "which experts this target runs is decided by the host"
     if shard.ranks > 1:
@@ -54,7 +54,7 @@ def hindrance(shard: Shard) -> str | None:
 
 
 def has_kernel(shard: Shard, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
-    """Whether attention of these sizes asks the host for nothing."""
+    """Return whether attention of these sizes runs without the host reading sizes back from the device."""
     if shard.device.type != "cuda":
         return True
     from kernels.triton.attention import supported
@@ -72,13 +72,13 @@ def record_graphs(
     context: int,
     adaptive: bool,
 ) -> Recorded | None:
-    """Of every number of rows that the `default` proposer may ask for, of the drafts of `head` if that is it, and of
-    whole rounds where these need no host. With `adaptive` a round may draft less than `default` says, or nothing.
+    """Capture verify steps, the drafts of `head` if the `default` proposer uses it, and whole rounds that need no host.
 
-    In place of others. None where graphs are not in use. Raises ValueError where engine.graphs=on, or
-    engine.rounds_ahead=1, cannot be had.
+    Verify steps are captured for every row count that the `default` proposer may need. With `adaptive` a round may
+    draft less than the budget in `default`, or nothing. Replaces earlier graphs. Returns None if graphs are not in
+    use. Raises ValueError if engine.graphs=on or engine.rounds_ahead=1 is impossible.
     """
-    runner.graphs = None  # whose memory is needed
+    runner.graphs = None  # frees the memory of earlier graphs
     if head is not None:
         head.graphs = None
     if not wants_graphs(config, shard):
@@ -110,16 +110,16 @@ def record_graphs(
 
 
 def budgets_ahead(proposer: Proposer, limit: Budget, *, adaptive: bool) -> Sequence[Budget]:
-    """What may be drafted in rounds that are one graph; nothing where drafting needs the host."""
+    """Return the budgets to capture whole rounds for; empty if drafting needs the host."""
     if not isinstance(proposer, HeadProposer) or proposer.graphs is None:
         return ()
     return cuts(limit) if adaptive else (limit,)
 
 
 def buckets_for(config: EngineConfig, widest: int, longest: int) -> Buckets:
-    """`widest`: rows of one request in a verify, at most; `longest`: keys that one of them sees, at most.
+    """Return the sizes to capture: `widest` rows per request in a verify, `longest` keys per row, at most.
 
-    Raises ValueError if nothing is left of the sizes that were asked for.
+    Raises ValueError if none of the configured sizes fits the limits.
     """
     batches = config.graph_batches or doubling(config.max_batch)
     rows = config.graph_rows or doubling(widest)

@@ -1,7 +1,8 @@
-"""CUDA graphs: a computation on tensors that stay where they are, recorded once and replayed by one launch.
+"""CUDA graphs: a computation on static tensors, captured once and replayed by one launch.
 
-Whoever records says which sizes (`Buckets`); a step is padded up to the next one, and what fits none runs as before.
-Without a GPU a replay calls the computation, on the same tensors: padding and copying can be tested anywhere.
+The caller chooses the captured sizes (`Buckets`); a step is padded to the next bucket, and one that fits no bucket runs
+without a graph. Without a GPU a replay calls the computation on the same tensors, so padding and copying can be tested
+anywhere.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Buckets:
-    """Sizes that are recorded: requests, and rows of each, ascending; `most` rows in all and `longest` keys of one."""
+    """Captured sizes: requests and rows per request, ascending; at most `most` rows in all, `longest` keys per row."""
 
     batches: tuple[int, ...]
     rows: tuple[int, ...]
@@ -29,31 +30,31 @@ class Buckets:
     longest: int
 
     def fit(self, requests: int, rows: int) -> tuple[int, int] | None:
-        """The smallest sizes that hold as many requests of as many rows; None if there are none."""
+        """Return the smallest sizes that hold `requests` of `rows` rows each; None if there are none."""
         batch, width = at_least(self.batches, requests), at_least(self.rows, rows)
         return None if batch is None or width is None or batch * width > self.most else (batch, width)
 
     def all(self) -> list[tuple[int, int]]:
-        """Largest first, so that the smaller ones find room in the memory of those before."""
+        """Return all sizes, largest first, so that smaller graphs can reuse the memory of larger ones."""
         pairs = [(batch, rows) for batch in self.batches for rows in self.rows if batch * rows <= self.most]
         return sorted(pairs, key=lambda pair: -pair[0] * pair[1])
 
 
 def at_least(sizes: Sequence[int], wanted: int) -> int | None:
-    """The first of ascending `sizes` that is not below `wanted`."""
+    """Return the first of the ascending `sizes` that is at least `wanted`; None if there is none."""
     index = bisect.bisect_left(sizes, wanted)
     return sizes[index] if index < len(sizes) else None
 
 
 def doubling(most: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and `most` itself."""
+    """Return the powers of two below `most`, and `most` itself."""
     return tuple(sorted({most, *(1 << power for power in range(most.bit_length()) if 1 << power < most)}))
 
 
 class Graph(Generic[T]):
-    """`run` recorded, if there is a GPU. What it answers is valid until any graph of the same memory is replayed.
+    """Capture of `run`, if there is a GPU. Outputs are valid until any graph of the same memory is replayed.
 
-    What it answers keeps its room for good: large tensors belong in buffers that graphs share.
+    Outputs stay allocated as long as the graph exists: write large tensors to buffers that graphs share instead.
     """
 
     def __init__(self, run: Callable[[], T], memory: GraphMemory) -> None:
@@ -64,12 +65,12 @@ class Graph(Generic[T]):
         stream, current = torch.cuda.Stream(memory.device), torch.cuda.current_stream(memory.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            run()  # compiles kernels and makes tables, which cannot be recorded
+            run()  # compiles kernels and builds tables, which cannot be captured
         current.wait_stream(stream)
         self._recorded = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._recorded, pool=memory.pool, capture_error_mode="thread_local"):
             self._answer = run()
-        self._run = None  # what it closes over may hold this graph, whose memory would then outlast its owner
+        self._run = None  # its closure may refer to this graph: the cycle would keep the memory beyond its owner
 
     def __call__(self) -> T:
         if self._recorded is None:
@@ -81,8 +82,9 @@ class Graph(Generic[T]):
 
 @contextmanager
 def nothing_collected() -> Iterator[None]:
-    """Whatever is garbage is collected before, and nothing meanwhile: a graph that ends while another one is recorded
-    spoils that one.
+    """Collect garbage now and disable collection inside the block.
+
+    A graph that is destroyed while another one is being captured invalidates that capture.
     """
     gc.collect()
     enabled = gc.isenabled()
@@ -95,7 +97,7 @@ def nothing_collected() -> Iterator[None]:
 
 
 class GraphMemory:
-    """What graphs of one engine share: of their intermediate results and answers one is valid at a time."""
+    """Memory pool shared by the graphs of one engine: only the last replayed graph's results are valid."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -104,7 +106,7 @@ class GraphMemory:
 
     @torch.inference_mode()
     def record(self, work: Iterable[Callable[[], object]], name: str) -> int:
-        """Does `work`, each a recording, with a progress bar. The bytes taken of the GPU since this was made, or 0."""
+        """Run the captures in `work` with a progress bar. Returns GPU bytes taken since construction, or 0."""
         with nothing_collected():
             for record in tqdm(list(work), desc=f"recording graphs of {name}", unit="graph", disable=None, leave=False):
                 record()
@@ -114,5 +116,5 @@ class GraphMemory:
         if self.pool is None:
             return 0
         torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()  # as recording does: what was only kept for later is not counted
+        torch.cuda.empty_cache()  # as capture does too: cached free memory is not counted
         return torch.cuda.memory_reserved(self.device)

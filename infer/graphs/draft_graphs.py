@@ -1,7 +1,7 @@
-"""A head's drafts by CUDA graphs: what it reads, and every token it drafts, in one launch and one answer.
+"""CUDA graphs of a head's drafting: the head's forward over unread rows and all drafted levels in one launch.
 
-The rows that it reads are padded (infer/speculation/draft_loop.py). Every request is drafted for as deep as the graph
-goes; what its budget does not hold is dropped.
+The unread rows are padded (infer/speculation/draft_loop.py). Every request is drafted to the full depth of the graph;
+tokens beyond its budget are discarded.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from infer.speculation.proposers.head import HeadProposer
 
 
 class DraftGraphs:
-    """One graph per number of requests and, for chains, depth; for rows that ask for top-k, top-p or min-p, and for
-    those that don't.
+    """One graph per batch size, depth (of chains) and use of top-k, top-p or min-p.
 
-    `deepest`: tokens that the proposer may draft one after the other; as many rows and one more can wait to be read.
+    `deepest`: maximum depth of a draft. A request can have up to `deepest` + 1 unread rows.
     """
 
     def __init__(
@@ -31,11 +30,11 @@ class DraftGraphs:
         self._memory, self._longest, self._shape = memory, buckets.longest, proposer.shape
         self._loop = draft_loop(proposer, pool, buckets.longest)
         self._depths = doubling(deepest) if self._shape is None else (self._shape.depth,)
-        self._width = deepest + 1 if proposer.kv_layers else 1  # rows that are read, at most
-        # Places past the tokens: those of padding rows too.
+        self._width = deepest + 1 if proposer.kv_layers else 1  # maximum number of unread rows of a request
+        # Places past the committed tokens that a draft may write to, padding rows included.
         self._reach = self._width + max(deepest, 0 if self._shape is None else self._shape.rows)
         self._batches = tuple(batch for batch in buckets.batches if batch * self._width <= buckets.most)
-        # The host fills them between drafts, of which every one ends by waiting for its tokens.
+        # The host may fill these between drafts, since every draft ends by waiting for its tokens.
         self._inputs = Inputs(
             pool,
             max(self._batches, default=0),
@@ -53,8 +52,9 @@ class DraftGraphs:
     def chains(
         self, requests: Sequence[Request], features: Sequence[Tensor], bases: Sequence[int], depths: Sequence[int]
     ) -> list[list[int]] | None:
-        """`depths[b]` drafted tokens of each request, which has `features[b]` `[n, F]` to be read; None if no graph
-        holds them.
+        """Draft `depths[b]` tokens for each request; return None if no graph fits.
+
+        `features[b]` `[n, F]`: features of its unread positions.
         """
         if self._shape is not None:
             return None
@@ -66,7 +66,7 @@ class DraftGraphs:
     def trees(
         self, requests: Sequence[Request], features: Sequence[Tensor], bases: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """What `grow` answers for these requests, as deep as the shape goes; None if no graph holds them."""
+        """Return the result of `grow` for these requests, to the depth of the shape; None if no graph fits."""
         assert self._shape is not None
         found = self._replay(requests, features, bases, self._shape.depth)
         if found is None:
@@ -97,5 +97,5 @@ class DraftGraphs:
 
 
 def draws_laws(request: Request) -> bool:
-    """Whether its drafts must say which law each token was drawn from (HeadProposer._laws)."""
+    """Return whether drafts must include the distribution each token was drawn from (HeadProposer._laws)."""
     return request.params.acceptance == "block" and request.params.temperature > 0

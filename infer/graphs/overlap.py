@@ -1,12 +1,13 @@
-"""The host one step behind: the next round of the same requests is launched before this one's answer is read.
+"""Overlap scheduling: the next round of the same requests is launched before the results of this one are read.
 
-While requests only decode and nothing about them needs the host, a round needs nothing that the host learns from the
-one before it (infer/graphs/round_graphs.py). So the host reads round r, emits its tokens and finds who has ended while
-round r + 1 runs. What r + 1 makes for a request that ended in r is dropped. Whatever else is to be done - a prompt, a
-grammar, another draft length, scarce pages - waits until the round in flight has been read, and is done step by step.
+While requests only decode and none of them needs the host, a round depends on nothing that the host learns from the
+previous round (infer/graphs/round_graphs.py). So while round r + 1 runs, the host reads round r, emits its tokens and
+determines which requests have finished. What r + 1 computes for a request that finished in r is discarded. Any other
+work (a prompt, a grammar, another draft length, a shortage of pages) waits until the round in flight has been drained,
+and is then done by ordinary steps.
 
-A round in flight writes past what is committed alone, so nothing that others could see is touched. The pages of a
-request that ended go to others in a step, which begins once the round has been read, or in a round launched after it.
+A round in flight writes only past the committed positions, so it changes no KV that another request could read. Pages
+of a finished request are reused only by a step, which begins after the round has been drained, or by a later round.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from infer.speculation.speculator import Drafting
 
 
 class Batch(NamedTuple):
-    """Requests that could go on by themselves in these graphs, and how far each is drafted for."""
+    """Requests that can run in these graphs without the host, and the draft budget that all of them share."""
 
     requests: list[Request]
     graphs: RoundGraphs
@@ -36,7 +37,7 @@ class Batch(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """A round of one graph, whose drafts cannot be told from the rest of it."""
+    """Timing of a round, for `Engine._stepped`. `drafting` is None: one graph does all, so drafting is not timed."""
 
     batch: int
     rows: int
@@ -45,7 +46,7 @@ class Timed(NamedTuple):
 
 
 def needs_host(request: Request) -> bool:
-    """Whether the host must have a hand in its choices, or in what is accepted, between two rounds."""
+    """Return whether sampling or acceptance for this request needs the host between two rounds."""
     params = request.params
     return (
         request.phase is not Phase.DECODE
@@ -57,12 +58,12 @@ def needs_host(request: Request) -> bool:
 
 
 def final_length(request: Request, context: int) -> int:
-    """Tokens, prompt and output, that the request cannot have more of."""
+    """Return the greatest length that the request can reach, prompt and output together, in tokens."""
     return min(len(request.prompt_ids) + request.params.max_tokens, context)
 
 
 class Rounds:
-    """Steps of an engine by `graphs`, of one drafter or none each, one round ahead of what has been read."""
+    """Run an engine's steps one round ahead of what was read, by `graphs` that each serve one drafter, or none."""
 
     def __init__(
         self,
@@ -79,20 +80,21 @@ class Rounds:
         self._graphs = graphs[0]  # in use
         self._pool, self._scheduler = pool, scheduler
         self._drafting, self._stepping, self._context, self._timer = drafting, stepping, context, timer
-        self._rows: list[Request | None] = []  # by row of the state; None where it has ended
+        self._rows: list[Request | None] = []  # by row of the graph state; None once the request has finished
         self._budget = NOTHING
         self._flying: Launched | None = None
-        self._read: float | None = None  # when the round before the one in flight was
-        self.timed: Timed | None = None  # the round of the last step, if another one flew before and after it
+        self._read: float | None = None  # time at which the round before the one in flight was read
+        self.timed: Timed | None = None  # of the last round read, if rounds were in flight before and after it
 
     @property
     def most_rows(self) -> int:
-        """Of the target in a round."""
+        """Return the largest number of rows of a target forward in any round."""
         return max(own.most_rows for own in self._by_drafter.values())
 
     def step(self, planner: Planner) -> list[StepOutput] | None:
-        """Reads a round and, if they can go on, has launched the next one. None, with nothing done, where the engine
-        must take the step itself.
+        """Read the round in flight, after launching the next one if the same requests can continue.
+
+        Returns None, with nothing done, if the engine must run the step itself.
         """
         batch, self.timed = self._steady(planner), None
         if self._flying is None:
@@ -109,12 +111,12 @@ class Rounds:
         self._time(begun)
         for row, request, count in kept:
             self._pool.keep_features(request, count, self._graphs.features(row, count, behind=True))
-        # The round in flight reads these features, so what it fills of these pages is filled before anyone can look.
+        # The round in flight reads these features, so it fills the head's KV of these pages before any later reader.
         self._stepping.publish([request for _, request, _ in kept])
         return outputs
 
     def land(self) -> list[StepOutput]:
-        """Reads the round in flight, if there is one, and leaves requests and drafters as a step does."""
+        """Drain the round in flight, if there is one: requests and drafters are then as after an ordinary step."""
         landing, self._flying, self._read = self._flying, None, None
         if landing is None:
             return []
@@ -126,7 +128,7 @@ class Rounds:
         return outputs
 
     def leave(self, request: Request) -> None:
-        """It has ended, by what was read or from outside. What a round in flight makes for it is dropped."""
+        """Drop a request that has finished or was aborted. What the round in flight computes for it is discarded."""
         if request in self._rows:
             row = self._rows.index(request)
             self._rows[row] = None
@@ -144,13 +146,13 @@ class Rounds:
         return Batch(list(requests), graphs, way[1])
 
     def _begin(self, batch: Batch) -> bool:
-        """Loads the state and launches a first round; False if there is no graph, or no room, for it."""
+        """Load the state of these requests and launch their first round. False if no graph or too few pages fit."""
         self._graphs, requests = batch.graphs, batch.requests
         proposer = self._graphs.proposer
         if self._graphs.batch_for(len(requests)) is None:
             return False
         if proposer is not None and max(map(len, proposer.features(requests))) > self._graphs.width:
-            return False  # one step reads them
+            return False  # more unread features than a round can read; an ordinary step reads them
         self._rows, self._budget = list[Request | None](requests), batch.budget
         if not self._make_room(unread=0):
             self._rows = []
@@ -163,14 +165,15 @@ class Rounds:
         return True
 
     def _goes_on(self, batch: Batch) -> bool:
-        """Whether these are the requests in flight, in a graph that is not too large for them."""
+        """Return whether these are the requests in flight, in the same graphs, at the same budget and batch bucket."""
         fits = self._graphs.batch_for(len(batch.requests)) == self._graphs.batch_for(len(self._rows))
         same = batch.graphs is self._graphs and batch.budget == self._budget
         return fits and same and batch.requests == self._alive
 
     def _time(self, batch: int) -> None:
-        """A round of so many has been read while the next one runs: what passed since the one before was read is a
-        round's time, whatever else the host did.
+        """Set `timed` after a round of `batch` requests was read while the next one runs.
+
+        The time between two such reads is the duration of a round, whatever else the host did meanwhile.
         """
         now, before = self._timer(), self._read
         self._read = now
@@ -182,8 +185,10 @@ class Rounds:
         return [request for request in self._rows if request is not None]
 
     def _make_room(self, *, unread: int) -> bool:
-        """Reserves pages for one more round after `unread` ones, without taking any from others; False if there are
-        none, if its rows reach too far, or if all end before it.
+        """Reserve pages for one more round after `unread` unread ones, without pre-empting any request.
+
+        Returns False if the pool is short of pages, if rows would exceed the context of the graphs, or if every
+        request finishes before that round.
         """
         emitted, places = unread * (1 + self._budget.depth), self._drafting.places
         for request in self._alive:
@@ -196,13 +201,13 @@ class Rounds:
         return any(final_length(own, self._context) - len(own.tokens) > unread for own in self._alive)
 
     def _take(self, landing: Launched) -> tuple[list[StepOutput], list[tuple[int, Request, int]]]:
-        """Emits a round's tokens. Besides: row, request and number of new positions of each request that goes on."""
+        """Emit a round's tokens. Returns outputs, and (row, request, new positions) of each unfinished request."""
         outputs: list[StepOutput] = []
         kept: list[tuple[int, Request, int]] = []
         for row, (request, found) in enumerate(zip(self._rows, landing.read(), strict=False)):
             if request is None:
                 continue
-            # As in a step, a draft is no deeper than tokens may still be emitted: the rest of it is not counted.
+            # As in an ordinary step, only as many drafted levels count as the request may still emit tokens.
             depth = min(found.depth, final_length(request, self._context) - len(request.tokens) - 1)
             drafted = depth if self._budget.is_chain else found.drafted
             draft = Verified(self._budget, drafted, depth, found.path[:depth])

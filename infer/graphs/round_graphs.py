@@ -1,11 +1,11 @@
-"""Whole rounds by CUDA graphs: draft, forward, choose, verify and commit in one launch, from state that stays there.
+"""CUDA graphs of whole rounds: draft, forward, sample, verify and commit in one launch, on state kept on the device.
 
-A round leaves what the next one begins with in the tensors that it read it from: ids and features of the accepted path,
-places, the root. So rounds of the same requests can follow each other without the host, which hears of each through
-a small copy and looks at it when it likes.
+A round writes the inputs of the next one (ids and features of the accepted path, places, the root) in place, to the
+tensors from which it read its own. So rounds of the same requests can follow each other without the host, which gets
+each round's results by a small asynchronous copy and reads them later.
 
-What the host changes between rounds it changes in stream order: a page that is added to a table, or a row that is left,
-is met by the rounds launched after it and by none before. On a CPU a round runs at its launch: the same order.
+The host's changes between rounds are in stream order: a page added to a block table, or a dropped row, takes effect in
+the rounds launched after the change and in none before. On a CPU a round runs when it is launched: the same order.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from kernels.choose import choose
 from kernels.rows import AttentionRows
 from kernels.verify import accept
 
-UNREAD = 2  # rounds launched and not yet read, at most: one that may run and the one that follows it
-SAID = 4  # numbers that an answer holds beside tokens
+UNREAD = 2  # maximum number of launched, unread rounds: one that may be running and the next one
+SAID = 4  # columns of a result row after its tokens
 LAST, DRAFTED, DEEPEST, PATH = range(SAID)
 
 
 class Outcome(NamedTuple):
-    """Of one request in one round."""
+    """Result of one round for one request."""
 
-    tokens: list[int]  # of the accepted path, and the bonus token
-    drafted: int  # nodes
-    depth: int  # of the deepest of them
-    path: list[int]  # nodes that were accepted, the root not counted
+    tokens: list[int]  # accepted tokens and the bonus token
+    drafted: int  # number of nodes, the root excluded
+    depth: int  # of the deepest node
+    path: list[int]  # accepted nodes, the root excluded
 
 
 class Launched(NamedTuple):
-    """A round's answer on its way to the host. To be read before the next round but one is launched."""
+    """Results of a round being copied to the host. Read them before the second round after it reuses the buffer."""
 
-    host: Tensor  # [B, W + SAID] tokens, of which the first `LAST` + 1 count, and the numbers named above
+    host: Tensor  # [B, W + SAID] tokens, of which the first row[LAST] + 1 are valid, then the columns above
     arrived: torch.cuda.Event | None
 
     def read(self) -> list[Outcome]:
-        """Waits for the round."""
+        """Wait for the round and return the outcome of each row."""
         if self.arrived is not None:
             self.arrived.synchronize()
         answers = ((row[:-SAID], row[-SAID:]) for row in self.host.tolist())
@@ -62,8 +62,9 @@ class Launched(NamedTuple):
 
 
 class RoundGraphs:
-    """One graph per number of requests and budget, which all of them share (NOTHING is plain decoding); for rows that
-    ask for top-k, top-p or min-p, and for those that don't. `proposer` None: no drafts.
+    """One graph per batch size, budget and use of top-k, top-p or min-p.
+
+    All requests of a round share the budget; NOTHING is plain decoding. Without a `proposer` nothing is drafted.
     """
 
     def __init__(
@@ -81,15 +82,15 @@ class RoundGraphs:
         self._aux = () if proposer is None else proposer.aux_layers
         self._loop = None if proposer is None else draft_loop(proposer, pool, buckets.longest)
         widest = max(map(self.rows, budgets))
-        self.width = 1 + max(budget.depth for budget in budgets)  # tokens of a path, which the head reads next
-        # Places past the tokens that a round writes to, those of padding rows too.
+        self.width = 1 + max(budget.depth for budget in budgets)  # longest path, which the head reads next
+        # Places past the committed tokens that a round may write to, padding rows included.
         self.reach = self.width + max(widest, 0 if self._shape is None else 1 + self._shape.rows)
         self.batches = tuple(batch for batch in buckets.batches if batch * widest <= buckets.most)
         self.most_rows = widest * max(self.batches, default=0)
         most, size = max(self.batches, default=0), 0 if proposer is None else proposer.feature_size
         device, pinned = pool.device, memory.pool is not None
         self._inputs = Inputs(pool, most, self.width, size, shard.dtype, pinned=pinned)
-        self._limit = torch.zeros(most, dtype=torch.int64, device=device)  # the root goes no further
+        self._limit = torch.zeros(most, dtype=torch.int64, device=device)  # [B] last position of each root
         self._before = torch.zeros(most, self.width, size, dtype=shard.dtype, device=device)
         self._answer = torch.zeros(most, self.width + SAID, dtype=torch.int64, device=device)
         self._host = torch.zeros(UNREAD, *self._answer.shape, dtype=torch.int64, pin_memory=pinned)
@@ -102,7 +103,7 @@ class RoundGraphs:
         return "none" if self.proposer is None else self.proposer.name
 
     def rows(self, budget: Budget) -> int:
-        """Of one request in a verify."""
+        """Return the rows of one request in a verify, root included."""
         return 1 + (budget.nodes if self._shape is None else min(budget.nodes, self._shape.most))
 
     def recordings(self) -> list[Callable[[], object]]:
@@ -110,18 +111,18 @@ class RoundGraphs:
         return [partial(self._record, *own, restricts) for own in sizes for restricts in (False, True)]
 
     def batch_for(self, requests: int) -> int | None:
-        """Requests of the graph that as many run in."""
+        """Return the batch size of the graph that holds so many requests; None if there is none."""
         return at_least(self.batches, requests)
 
     def load(self, requests: Sequence[Request], limits: Sequence[int], budget: Budget) -> None:
-        """Makes the state these requests', of which no root goes past `limits[b]`. Nothing may be in flight."""
+        """Load the state of these requests, whose roots go no further than `limits[b]`. Nothing may be in flight."""
         batch = self.batch_for(len(requests))
         assert batch is not None
         if self.proposer is None:
             features, bases = [self._before.new_zeros(1, 0)] * len(requests), [0] * len(requests)
         else:
             features, bases = self.proposer.features(requests), self.proposer.bases(requests)
-        # By the exact rule a draft's noise is the choice's own, so both have the same parameters.
+        # Under the exact rule drafting uses the noise of the target's sampling, so both have the same parameters.
         assert all(request.rule == "exact" for request in requests)
         self._limit.copy_(torch.tensor([*limits] + [0] * (len(self._limit) - len(limits))))
         self._key = batch, budget, self._inputs.fill(batch, requests, features, bases)
@@ -138,11 +139,14 @@ class RoundGraphs:
         return Launched(host, arrived)
 
     def leave(self, row: int) -> None:
-        """The request of this row has ended, and its row of the block table is empty: it goes on nowhere, by itself."""
+        """Stop the row of a finished request: with limit 0 its root no longer advances.
+
+        Its block-table row is already zeroed, so later rounds write its KV to the null block.
+        """
         self._limit[row] = 0
 
     def features(self, row: int, count: int, *, behind: bool) -> Tensor:
-        """`[count, F]` of the positions that the round launched last committed, or with `behind` the one before it."""
+        """Return features `[count, F]` that the last launched round committed, or with `behind` the round before."""
         return (self._before if behind else self._inputs.features)[row, :count]
 
     def _record(self, batch: int, budget: Budget, restricts: bool) -> None:
@@ -171,7 +175,7 @@ class RoundGraphs:
         self._graphs[batch, budget, restricts] = Graph(run, self._memory)
 
     def _draft(self, own: Unread, budget: Budget, fixed: DraftTree) -> DraftTree:
-        """`fixed`: a chain of no tokens."""
+        """Return the round's draft tree. `fixed`: a chain of this budget's depth, whose tokens are replaced."""
         root = own.ids.gather(1, own.last[:, None])
         if self._loop is None:
             return replace(fixed, token=root)
@@ -183,7 +187,7 @@ class RoundGraphs:
         return DraftTree.assemble(*fields, deepest=budget.depth)
 
     def _judge(self, own: Unread, tree: DraftTree) -> tuple[Tensor, Tensor | None]:
-        """The target over all nodes: its choice at every one `[B, N]`, features `[B, N, F]`."""
+        """Run the target over all nodes. Returns the token sampled at each node `[B, N]` and features `[B, N, F]`."""
         batch, width = tree.token.shape
         owner = torch.arange(batch, device=own.root.device).repeat_interleave(width)
         offset = torch.arange(width, device=own.root.device).repeat(batch)
@@ -204,7 +208,7 @@ class RoundGraphs:
         return chosen.view(batch, width), features
 
     def _bring_forward(self, own: Unread, path: Tensor, depth: Tensor) -> None:
-        """The KV of an accepted path `[B, W]`, `depth` `[B]` nodes after the root, to the front of its tree."""
+        """Move the KV of the accepted path `[B, W]`, `depth` `[B]` nodes beyond the root, to the front of its tree."""
         index = torch.arange(path.shape[1], device=path.device)
         source = torch.where(index <= depth[:, None], path, index)[:, 1:]
         table, size = self._pool.table[own.slot], self._pool.page_size
@@ -216,7 +220,10 @@ class RoundGraphs:
         self._pool.layers.move(slots(source), slots(index[1:].expand_as(source)))
 
     def _commit(self, own: Unread, choice: Tensor, last: Tensor, features: Tensor | None) -> None:
-        """The next round's beginning, in place. An accepted token is the choice at the node before it on the path."""
+        """Write the results, and the next round's inputs in place.
+
+        `choice[:, i]`, sampled at node i of the path, equals the accepted token at node i + 1, or is the bonus token.
+        """
         batch, width = choice.shape
         self._answer[:batch, :width] = choice
         self._answer[:batch, -SAID + LAST] = last
@@ -235,11 +242,11 @@ def on_device(tree: DraftTree, device: torch.device) -> DraftTree:
 
 
 def nodes_of(word: int) -> list[int]:
-    """Those whose bits are set, but for the root, ascending."""
+    """Return the nodes whose bits are set, ascending, the root excluded."""
     return [node for node in range(1, MAX_NODES) if word >> node & 1]
 
 
 def paths(words: Tensor, width: int) -> Tensor:
-    """Nodes `[B, width]`: first those whose bits are set in `words` `[B, 1]`, then the others, both ascending."""
+    """Return nodes `[B, width]`: first those whose bits are set in `words` `[B, 1]`, then the rest, each ascending."""
     node = torch.arange(width, device=words.device)
     return torch.where((words >> node & 1) > 0, node, node + width).sort(dim=1).indices

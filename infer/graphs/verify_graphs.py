@@ -1,7 +1,7 @@
-"""The target's verify step by CUDA graphs: rows of a step padded to a bucket's, in tensors that stay where they are.
+"""CUDA graphs of the target's verify step: rows are padded to the size of a bucket, in static tensors.
 
-A request's padding rows follow its own ones at the next places, which hold nothing committed, and padding requests lie
-on the page that belongs to nobody. No row sees what comes after it, so padding changes no other row's bits.
+A request's padding rows take the places after its real rows, where nothing is committed; padding requests use the null
+block. No row attends to what comes after it, so padding does not change the bits of any other row.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from infer.request import Request
 from infer.speculation.tree import DraftTree
 from kernels.rows import AttentionRows
 
-FIELDS = 5  # ids, positions, rows of the table, committed places, ancestor words
+FIELDS = 5  # ids, positions, block-table rows, committed places, tree mask
 
 
 class VerifyGraphs:
-    """One graph per bucket, and with `trees` another one for rows that see their ancestors alone.
+    """One graph per bucket; `recordings(trees=True)` adds one with a tree mask.
 
-    `aux` are the hidden states that every graph answers as features.
+    `aux`: the hidden states that every graph outputs as features.
     """
 
     def __init__(self, shard: Shard, pool: KVPool, buckets: Buckets, aux: Sequence[int], memory: GraphMemory) -> None:
         self._shard, self._pool, self._buckets, self._aux, self._memory = shard, pool, buckets, tuple(aux), memory
         size = FIELDS * max(batch * rows for batch, rows in buckets.all())
-        # Never written while a copy from it may be under way: every step ends by waiting for its verdicts.
+        # Never written while a copy from it is pending: every step ends by waiting for its verdicts.
         self._host = torch.zeros(size, dtype=torch.int64, pin_memory=memory.pool is not None)
         self._device = torch.zeros(size, dtype=torch.int64, device=pool.device)
         config, rows = shard.target.config, size // FIELDS
@@ -41,7 +41,7 @@ class VerifyGraphs:
         self._graphs: dict[tuple[int, int, bool], Graph[None]] = {}
 
     def recordings(self, *, trees: bool) -> list[Callable[[], object]]:
-        """To be called one after the other before the first step."""
+        """Return the captures, to be called in this order before the first step."""
         kinds = (False, True) if trees else (False,)
         return [
             partial(self._record, *sizes, tree)
@@ -51,7 +51,7 @@ class VerifyGraphs:
         ]
 
     def verify(self, requests: Sequence[Request], tree: DraftTree, aux: Sequence[int]) -> Verified | None:
-        """As Runner.verify; None for what no graph holds."""
+        """Verify as `Runner.verify` does; return None if no graph fits."""
         starts, width = [request.computed for request in requests], tree.token.shape[1]
         sizes = self._buckets.fit(len(requests), width)
         fits = sizes is not None and max(starts) + sizes[1] <= self._buckets.longest
@@ -124,7 +124,7 @@ class VerifyGraphs:
 
 
 def kept_rows(lengths: Tensor, rows: int) -> Tensor | None:
-    """Of `lengths[b]` rows of each request, where they lie among `rows` for each; None where they are all of these."""
+    """Return the indices of each request's first `lengths[b]` of `rows` rows; None if that is all rows."""
     if bool((lengths == rows).all()):
         return None
     own = torch.arange(rows)

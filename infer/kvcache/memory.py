@@ -22,7 +22,7 @@ SPARE = 0.1  # share of free memory left for everything that is not planned here
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of this process (rank 0 of `ranks`) in bytes. `pages`: pages of the KV pool, of `page_size` tokens each."""
+    """Memory of this process, rank 0 of `ranks`, in bytes. `pages`: KV pool pages of `page_size` tokens each."""
 
     weights: int
     kv: int

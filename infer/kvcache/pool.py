@@ -153,7 +153,7 @@ class KVPool:
         first: int = 0,
         bases: Sequence[int] | None = None,
     ) -> AttentionRows:
-        """Address `counts[b]` new rows of each request from place `starts[b]` on; `words` `[R]` is the tree mask, if any.
+        """Address `counts[b]` new rows of each request from place `starts[b]` on; `words` `[R]`: tree mask, if any.
 
         `bases`: the place at which each request's layers begin, a multiple of the page size. Places in the result
         count from there.
@@ -172,7 +172,10 @@ class KVPool:
         first: int = 0,
         bases: Sequence[int] | None = None,
     ) -> AttentionRows:
-        """Address N rows of each request at places `starts[b] + offsets[n]`; bit j of `words` `[B, N]`: `starts[b] + j`."""
+        """Address N rows of each request, at places `starts[b] + offsets[n]`.
+
+        Bit j of the tree mask `words` `[B, N]` stands for place `starts[b] + j`.
+        """
         table, starts = self._tables(requests, starts, bases)
         count, width = words.shape
         request = torch.arange(count, device=self.device).repeat_interleave(width)

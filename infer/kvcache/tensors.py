@@ -52,7 +52,7 @@ class KVLayers:
         self.num_pages, self.page_size, self.device = num_pages, page_size, device
         self._dtype, self._kv_dtype = dtype, kv_dtype or dtype
         slots = (num_pages + 1) * page_size
-        # Consecutive layers of one shape share a tensor [layers, 2, kv_heads, slots, D], so that a move is one operation.
+        # Adjacent layers of one shape share a tensor [layers, 2, kv_heads, slots, D], so that a move is one operation.
         self._tree_stacks = [
             self._zeros(len(list(group)), 2, shape.kv_heads, slots, shape.head_dim)
             for shape, group in itertools.groupby(shapes[:tree_layers])
