@@ -1,15 +1,15 @@
-"""How far a request may be drafted for in a step, and what became of it."""
+"""The draft budget of a request in one step, and the outcome of its draft."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-PARTS = 8  # a tree may be drafted by eighths of its nodes
+PARTS = 8  # a tree may be drafted in eighths of its nodes
 
 
 class Budget(NamedTuple):
-    """How far one request may be drafted for in one step, the root not counted: a chain if as deep as it has nodes."""
+    """The largest draft of one request in one step, without the root; a chain if its depth is its number of nodes."""
 
     nodes: int
     depth: int  # no node deeper than this could be emitted
@@ -26,7 +26,7 @@ NOTHING = Budget(0, 0)
 
 
 def cuts(limit: Budget) -> list[Budget]:
-    """What of it may be drafted, ascending: a chain down to any depth, some of the best nodes of a tree."""
+    """Return the candidate budgets within `limit`, ascending: a chain of any depth, a tree's best nodes."""
     nodes, depth = limit
     if limit.is_chain:
         return [Budget(level, level) for level in range(1, depth + 1)]
@@ -35,9 +35,9 @@ def cuts(limit: Budget) -> list[Budget]:
 
 
 class Verified(NamedTuple):
-    """What became of a request's draft."""
+    """The outcome of a request's draft."""
 
     asked: Budget  # that it was drafted under
-    nodes: int  # drafted
+    nodes: int  # number of drafted nodes
     depth: int  # of the deepest of them
     path: Sequence[int]  # which of them were accepted, counted from 1

@@ -1,4 +1,4 @@
-"""Who drafts for a request: the engine's proposers by name, how far each may go, and what happens when one fails."""
+"""Speculator: the engine's proposers by name, the budget of each, and what happens when one fails."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from infer.speculation.tree import DraftTree
 
 log = logging.getLogger(__name__)
 
-JOINED = 0.75  # of a load must decode, or more are about to join than a plan would outlast
-LASTS = 4  # times its drafter's warm-up: so many tokens must a request have left to be woken
-PATIENCE = 16  # steps without a draft after which, and after every so many more, a drafter may let go of a request
+JOINED = 0.75  # share of a load that must be decoding, or more requests are about to join than a plan would outlast
+LASTS = 4  # tracking starts only if a request has at least this many times its drafter's warm-up in tokens left
+PATIENCE = 16  # after every so many steps in a row without a draft, a drafter may release the request
 
 
 def keepers(proposer: Proposer) -> Sequence[Proposer]:
-    """Who keeps state of requests: a combination leaves it to its sources, which may have names of their own too."""
+    """Return the proposers that keep state of requests.
+
+    A combined proposer leaves that to its sources, which may also be registered under their names.
+    """
     return proposer.sources if isinstance(proposer, CombinedProposer) else (proposer,)
 
 
 def grouped(names: Sequence[str]) -> list[list[int]]:
-    """The places of each name."""
+    """Return the indices of each name."""
     groups: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         groups.setdefault(name, []).append(index)
@@ -37,7 +40,7 @@ def grouped(names: Sequence[str]) -> list[list[int]]:
 
 
 class Drafting:
-    """Proposers by name, each with what it is given at most per step. Other names cannot be asked for."""
+    """Proposers by name, each with its largest budget per step. Requests cannot select other names."""
 
     def __init__(
         self,
@@ -51,10 +54,10 @@ class Drafting:
         self._limits = {name: limit for name, (_, limit) in everyone.items()}
         self._keepers = dict.fromkeys(own for proposer in self._proposers.values() for own in keepers(proposer))
         self._context, self.default, self._timer = context, default, timer
-        self._followed: dict[str, set[str]] = {}  # by drafter, the requests of which it keeps something
-        self._idle: dict[str, int] = {}  # of these, steps since their last draft
+        self._followed: dict[str, set[str]] = {}  # by drafter, the requests that it keeps state of
+        self._idle: dict[str, int] = {}  # for each of these, steps since its last draft
         self.seconds = 0.0  # spent in proposing, in all
-        self.failures = 0  # requests for which a proposer gave up
+        self.failures = 0  # requests whose proposer failed
         if default not in self._proposers:
             raise ValueError(f"proposer={default}: this engine has {', '.join(self.names)}")
 
@@ -66,26 +69,26 @@ class Drafting:
         return "none" if request.upkeep is Upkeep.NONE else self._drafter(request)
 
     def _drafter(self, request: Request) -> str:
-        """Who drafts for it whenever that pays."""
+        """Return the name of the proposer that drafts for the request whenever that pays."""
         if not request.params.speculate or request.drafting_failed:
             return "none"
         return request.params.proposer or self.default
 
     def wants_features(self, requests: Sequence[Request]) -> tuple[int, ...]:
-        """The target's hidden states that any of these requests' proposers reads."""
+        """Return which hidden states of the target these requests' proposers read; () if none reads any."""
         if not any(self._followed.values()):
             return ()
         return next((aux for request in requests if (aux := self._of(request).aux_layers)), ())
 
     def reads(self, request: Request) -> bool:
-        """Whether its proposer is to be given features of it."""
+        """Return whether the request's proposer takes its features."""
         return request.upkeep is not Upkeep.NONE and bool(self._of(request).aux_layers)
 
     def meet(self, request: Request, planner: Planner, load: int) -> None:
-        """Before it is admitted, beside as many requests as `load` with it: does its drafter follow it from the start?
+        """Decide, before admission, whether the drafter tracks the request from the start. `load` counts it too.
 
-        What drafting costs while nobody drafts is this following: features are kept, prompts are read. So where it
-        would not pay nobody is followed, and who is to be drafted for after all is woken.
+        While nothing is drafted, the cost of speculation is this tracking: features are kept, prompts are read. So
+        where drafting would not pay no request is tracked; `grant` starts tracking one that is drafted for after all.
         """
         name = self._drafter(request)
         if not self._follows(name):
@@ -96,10 +99,10 @@ class Drafting:
         (followed.add if pays else followed.discard)(request.request_id)
         parent = request.parent
         if pays and parent is not None and parent.phase is Phase.DECODE and not self._caught_up(parent):
-            request.parent = None  # its pages are not filled
+            request.parent = None  # the drafter's KV in its pages is incomplete
 
     def _caught_up(self, request: Request) -> bool:
-        """Lets its drafter read all that is committed; False if that has not followed it from the start."""
+        """Make its drafter read all committed positions; return False if it has not tracked it from the start."""
         if request.upkeep is Upkeep.WHOLE:
             try:
                 self._of(request).catch_up(request)
@@ -108,9 +111,12 @@ class Drafting:
         return request.upkeep is Upkeep.WHOLE
 
     def grant(self, request: Request, planner: Planner, load: int) -> Budget:
-        """What it is drafted for in this step. Wakes a drafter that has let go of it, or lets go."""
+        """Return the request's budget in this step.
+
+        Also makes a drafter start tracking a request that it had released, or release one.
+        """
         known, passed_over = request.request_id, planner.passes_over(request.request_id)
-        if passed_over and request.upkeep is Upkeep.NONE:  # most requests in most steps where drafting does not pay
+        if passed_over and request.upkeep is Upkeep.NONE:  # the most frequent case where drafting does not pay
             return NOTHING
         granted, name = NOTHING if passed_over else planner.budget(known, self.budget(request)), self._drafter(request)
         if not self._follows(name):
@@ -141,7 +147,7 @@ class Drafting:
         return bool(proposer.aux_layers or proposer.kv_layers)
 
     def budget(self, request: Request) -> Budget:
-        """No deeper than tokens may still be emitted, the bonus token set aside."""
+        """Return the request's largest budget: no deeper than the tokens it may still emit before the bonus token."""
         name = self._drafter(request)
         if name == "none":
             return NOTHING
@@ -150,13 +156,16 @@ class Drafting:
         return self._within(name, room if asked is None else min(room, asked))
 
     def _within(self, name: str, depth: int | None) -> Budget:
-        """What this proposer may draft, no deeper than `depth`."""
+        """Return the largest budget of this proposer that is no deeper than `depth`."""
         limit = self._limits[name]
         depth = limit.depth if depth is None else max(0, min(limit.depth, depth))
         return NOTHING if depth == 0 else Budget(depth if limit.is_chain else limit.nodes, depth)
 
     def settled(self, request: Request, planner: Planner) -> tuple[str, Budget] | None:
-        """Who drafts for it now, and how far as long as it does not end; None if its drafter is to be woken."""
+        """Return which proposer drafts for the request, and its budget for as long as the request does not end.
+
+        None if its drafter must first start tracking it.
+        """
         name, drafter = self.name_for(request), self._drafter(request)
         if name != drafter and not planner.passes_over(request.request_id):
             return None
@@ -169,9 +178,10 @@ class Drafting:
         return self._of(request).places(budget) if budget.nodes else 0
 
     def candidates(self, decoding: Sequence[Request], planner: Planner, load: int) -> list[Candidate]:
-        """Those of these requests that may be drafted for. `load`: they and those that are about to join them.
+        """Return those of these requests that may be drafted for. `load` counts them and those about to join them.
 
-        Nobody while so many join that it will not pay then: few decode beside the prompts of a rush, and for a moment.
+        Empty while so many are about to join that drafting will not pay with them: during a burst of prompts only few
+        requests decode, and only for a moment.
         """
         name = self.default
         if load * JOINED > len(decoding) and not any(
@@ -188,7 +198,7 @@ class Drafting:
         return Candidate(request.request_id, name, allowed, ready, request.kind, wakes, len(request.tokens))
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
-        """One tree per request, whoever drafts it."""
+        """Return one tree per request, from whichever proposer drafts for it."""
         begin = self._timer()
         try:
             return self._propose_all(requests, budgets)
@@ -205,7 +215,10 @@ class Drafting:
         return trees[0] if len(trees) == 1 else DraftTree.stack(trees, rows)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
-        """`features` `[n, F]` of the new positions of those requests that are read, one's after another."""
+        """Commit the `counts[b]` new positions of each request.
+
+        `features` `[n, F]`: those of the requests whose proposers take them, one request after another.
+        """
         reading = [count if self.reads(request) else 0 for request, count in zip(requests, counts, strict=True)]
         groups = grouped([self.name_for(request) for request in requests])
         pieces = features.split(reading) if len(groups) > 1 and any(reading) else ()
@@ -215,12 +228,12 @@ class Drafting:
             rows = features if whole or not drafter.aux_layers else torch.cat([pieces[i] for i in own])
             try:
                 drafter.commit(batch, [counts[i] for i in own], rows)
-            except Exception as error:  # what it kept of any of them can no longer be trusted
+            except Exception as error:  # its state of any of them can no longer be trusted
                 for request in batch:
                     self._give_up(request, error)
 
     def read_again(self, requests: Sequence[Request], features: Tensor) -> None:
-        """Drafters read all that is committed of each as if it were a prompt, with these `features` `[n, F]`."""
+        """Make drafters read all committed positions of each request like a prompt, with these `features` `[n, F]`."""
         for request in requests:
             self._of(request).release(request)
             request.phase = Phase.PREFILL
@@ -229,11 +242,14 @@ class Drafting:
             request.phase = Phase.DECODE
 
     def filled_by(self, request: Request) -> str:
-        """Requests with one answer fill the same layers of their pages, and may share them."""
+        """Return a name for the KV layers that the request fills.
+
+        Requests with the same name fill the same layers of their pages, and may share them.
+        """
         return self.name_for(request) if self._of(request).kv_layers else ""
 
     def synced(self, request: Request) -> int:
-        """Of its committed positions, how many are filled in all layers that its pages are known by."""
+        """Return how many of its committed positions are filled in all layers that its pages are keyed by."""
         return self._of(request).synced(request) if request.upkeep is Upkeep.WHOLE else request.computed
 
     def resume(self, request: Request) -> None:
@@ -246,7 +262,7 @@ class Drafting:
         for proposer in self._keepers:
             try:
                 proposer.release(request)
-            except Exception:  # the request ends all the same, and the others go on
+            except Exception:  # the request still ends, and the others continue
                 log.exception("%s: proposer %s could not let go of it", request.request_id, proposer.name)
         for followed in self._followed.values():
             followed.discard(request.request_id)
@@ -256,7 +272,7 @@ class Drafting:
         return self._proposers[self.name_for(request)]
 
     def _propose(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
-        """A failure costs the drafts of the request that caused it, and no other's."""
+        """Return the trees of one proposer's requests. A failure costs only the request that caused it its drafts."""
         proposer = self._of(requests[0]) if budgets[0].nodes else NoProposer()
         try:
             return proposer.propose(requests, budgets)

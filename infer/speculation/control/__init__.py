@@ -1,1 +1,1 @@
-"""How far drafting pays: costs, acceptance, and the plan that follows from both."""
+"""Adaptive speculation: cost model, acceptance model, and the planner that decides by both how far drafting pays."""

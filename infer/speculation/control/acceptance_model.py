@@ -1,14 +1,14 @@
-"""How likely a drafted token is to be emitted: learnt from what was accepted, per request and per drafter.
+"""Acceptance model: the probability that a drafted token is emitted, learnt per request and per drafter.
 
-Of a chain, by depth: depth j is reached when every shallower draft of the path was right, so the chance that it
-survives is the product of conditional acceptances down to it. Of a tree, by rank: nodes stand in the order of what
-their drafter thinks of them, and how often the r-th of them was on the accepted path says what a tree of any size
-brings. Each of these is a share of recent hits, drawn towards the drafter's own share while the request has shown
-little. Evidence fades, so that a change of content is noticed.
+Chains by depth: depth j is reached if every shallower draft of the path was right, so the probability that a draft is
+accepted down to it is the product of the conditional acceptance rates. Trees by rank: nodes are in the order of their
+drafter's scores, and how often the r-th of them was on the accepted path tells what a tree of any size yields. Each
+rate is a share of recent hits, shrunk towards the drafter's rate while the request has little evidence. Evidence
+decays, so that a change of content is noticed.
 
-Evidence of one kind says nothing of another: sampled tokens are guessed less often than greedy ones, and those of a
-text's beginning less often than later ones. Drafts are tried where texts begin and given up where they fail, so without
-ages a drafter would be known by its worst tokens alone.
+Each acceptance bucket (`Kind`) has separate evidence: sampled tokens are predicted less often than greedy ones, and
+those at the beginning of an output less often than later ones. Drafts are tried where outputs begin and given up where
+they fail, so without ages a drafter would be judged by its worst tokens alone.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from typing import NamedTuple
 
 from infer.speculation.budget import Budget, Verified, cuts
 
-UNKNOWN = 0.5  # conditional acceptance of a drafter of which nothing is known
-OWN_FADES, DRAFTERS_FADE = 0.97, 0.995  # of evidence, with every draft
-LATELY = 0.98  # the same of the calibration that is shown
-# A drafter's share counts like that many drafts of the request's own. With a quarter of it a few misses in a row, which
-# chance alone brings in any sampled text, put an end to its drafts (LOG.md).
+UNKNOWN = 0.5  # conditional acceptance rate of a drafter without evidence
+OWN_FADES, DRAFTERS_FADE = 0.97, 0.995  # decay of evidence per draft: of a request, and of a drafter
+LATELY = 0.98  # the same for the calibration that is displayed
+# The drafter's rate counts like this many drafts of the request. With a quarter of it a few misses in a row, which
+# chance alone produces in any sampled text, put an end to its drafts (LOG.md).
 OWN_WEIGHT = 16.0
-UNKNOWN_WEIGHT = 4.0  # how many drafts UNKNOWN counts like
-# What training measured counts like so many drafts. The first after a prompt, a whole batch's at once, are worse than
-# those within the model's own text, and would else put an end to drafting.
+UNKNOWN_WEIGHT = 4.0  # number of drafts that UNKNOWN counts like
+# The rates measured in training count like this many drafts. The first drafts after a prompt, of a whole batch at once,
+# are worse than those within the model's output, and would otherwise put an end to drafting.
 PRIOR_WEIGHT = 32.0
-AGES = (16, 32)  # emitted tokens from which a text counts as older
-# What is expected of a rank of a tree of which nothing is known: such a share of the one before it; the first is right
-# as often as the first token of any draft.
+AGES = (16, 32)  # numbers of emitted tokens at which the next age begins
+# Prior of a tree's rank without evidence, as a share of the rank before it; the prior of the first rank is the
+# acceptance rate of the first token of any draft.
 NEXT_RANK = 0.8
 
 
 class Kind(NamedTuple):
-    """Of drafts that are right about as often."""
+    """Acceptance bucket: drafts that are right about equally often."""
 
     sampled: bool = False
     age: int = len(AGES)
@@ -49,24 +49,24 @@ class Kind(NamedTuple):
 
     @classmethod
     def counts(cls, temperature: float, emitted: int, end: int) -> dict[Kind, int]:
-        """Of the tokens from `emitted` to `end` of a text, how many are of each kind."""
+        """Return how many of an output's tokens from `emitted` to `end` are in each bucket."""
         edges = [emitted, *(age for age in AGES if emitted < age < end), end]
         return {cls.of(temperature, first): last - first for first, last in pairwise(edges)}
 
 
-LATE = Kind()  # greedy drafts of a text that is well under way
+LATE = Kind()  # greedy drafts at the last age
 
 
 @dataclass
 class Shares:
-    """By depth, faded counts of drafts that got so far, and of those that were right there."""
+    """By depth, decayed counts of drafts that reached it, and of those that were right there."""
 
     fades: float
     tried: list[float] = field(default_factory=list)
     right: list[float] = field(default_factory=list)
 
     def record(self, depth: int, accepted: int) -> None:
-        """A draft `depth` deep, of which the first `accepted` were right."""
+        """Record a draft of this depth, of which the first `accepted` tokens were right."""
         reached = min(depth, accepted + 1)
         missing = reached - len(self.tried)
         if missing > 0:
@@ -87,14 +87,17 @@ class Shares:
 
 @dataclass
 class Ranks:
-    """By rank from 0, faded counts of drafts that had such a node, and of those where it was accepted."""
+    """By rank from 0, decayed counts of drafts that had such a node, and of those where it was accepted."""
 
     fades: float
     tried: list[float] = field(default_factory=list)
     right: list[float] = field(default_factory=list)
 
     def record(self, nodes: int, path: Sequence[int]) -> None:
-        """A draft of so many nodes, of which those of `path` were accepted. Of what it left out less is known now."""
+        """Record a draft of this many nodes, of which those of `path` were accepted.
+
+        The evidence on ranks that the draft left out decays too.
+        """
         missing = nodes - len(self.tried)
         if missing > 0:
             self.tried += [0.0] * missing
@@ -110,22 +113,25 @@ class Ranks:
 
 
 class Survival:
-    """`priors`: by drafter, the conditional acceptance by depth that its training measured of greedy drafts."""
+    """The acceptance model of all requests.
+
+    `priors`: by drafter, the conditional acceptance rates by depth that training measured on greedy drafts.
+    """
 
     def __init__(self, priors: Mapping[str, Sequence[float]] | None = None) -> None:
         self._priors = dict(priors or {})
         self._drafters: dict[tuple[str, Kind], Shares] = {}
         self._requests: dict[tuple[str, str, Kind], Shares] = {}
-        # The same of trees, by rank.
+        # The same for trees, by rank.
         self._drafters_ranks: dict[tuple[str, Kind], Ranks] = {}
         self._requests_ranks: dict[tuple[str, str, Kind], Ranks] = {}
         self._expected = self._emitted = 0.0
-        # Chances since the last record: of chains by depth, of trees by rank.
+        # Probabilities cached until the next `record`: of chains by depth, of trees by rank.
         self._known: dict[tuple[str, str, int, Kind], tuple[float, ...]] = {}
         self._known_ranks: dict[tuple[str, str, Budget, Kind], tuple[float, ...]] = {}
 
     def record(self, request_id: str, drafter: str, draft: Verified, expected: float, kind: Kind = LATE) -> None:
-        """What became of a draft of which `expected` tokens had been hoped to be accepted."""
+        """Record the outcome of a draft, of which `expected` tokens had been expected to be accepted."""
         self._known.clear()
         self._known_ranks.clear()
         accepted = len(draft.path)
@@ -140,27 +146,27 @@ class Survival:
         self._emitted = LATELY * self._emitted + accepted
 
     def gains(self, request_id: str, drafter: str, allowed: Budget, kind: Kind = LATE) -> list[float]:
-        """Of each of the `cuts` of what is allowed, how many of its tokens will be accepted."""
+        """Return the expected number of accepted tokens for each of the `cuts` of what is allowed."""
         if allowed.is_chain:
             return [*accumulate(self.chances(request_id, drafter, allowed.depth, kind))]
         sums = [*accumulate(self.ranks(request_id, drafter, allowed, kind))]
         return [sums[budget.nodes - 1] for budget in cuts(allowed)]
 
     def expected(self, request_id: str, drafter: str, draft: Verified, kind: Kind = LATE) -> float:
-        """How many tokens of this draft it would have hoped to be accepted."""
+        """Return how many tokens of this draft are expected to be accepted."""
         if draft.asked.is_chain:
             return sum(self.chances(request_id, drafter, draft.depth, kind))
         return sum(self.ranks(request_id, drafter, draft.asked, kind)[: draft.nodes])
 
     def chances(self, request_id: str, drafter: str, depth: int, kind: Kind = LATE) -> tuple[float, ...]:
-        """By depth from 1 to `depth`, the chance that a draft survives to it."""
+        """Return, for each depth from 1 to `depth`, the probability that a draft is accepted down to it."""
         asked = request_id, drafter, depth, kind
         if asked not in self._known:
             self._known[asked] = self._chances(*asked)
         return self._known[asked]
 
     def ranks(self, request_id: str, drafter: str, asked: Budget, kind: Kind = LATE) -> tuple[float, ...]:
-        """By rank in a tree drafted under this budget, the chance that the node is accepted."""
+        """Return, by rank in a tree drafted under this budget, the probability that the node is accepted."""
         key = request_id, drafter, asked, kind
         if key not in self._known_ranks:
             self._known_ranks[key] = self._ranks(*key)
@@ -197,5 +203,5 @@ class Survival:
 
     @property
     def bias(self) -> float:
-        """Calibration: accepted tokens over those expected, recently; 1 is right, below it hopes were too high."""
+        """Calibration: recently accepted tokens over expected ones; below 1, expectations were too high."""
         return self._emitted / self._expected if self._expected else 1.0

@@ -1,4 +1,4 @@
-"""Makes an engine's controller: what its steps cost on this machine is measured once and kept in the user's cache."""
+"""Makes an engine's controller; step costs on this machine are measured once and stored in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from kernels.cpu.library import cache_folder, processor
 if TYPE_CHECKING:
     from infer.engine import Engine
 
-COSTLY = ("head", "draft_model")  # drafters that run a model; whatever else drafts is measured if it is the default
+COSTLY = ("head", "draft_model")  # drafters that run a model; any other is measured only if it is the default
 
 
 @dataclass
 class Learnt:
-    """What drafts and steps have taught: kept while one head drafts, whatever else is changed about drafting."""
+    """What drafts and steps have taught; kept while the head stays the same, whatever else changes about drafting."""
 
     survival: Survival
-    costs: dict[str, Costs] = field(default_factory=dict[str, Costs])  # by what they were measured for
+    costs: dict[str, Costs] = field(default_factory=dict[str, Costs])  # by the configuration that was measured
     profile_due: bool = False  # the costs in use are guesses because nothing was measured yet
     confidence: Confidence = field(init=False)
 
@@ -50,9 +50,11 @@ def make_controller(
     profile: bool = True,
     check: Callable[[], None] | None = None,
 ) -> Controller:
-    """`limits`: what each of the engine's proposers drafts at most. Measuring takes seconds of `timer` at first.
-    Where it fails, and without `profile` where no earlier start has kept a table, the controller begins without drafts
-    and learns what they cost. `check`, for measuring in idle time, may raise to end it; nothing is printed then.
+    """Return a controller for the engine. `limits`: the largest budget of each of its proposers.
+
+    The first time, profiling takes seconds of `timer`. If it fails, or without `profile` if no earlier start has stored
+    a table, the controller starts without drafts and learns what they cost. `check`, for profiling in idle time, may
+    raise to end it; nothing is printed then.
     """
     drafters = {name: limit for name, limit in limits.items() if name in (engine.proposer_name, *COSTLY)}
     target, config = engine.target, engine.config
@@ -75,7 +77,7 @@ def make_controller(
             raise Unmeasured("put off")
         if check is None:
             print("measuring what steps and drafts cost on this machine ...", file=sys.stderr, flush=True)
-        if judged is not None:  # which is a part of what drafts cost
+        if judged is not None:  # scoring is part of the cost of drafts
             judged.confidence = Confidence(Survival())
         try:
             return measure(

@@ -1,40 +1,41 @@
-"""What it costs to change between drafted and plain steps, and when to look what a plain step costs.
+"""The cost of switching between speculative and plain steps, and baseline probes of the latency of plain steps.
 
-Drafted steps compute, plain ones wait for memory, and a machine takes some hundredths of a second to get used to
-either: with four requests the first plain step after drafted ones took half as long again as the tenth (LOG.md). So
-steps right after a change say little of what others will cost, and who begins and ends in turns is slower than either.
+Speculative steps are bound by compute, plain ones by memory, and a machine takes some hundredths of a second to settle
+into either: with four requests the first plain step after speculative ones took half as long again as the tenth
+(LOG.md). So steps right after a switch say little about later ones, and alternating is slower than either.
 """
 
 from __future__ import annotations
 
-SETTLES_S = 0.025  # seconds of plain steps before one that is as others will be
-LEARNS = 0.3  # share of the newest change in what a change is taken to cost
-TEACHES_S = 0.01  # seconds of settled plain steps that a reminder lasts
-MOST_PROMPTS = 16  # steps of a reminder that read prompts: where each does, none would ever show what it costs
-DRAFTED_S, DRAFTED_STEPS = 2.0, 96  # between two of them
-RARELY, MUCH = 5.0, 1.3  # times as long, where drafting is expected to be so many times as fast as plain decoding
-EARLY_STEPS = 8  # before the first, where nothing is known of plain steps
+SETTLES_S = 0.025  # warm-up: seconds of plain steps before one is representative
+LEARNS = 0.3  # weight of the newest switch in the estimated cost of switching
+TEACHES_S = 0.01  # seconds of settled plain steps that a baseline probe lasts
+MOST_PROMPTS = 16  # steps with prefill after which a probe ends: if every step has one, none shows the baseline
+DRAFTED_S, DRAFTED_STEPS = 2.0, 96  # seconds and number of speculative steps between two probes
+RARELY, MUCH = 5.0, 1.3  # probes are RARELY times as far apart if the expected speedup of drafting is above MUCH
+EARLY_STEPS = 8  # speculative steps before the first probe, if the cost of plain steps is unknown
 
 
 class Settling:
-    """Reminders: now and then nobody is to draft for a moment, so that those who always do hear what a plain step
-    costs, in a machine that has settled. Steps with prompts are not told of.
+    """Baseline probing: periodically force non-speculative steps to refresh the baseline latency.
+
+    Only steps after the machine has settled count. Steps with prefill are not reported to this class.
     """
 
     def __init__(self, known: bool) -> None:
-        """`known`: what a plain step costs, already."""
-        self.reminds = False  # in this step nobody is to draft
-        self.change_s = 0.0  # seconds that plain steps lose after drafted ones, until they have settled
-        self._prompts = 0  # steps of this reminder that were not told of
-        self._plain_s = SETTLES_S  # seconds of plain steps since the last drafted one, until they have settled,
-        self._lost_s = 0.0  # and how many of these are more than expected
-        self._settled_s = 0.0  # and of those after them
-        self._drafted_s, self._drafted_steps = 0.0, 0  # since the last reminder
+        """`known`: whether the cost of a plain step is known already."""
+        self.reminds = False  # whether this step belongs to a probe, so that nothing is drafted in it
+        self.change_s = 0.0  # seconds that plain steps lose after speculative ones, until the machine has settled
+        self._prompts = 0  # steps of this probe that were not reported
+        self._plain_s = SETTLES_S  # seconds of plain steps since the last speculative one, up to SETTLES_S,
+        self._lost_s = 0.0  # by how much these exceed the expected seconds,
+        self._settled_s = 0.0  # and seconds of the plain steps after them
+        self._drafted_s, self._drafted_steps = 0.0, 0  # since the last probe
         if not known:
             self._drafted_s, self._drafted_steps = RARELY * DRAFTED_S, DRAFTED_STEPS - EARLY_STEPS
 
     def next_step(self, speedup: float) -> None:
-        """`speedup`: that is expected of drafting."""
+        """Decide whether the next step belongs to a probe. `speedup`: the expected one of drafting."""
         wait = DRAFTED_S * (RARELY if speedup > MUCH else 1.0)
         if self.reminds:
             self.reminds = self._prompts < MOST_PROMPTS and self._settled_s < TEACHES_S
@@ -43,7 +44,7 @@ class Settling:
         self._prompts += self.reminds
 
     def plain(self, seconds: float, expected: float) -> bool:
-        """A step without drafts took so long. Whether it is as others will be."""
+        """Record a step without drafts; return whether the machine had settled, so that it is representative."""
         self._prompts -= self.reminds
         if self._plain_s >= SETTLES_S:
             self._settled_s += seconds

@@ -1,9 +1,10 @@
-"""How far a chain is drafted, token by token: the drafter's own probability of what it drafted, calibrated online.
+"""Early exit of chains: after each token, whether to draft on, from the drafter's probabilities calibrated online.
 
-A token that is reached is right with chance σ(a logit(h) + b logit(c) + d): h is what history shows at its depth
-(acceptance_model.py), c what the drafter gave it under the noise that it chose with. The weights are learnt from every
-verified token, for greedy and sampled requests apart. A token is worth a row, or another level of drafting, if the
-chance that it is emitted is above what that costs, in tokens at the speed expected now.
+A token that is reached is right with probability σ(a logit(h) + b logit(c) + d): h is the past conditional acceptance
+rate at its depth (acceptance_model.py), c the drafter's probability of it under the noise that it was chosen with. The
+weights are learnt from every verified token, separately for greedy and sampled requests. A token is worth a row, or
+another level of drafting, if the probability that it is emitted exceeds what that costs, in tokens at the speed
+expected now.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from typing import NamedTuple
 from infer.request import Request
 from infer.speculation.control.acceptance_model import Survival
 
-DRAFTER = "head"  # whose chains are judged
-LEARNS = 0.05  # step of the gradient descent
-CERTAIN = 7.0  # logits go no further than this
-ERROR_FADES = 0.999  # with every token
+DRAFTER = "head"  # the proposer whose chains are scored
+LEARNS = 0.05  # step size of the gradient descent
+CERTAIN = 7.0  # logits are clipped to this magnitude
+ERROR_FADES = 0.999  # decay per token
 
 
 class Prices(NamedTuple):
-    """In tokens: what a verified row must bring, what a request must for one more step of the drafter, and all of them
-    together for that step to be made.
+    """Least expected gains, in tokens: of a verified row, of a request for one more drafter step, and of that step.
+
+    `level` is what all requests must gain together for that step to run.
     """
 
     row: float
@@ -33,7 +35,7 @@ class Prices(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether a drafted token is worth its row, and another after it worth drafting."""
+    """Whether a drafted token is worth its row, and whether one more after it is worth drafting."""
 
     keep: bool
     go_on: bool
@@ -45,7 +47,7 @@ def logit(chance: float) -> float:
 
 
 class Calibration:
-    """The map from (logit h, logit c, 1) to a chance."""
+    """The map from (logit h, logit c, 1) to a probability."""
 
     def __init__(self) -> None:
         self.weights = (0.5, 0.5, 0.0)
@@ -55,19 +57,19 @@ class Calibration:
         return 1 / (1 + math.exp(-score))
 
     def learn(self, features: Sequence[float], chance: float, right: bool) -> None:
-        """`chance` is what it answered."""
+        """Take a gradient step on one token. `chance`: the probability that was predicted from these features."""
         step = LEARNS * (right - chance)
         self.weights = tuple(w + step * value for w, value in zip(self.weights, features, strict=True))
 
 
 @dataclass
 class Drafted:
-    """Of one request's chain in this step, token by token; `history` goes deeper."""
+    """The scores of one request's chain in this step, token by token; `history` covers greater depths too."""
 
     sampled: bool
-    history: tuple[float, ...]  # the chance that a draft survives to each depth, whatever its tokens
+    history: tuple[float, ...]  # the probability that a draft is accepted down to each depth, whatever its tokens
     features: list[tuple[float, float, float]] = field(default_factory=list)
-    right: list[float] = field(default_factory=list)  # the chance of each, once it is reached
+    right: list[float] = field(default_factory=list)  # the probability that each is right, once it is reached
     chances: list[float] = field(default_factory=list)  # that it is emitted
 
     def conditional(self, place: int) -> float:
@@ -76,20 +78,25 @@ class Drafted:
 
 
 class Confidence:
-    """`prices` None: every chain is drafted as far as it may be, and learnt from. `judging` false: none is judged."""
+    """Decides on the early exit of chains.
+
+    `prices` None: every chain is drafted to its full budget, and learnt from. `judging` false: no chain is scored.
+    """
 
     def __init__(self, survival: Survival) -> None:
         self.judging = True
         self.prices: Prices | None = None
-        self.counts: list[int] = []  # by level, chains that took part in the last draft
+        self.counts: list[int] = []  # by level, the number of chains that took part in the last draft
         self._survival = survival
-        self._maps = {False: Calibration(), True: Calibration()}  # by whether a request samples
+        self._maps = {False: Calibration(), True: Calibration()}  # by whether the request is sampled
         self._drafts: dict[str, Drafted] = {}
         self._tokens = self._error = self._plain_error = 0.0
 
     def start(self, requests: Sequence[Request], depths: Sequence[int]) -> None:
-        """Their chains begin, `depths[b]` deep at most. Those of block verification, whose length must not depend on
-        what was drafted, and those that are others' drafts too, are left alone.
+        """Start the chains of these requests, at most `depths[b]` deep.
+
+        Not scored are chains for block verification, whose length must not depend on the drafted tokens, and those that
+        hold drafts of other proposers too.
         """
         self.counts = []
         for request, depth in zip(requests, depths, strict=True):
@@ -100,7 +107,7 @@ class Confidence:
                 self._drafts[request.request_id] = Drafted(params.temperature > 0, history)
 
     def judge(self, requests: Sequence[Request], log_probabilities: Sequence[float]) -> list[Verdict]:
-        """One more token was drafted for each of these, with that log-probability. A chain's first is always kept."""
+        """Score one more drafted token of each request, from its log-probability. A chain's first is always kept."""
         self.counts.append(len(requests))
         verdicts, surplus = [], 0.0
         for request, value in zip(requests, log_probabilities, strict=True):
@@ -133,7 +140,10 @@ class Confidence:
         return verdicts
 
     def settle(self, request_id: str, depth: int, accepted: int) -> float | None:
-        """Of the chain's first `depth` tokens `accepted` were right. How many were expected; None if not judged."""
+        """Learn that `accepted` of the chain's first `depth` tokens were right.
+
+        Returns how many had been expected, None if the chain was not scored.
+        """
         draft = self._drafts.pop(request_id, None)
         if draft is None:
             return None
@@ -152,5 +162,5 @@ class Confidence:
 
     @property
     def errors(self) -> tuple[float, float] | None:
-        """Brier scores, lately: the mean squared error of the chances, and of those by depth and history alone."""
+        """Recent Brier scores: mean squared errors of the probabilities, and of those by depth and history alone."""
         return (self._error / self._tokens, self._plain_error / self._tokens) if self._tokens else None

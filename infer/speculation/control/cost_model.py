@@ -1,7 +1,8 @@
-"""What a step costs on this machine: verifying B requests of R rows in all, and drafting for them.
+"""Cost model of a step on this machine: verifying B requests of R rows in all, and drafting for them.
 
-A table measured once at start-up, for short contexts and what longer ones add, and a correction learnt from the steps
-themselves, since others may use the machine. Pure arithmetic over the table; profiler.py fills it.
+It consists of a table measured once at start-up (costs at short contexts, and what longer ones add) and of corrections
+learnt from the steps themselves, since other processes may use the machine. Pure arithmetic over the table; profiler.py
+fills it.
 """
 
 from __future__ import annotations
@@ -18,32 +19,32 @@ from numpy.typing import NDArray
 
 Sizes = TypeVar("Sizes", float, NDArray[np.float64])
 
-LEARNS = 0.05  # share of the newest step in a correction
-RELEARNS = 0.3  # the same of a drafted step, where no other was seen lately
-TRUSTED = (0.2, 5.0)  # a step this far off its prediction says nothing: someone else used the machine
-# Every further row costs at least such a share of what it does in the largest verify: while memory is slow a few rows
-# more take no time, but it may be faster again, and a price of nothing cannot be corrected.
+LEARNS = 0.05  # weight of the newest step in a correction
+RELEARNS = 0.3  # the same for a speculative step, if no others were seen recently
+TRUSTED = (0.2, 5.0)  # measured over predicted time; a step outside is ignored: another process used the machine
+# Lower bound of a further row's cost, as a share of its cost in the largest verify: while memory is slow a few more
+# rows take no time, but memory may become faster again, and a price of zero cannot be corrected.
 LEAST_ROW = 0.3
-# What a step with drafts takes beside its rows, in such shares of a plain step: a tree is laid out, and the drafter's
-# weights have driven the target's from the caches. Known from steps alone.
+# Unit, as a share of a plain step, and upper bound, in units, of a speculative step's fixed overhead beside its rows: a
+# tree is laid out, and the drafter's weights have evicted the target's from the caches. Learnt from steps only.
 BESIDE, MOST_BESIDE = 0.1, 5.0
-MOST_DOUBTED = 16  # so many of them in a row do say something: what was expected is wrong
-EXTRA = (0.1, 3.0)  # so far the corrections of further rows and of drafts may go
-# So much of what drafted steps have taught is left a second later, where it fades. Rows of twice their usual price were
-# seen for a second now and then (LOG.md), and nobody must go undrafted for much longer than that. But who tries again
-# too soon pays for it: the machine gets used to plain steps, and must do so anew.
+MOST_DOUBTED = 16  # after this many steps in a row outside TRUSTED the prediction itself must be wrong
+EXTRA = (0.1, 3.0)  # bounds of the corrections of further rows and of drafts
+# Share of the corrections learnt from speculative steps that is left after a second of decay. Rows at twice their usual
+# cost were seen for a second now and then (LOG.md), and drafting must not stay off for much longer than that. But
+# trying again too soon costs something: the machine settles into plain steps, and would have to do so anew.
 FADES = 0.75
-FORGETS = 0.998  # of how well plain steps are known, with every step of more rows
-WELL_SEEN = 0.25  # from here on what a step of more rows takes longer is these rows' doing,
-MOST_SEEN = 0.99  # nearly, or a few rows of hardly any cost would be blamed for all noise
-# How many times as long as a larger work a smaller one may take in a table: of so few rows, and of more.
+FORGETS = 0.998  # decay of how well plain steps are known, per step with further rows
+WELL_SEEN = 0.25  # from here on the excess time of a step with further rows is attributed to these rows,
+MOST_SEEN = 0.99  # but not quite all of it, or all noise would be attributed to a few rows of hardly any cost
+# How many times as long as a larger work a smaller one may take in a table: STRICTLY up to FEW_ROWS rows, else LOOSELY.
 FEW_ROWS, STRICTLY, LOOSELY = 2, 1.5, 5.0
-UNSEEN_S = 2e-4  # by which drafts may differ, whatever share of them that is
+UNSEEN_S = 2e-4  # difference between drafts that is tolerated whatever their ratio
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds at ascending sizes, linear in between; past the ends as the outer pieces go on, never below zero."""
+    """Seconds at ascending sizes: piecewise linear, extrapolated from the outer pieces, never below zero."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -51,7 +52,7 @@ class Curve:
     def __call__(self, size: Sizes) -> Sizes:
         if len(self.sizes) == 1:
             return size * 0.0 + self.seconds[0]
-        if isinstance(size, float):  # some twenty times a step, where an array's overhead would show
+        if isinstance(size, float):  # called some twenty times per step, where an array's overhead would show
             place = min(max(bisect_left(self.sizes, size), 1), len(self.sizes) - 1)
             (x, x_right), (y, y_right) = (own[place - 1 : place + 1] for own in (self.sizes, self.seconds))
             return max(y + (y_right - y) / (x_right - x) * (size - x), 0.0)
@@ -62,7 +63,7 @@ class Curve:
 
     @property
     def slope(self) -> float:
-        """From end to end."""
+        """Mean slope from the first size to the last."""
         width = self.sizes[-1] - self.sizes[0]
         return (self.seconds[-1] - self.seconds[0]) / width if width else 0.0
 
@@ -74,8 +75,9 @@ class Curve:
 
 @dataclass(frozen=True)
 class ContextCost:
-    """Seconds that a token of context adds to the first row of a request, to each further one, and to each level that a
-    drafter drafts for a request: attention reads that token once more.
+    """Seconds that a token of context adds, since attention reads that token once more.
+
+    They are added to a request's first row, to each further row, and to each level that a drafter drafts for it.
     """
 
     first: float = 0.0
@@ -87,8 +89,8 @@ class ContextCost:
 class CostTable:
     """By batch size, ascending: seconds of a verify over its rows, of all else in a plain step, and of drafting.
 
-    `drafts[name]` are curves over the depth of what a drafter proposes. All of requests of `context` tokens; `beyond`
-    is what each further token adds, `reads[name]` how long a drafter reads at each token of a prompt.
+    `drafts[name]` are curves over the draft's depth. All are of requests with `context` tokens; `beyond` is what each
+    further token adds, `reads[name]` the seconds that a drafter takes to read one token of a prompt.
     """
 
     batches: tuple[int, ...]
@@ -112,14 +114,14 @@ class CostTable:
         return cls(batches, curves(found["verify"]), around, drafts, found["context"], beyond, found["reads"])
 
     def size(self, batch: int) -> int:
-        """The least that was measured from `batch` on, or the largest."""
+        """Return the smallest measured batch size that is not below `batch`, or the largest one."""
         return self.batches[self._place(batch)]
 
     def _place(self, batch: int) -> int:
         return min(bisect_left(self.batches, batch), len(self.batches) - 1)
 
     def at(self, batch: int, curves: Sequence[Curve], size: Sizes) -> Sizes:
-        """Between the two measured batch sizes beside `batch`."""
+        """Return the seconds at `size`, interpolated between the curves of the measured batch sizes around `batch`."""
         right = self._place(batch)
         if self.batches[right] == batch or right == 0:
             return curves[right](size)
@@ -129,10 +131,10 @@ class CostTable:
 
 
 def contradiction(table: CostTable) -> str:
-    """Why the table cannot be of a machine that did nothing else meanwhile; empty if it can.
+    """Return why the table cannot come from an otherwise idle machine; empty if it can.
 
-    More rows and deeper drafts do not take less. Some of them may: beyond a number of rows a step uses more threads,
-    so that only a step of one or two rows, which would use them too if that were faster, is held to it strictly.
+    More rows and deeper drafts should not take less time. Some rows do: beyond a number of rows a step uses more
+    threads. So only steps of one or two rows, which would use them too if that were faster, are checked strictly.
     """
     steps = [
         (rows, seconds) for curve in table.verify for rows, seconds in zip(curve.sizes, curve.seconds, strict=True)
@@ -153,59 +155,60 @@ def contradiction(table: CostTable) -> str:
 
 
 class Costs:
-    """The table with what the steps since then have taught, for requests of a certain length."""
+    """The cost table with corrections learnt from the steps since, for requests of a certain length."""
 
     def __init__(self, table: CostTable, *, trials: int = 0, extra: tuple[float, float] = EXTRA) -> None:
-        """`trials`: of drafted steps that a guessed table must be taught by before anything is planned by it. `extra`:
-        how far corrections of rows and drafts may go.
+        """`trials`: speculative steps that must have corrected a guessed table before anything is planned by it.
+
+        `extra`: bounds of the corrections of rows and drafts.
         """
         self.table = table
         self._trials, self._tried = trials, 0
         self._bounds = extra
         widest = table.verify[-1]
         self._least = LEAST_ROW * max(0.0, widest.slope)
-        self._further = 0.0  # tokens of context, in the mean of a batch, above those that the table is of
+        self._further = 0.0  # the batch's mean context in tokens, above that of the table
         self._around = Curve(tuple(map(float, table.batches)), table.around)
-        # By the table alone, for short requests, since every step asks again: plain steps, further rows, drafts.
+        # Cached, since every step needs them: uncorrected plain steps, further rows and drafts of short requests.
         self._steps: dict[int, float] = {}
         self._rows: dict[tuple[int, float], float] = {}
         self._drafts: dict[tuple[str, int, int], float] = {}
-        # Corrections: of all seconds, since whoever shares the machine slows all of them, and then of what further rows
-        # add to a plain step and of what else comes with them. These by batch size of the table: what they do in small
-        # ones says little of larger ones.
+        # Corrections: of all seconds, since whatever shares the machine slows all of them; then of what further rows
+        # add to a plain step, and the fixed overhead that comes with them. The last two are kept by batch size of the
+        # table: what they are in small batches says little about larger ones.
         self._all = 1.0
         self._extra = dict.fromkeys(table.batches, 1.0)
-        self._beside = dict.fromkeys(table.batches, 0.0)  # in shares of BESIDE
+        self._beside = dict.fromkeys(table.batches, 0.0)  # in units of BESIDE
         self._seen = 0.0  # how well plain steps are known, from 0 to 1
-        self._rows_seen = dict.fromkeys(table.batches, 0.0)  # and steps of more rows
-        self._draft: dict[str, tuple[float, float]] = {}  # and of a drafter's, for its first level and further ones
-        self._doubted = 0  # steps in a row that were too far from what was expected
+        self._rows_seen = dict.fromkeys(table.batches, 0.0)  # the same for steps with further rows
+        self._draft: dict[str, tuple[float, float]] = {}  # by drafter, for its first level and further ones
+        self._doubted = 0  # steps in a row that were too far off their prediction
 
     @property
     def knows_plain(self) -> bool:
-        """Whether plain steps were seen lately."""
+        """Whether plain steps were seen recently."""
         return self._seen > WELL_SEEN
 
     @property
     def guessed(self) -> bool:
-        """Whether this is a guess, of which too little is known yet."""
+        """Whether the table is a guess that too few speculative steps have corrected yet."""
         return self._tried < self._trials
 
     def tried(self) -> None:
-        """A drafted step has taught a guess."""
+        """Count a speculative step that has corrected a guessed table."""
         self._tried += 1
 
     @property
     def _learns_guess(self) -> float:
-        """The share of the newest drafted step in a guess, which becomes their mean; 0 where this is none."""
+        """Weight of the newest speculative step in a guess, such that it becomes their mean; 0 if this is no guess."""
         return 1 / (1 + self._tried) if self.guessed else 0.0
 
     def set_context(self, tokens: Sequence[int]) -> None:
-        """From now on costs are those of requests as long as these."""
+        """Set the lengths of the requests that all costs from now on refer to."""
         self._further = max(0.0, sum(tokens) / len(tokens) - self.table.context)
 
     def verify(self, batch: int, rows: Sizes) -> Sizes:
-        """Seconds of a step of `batch` requests and so many rows, all but its drafting."""
+        """Return the seconds of a step of `batch` requests and `rows` rows in all, without its drafting."""
         if isinstance(rows, float):
             extra = self._rows.get((batch, rows))
             if extra is None:
@@ -217,28 +220,28 @@ class Costs:
         return plain + BESIDE * self._beside[size] * plain * (rows > batch) + self._all * self._extra[size] * extra
 
     def _further_rows(self, batch: int, rows: Sizes) -> Sizes:
-        """Seconds of the rows beyond one a request, by the table alone."""
+        """Return the seconds of the rows beyond one per request, by the table alone."""
         curves, least = self.table.verify, self._least * (rows - batch)
         extra = self.table.at(batch, curves, rows) - self.table.at(batch, curves, float(batch))
         found: Any = max(extra, least) if isinstance(rows, float) else np.maximum(extra, least)
         return found
 
     def plain(self, batch: int) -> float:
-        """The same of a step without drafts."""
+        """Return the seconds of a step without drafts."""
         size, known = float(batch), self._steps.get(batch)
         if known is None:
             known = self._steps[batch] = self.table.at(batch, self.table.verify, size) + self._around(size)
         return self._all * (known + self.table.beyond.first * self._further * batch)
 
     def draft(self, drafter: str, batch: int, depth: int) -> float:
-        """Seconds of drafting `depth` deep for `batch` requests; 0 for a drafter that was not measured."""
+        """Return the seconds of drafting `depth` levels for `batch` requests; 0 for a drafter that was not measured."""
         if not depth:
             return 0.0
         one, (first, further) = self._drafting(drafter, batch, 1), self._draft.get(drafter, (1.0, 1.0))
         return first * one + further * (self._drafting(drafter, batch, depth) - one)
 
     def _drafting(self, drafter: str, batch: int, depth: int) -> float:
-        """As `draft`, before drafts have taught anything."""
+        """Return the same as `draft`, without the corrections learnt from drafts."""
         asked = drafter, batch, depth
         seconds = self._drafts.get(asked)
         if seconds is None:
@@ -251,14 +254,14 @@ class Costs:
         return self._all * seconds
 
     def read(self, drafter: str, tokens: int) -> float:
-        """Seconds in which a drafter reads so many tokens of a prompt."""
+        """Return the seconds that a drafter takes to read this many tokens of a prompt."""
         return self._all * self.table.reads.get(drafter, 0.0) * tokens
 
     def learn(self, *, batch: int, rows: int, seconds: float) -> float:
-        """A step without prefill took so long, its drafting set aside. Answers how many times what was expected.
+        """Learn from a step without prefill that took `seconds`, without its drafting; return measured over predicted.
 
-        What one with further rows took longer than expected is their doing, or of what comes with them, as far as plain
-        steps have been seen lately; else the whole machine's (normalised least mean squares).
+        Excess time of a step with further rows is attributed to these and to their fixed overhead, as far as plain
+        steps have been seen recently; otherwise to the whole machine (normalised least mean squares).
         """
         plain = self.plain(batch)
         expected = plain if rows == batch else float(self.verify(batch, float(rows)))
@@ -266,7 +269,7 @@ class Costs:
         if not trusted(seconds, expected) and not self._convinced(seconds):
             return 1.0
         self._doubted = 0
-        # The table may be of a slower hour, and so may what was known before many drafts.
+        # The table may stem from a slower hour, and so may what was learnt of plain steps before many speculative ones.
         size = self.table.size(batch)
         if rows == batch:
             learns = max(LEARNS, 1 - self._seen)
@@ -285,8 +288,10 @@ class Costs:
         return seconds / expected
 
     def _convinced(self, seconds: float) -> bool:
-        """By a step that is far from what was expected: at once where nothing but a guess is known, else if all were
-        for some time. Then the table is wrong, or the machine another one, and plain steps are learnt anew.
+        """Return whether to learn from a step that is far off its prediction.
+
+        True at once where nothing but a guess is known, otherwise if all steps were far off for some time. Then the
+        table is wrong, or the machine has changed, and plain steps are learnt anew.
         """
         self._doubted += 1
         if seconds <= 0 or (self._doubted < MOST_DOUBTED and not (self.guessed and not self._seen)):
@@ -295,7 +300,7 @@ class Costs:
         return True
 
     def fade(self, seconds: float) -> None:
-        """Forgets what drafted steps have taught as far as it is forgotten in so long."""
+        """Decay the corrections learnt from speculative steps, as is due after this many seconds."""
         left: float = FADES**seconds
         self._rows_seen = {size: left * seen for size, seen in self._rows_seen.items()}
         self._extra = {size: 1 + left * (extra - 1) for size, extra in self._extra.items()}
@@ -303,7 +308,7 @@ class Costs:
         self._draft = {name: (1 + left * (one - 1), 1 + left * (more - 1)) for name, (one, more) in self._draft.items()}
 
     def learn_draft(self, drafter: str, counts: Sequence[int], seconds: float) -> None:
-        """A draft took so long, in which `counts[l]` requests went on to level l + 1."""
+        """Learn from a draft that took `seconds`, in which `counts[l]` requests took part in level l + 1."""
         one, more = self._drafting(drafter, counts[0], 1) if counts else 0.0, 0.0
         for level, count in enumerate(counts[1:], start=2):
             more += self._drafting(drafter, count, level) - self._drafting(drafter, count, level - 1)

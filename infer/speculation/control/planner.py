@@ -1,8 +1,8 @@
-"""How far each request is drafted for, step by step: as far as it pays on this machine, down to not at all.
+"""Plans the draft budget of each request, step by step: as large as pays on this machine, or nothing at all.
 
-Emitted per step is one token a request and, of every drafted node, the chance that it survives (acceptance_model.py); a
-step costs what its drafts and its rows cost (cost_model.py). Depth and rows are chosen for the whole batch so that
-tokens per second are most. What is drafted decides how many tokens a step emits, never which.
+A step emits one token per request plus, for every drafted node, its probability of being accepted
+(acceptance_model.py); its cost is that of its drafts and its rows (cost_model.py). Depth and rows are chosen for the
+whole batch to maximise tokens per second. The plan decides how many tokens a step emits, never which.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from infer.speculation.control.confidence import DRAFTER, Confidence, Prices
 from infer.speculation.control.cost_model import Costs
 from infer.speculation.control.trials import TRIAL_SHARE, TRIAL_STEPS
 
-CLEARLY = 0.04  # by which drafting for those that are followed must beat plain decoding
-# Following costs, in a step without drafts, such a share of a plain step of one request, hardly more for several of
-# them: features are kept.
+CLEARLY = 0.04  # margin by which drafting for tracked requests must beat plain decoding
+# What tracking (keeping features) adds to a step without drafts, as a share of a plain step of one request; hardly more
+# for several requests.
 KEEPING = 0.05
-# By which drafting for a whole batch is overrated, for each other request in it: few of them may be drafted for, and
-# features of all are kept.
+# By how much the speedup of drafting for a whole batch is overestimated, per other request in it: perhaps only few of
+# them are drafted for, while features of all are kept.
 TOGETHER = 0.01
-STAYS = 0.03  # by which a new plan must beat the one in force
-KEPT_STEPS = 16  # a plan stands that long while the batch stays about as it is
-LEARN_S = 0.01  # seconds between steps that teach what steps cost: learning takes a hundredth of the shortest ones
-REMEMBERED_S = 0.2  # seconds that what drafting for a whole batch would cost is not asked for again
-ROUNDING = 1e-9  # of sums of chances
-LEFT = 0.75  # of the requests it was made for, as many must be left
-# Judging chains costs the host so many seconds a token, and brings about such a share of a step.
+STAYS = 0.03  # hysteresis: margin by which a new plan must beat the one in force
+KEPT_STEPS = 16  # steps that a plan stays in force while the batch hardly changes
+LEARN_S = 0.01  # seconds between steps that update the cost model: an update takes 1 % of the shortest steps
+REMEMBERED_S = 0.2  # seconds for which the cost of drafting for a whole batch is cached
+ROUNDING = 1e-9  # tolerance in sums of probabilities
+LEFT = 0.75  # share of the requests it was made for that must be left for a plan to stay in force
+# Scoring chains for an early exit costs the host this many seconds per token, and saves about this share of a step.
 JUDGING_S, JUDGING_BRINGS = 100e-6, 0.05
-PROBE_SHARE = 0.005  # of the time without drafts, spent on finding out whether they would pay again
-# A probe of a request that its drafter does not follow begins with the next page, and some tokens must be seen, so it
-# takes some steps.
+PROBE_SHARE = 0.005  # share of the time without drafts that may go into probing whether they would pay again
+# Steps of a probe of a request that its drafter does not track: its KV begins at the next page boundary, and the
+# drafter must see some tokens before it drafts.
 WAKING_STEPS = 40
 
 
@@ -48,40 +48,45 @@ class Candidate(NamedTuple):
 
     request_id: str
     drafter: str
-    allowed: Budget  # and less of it: a chain's first nodes, a tree's best
-    ready: bool = True  # its drafter has followed it; else a budget makes it begin to
+    allowed: Budget  # or a part of it: a chain's first nodes, a tree's best
+    ready: bool = True  # its drafter can draft for it now; otherwise a budget starts the tracking
     kind: Kind = LATE
-    wakes: bool = True  # if it is not ready: enough of it is left to make it so, and that would pay
-    context: int = 0  # its tokens
+    wakes: bool = True  # if it is not ready: enough tokens are left to start tracking it, and that would pay
+    context: int = 0  # its length in tokens
 
 
 class Forecast(NamedTuple):
-    """What a planner expects of the next steps, for people to see."""
+    """What a planner expects of the next steps, for display."""
 
-    depth: int  # of the deepest drafts, 0 where nobody drafts
-    speedup: float  # over plain decoding, by its own figures
-    bias: float  # accepted tokens over those expected, lately; 1 is right
-    errors: tuple[float, float] | None = None  # of the chances (confidence.py), where drafts are judged
+    depth: int  # of the deepest drafts, 0 if nothing is drafted
+    speedup: float  # over plain decoding, by the planner's estimates
+    bias: float  # recently accepted tokens over expected ones; 1 is calibrated
+    errors: tuple[float, float] | None = None  # of the probabilities (confidence.py), where chains may exit early
 
 
 class Planner(Protocol):
     @property
     def forecast(self) -> Forecast | None:
-        """None from one that expects nothing."""
+        """The current forecast; None from a planner that makes none."""
         ...
 
     def plan(self, decoding: tuple[str, ...], load: int, ask: Callable[[], Sequence[Candidate]]) -> None:
-        """For the next step of these requests, which will soon be `load`. `ask` says who of them may be drafted for."""
+        """Plan the next step of the `decoding` requests; their number will soon be `load`.
+
+        `ask` returns those of them that may be drafted for.
+        """
         ...
 
     def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
-        """Whether to follow a request, of which nothing particular is known, would pay in a batch of so many: `ahead`
-        is how many tokens of each kind it has yet to emit, `unread` how many its drafter must read first.
+        """Return whether tracking a request without history is worth its cost at this batch size.
+
+        `ahead` is how many tokens it has yet to emit in each acceptance bucket, `unread` how many its drafter must read
+        first.
         """
         ...
 
     def passes_over(self, request_id: str) -> bool:
-        """Whether its budget is nothing, whatever is allowed: cheaper to ask."""
+        """Return whether the request's budget is NOTHING whatever is allowed; cheaper than `budget`."""
         ...
 
     def budget(self, request_id: str, allowed: Budget) -> Budget: ...
@@ -89,14 +94,17 @@ class Planner(Protocol):
     def drafted(self, request_id: str, drafter: str, kind: Kind, draft: Verified) -> None: ...
 
     def stepped(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
-        """A step without prefill: seconds in the proposers, None if nobody can tell them from the rest, and in all."""
+        """Record a step without prefill.
+
+        `drafting`: its seconds in the proposers, None if they cannot be told from the rest; `whole`: in all.
+        """
         ...
 
     def forget(self, request_id: str) -> None: ...
 
 
 class AsAllowed:
-    """Everyone drafts as far as it may. Learns nothing."""
+    """Grants every request all that is allowed. Learns nothing."""
 
     @property
     def forecast(self) -> Forecast | None:
@@ -125,7 +133,7 @@ class AsAllowed:
 
 
 class Never(AsAllowed):
-    """Nobody drafts, though proposers are kept up to date."""
+    """Grants no drafts, though proposers are kept up to date."""
 
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         return NOTHING
@@ -133,17 +141,17 @@ class Never(AsAllowed):
 
 @dataclass
 class Probe:
-    """One request is drafted for, or its drafter woken so that it can be, while nobody else is."""
+    """A trial of drafting for one request, or of tracking it so that it can be drafted for, while no other is."""
 
     request_id: str
     budget: Budget
-    steps: int  # that it may still take
+    steps: int  # that are left
 
 
 @dataclass(frozen=True)
 class Plan:
-    budgets: Mapping[str, Budget]  # of those that are drafted for
-    depth: int  # of the deepest of them
+    budgets: Mapping[str, Budget]  # by request id; only those that are drafted for
+    depth: int  # of the deepest budget
     speed: float  # expected tokens per second
     plain: float  # the same without drafts
 
@@ -153,8 +161,10 @@ class Plan:
 
 
 class Controller:
-    """Plans stand for a few steps, or until the batch changes much. With `confidence` they say for whom chains are
-    drafted, and each is as long as its tokens' chances make it.
+    """Plans by expected speed; a plan stays in force for a few steps, or until the batch changes much.
+
+    With `confidence` a plan only decides which requests get chains; the length of each follows from the probabilities
+    of its tokens.
     """
 
     def __init__(self, costs: Costs, survival: Survival, confidence: Confidence | None = None) -> None:
@@ -165,14 +175,16 @@ class Controller:
         self._age = 0
         self._probe: Probe | None = None
         self._credit = 0.0  # seconds that may be spent on probes
-        self._due: tuple[Candidate, float] | None = None  # the next one, and its price
+        self._due: tuple[Candidate, float] | None = None  # request of the next probe, and its price in seconds
         self._turn = 0
         self._settling = Settling(costs.knows_plain)
         self._quiet_s = 0.0  # seconds of plain steps since the last plan
-        self._unlearnt = 0.0  # seconds since a step taught what steps cost
-        # Who was drafted for in the last step, so that little of them waits to be read: see `drafted_for`.
+        self._unlearnt = 0.0  # seconds of steps since the cost model was last updated
+        # Arguments of `drafted_for` that yield the requests drafted for in the last step: of these the drafter has
+        # little left to read.
         self._before: tuple[Sequence[Candidate], Mapping[str, Budget]] = (), {}
-        # Of a batch drafted for alike, by its budgets; for REMEMBERED_S, since every request that comes asks.
+        # Seconds of a step in which a whole batch is drafted for alike, one per budget; cached for REMEMBERED_S, since
+        # they are needed for every new request.
         self._seconds: dict[tuple[str, Budget, int], list[float]] = {}
         self._remembered_s = 0.0
 
@@ -186,7 +198,7 @@ class Controller:
             self._decoding, self._candidates, self._age = decoding, ask(), 0
             if self._candidates:
                 self.costs.set_context([own.context for own in self._candidates])
-            if not self.current.budgets:  # what drafts taught was of another load, and nothing would put it right
+            if not self.current.budgets:  # corrections learnt at another load would go stale now
                 self.costs.fade(self._quiet_s)
             self._quiet_s = 0.0
             planned = [] if self.costs.guessed else [own for own in self._candidates if own.ready or own.wakes]
@@ -202,8 +214,10 @@ class Controller:
             self.confidence.prices, self.confidence.judging = None, True
 
     def _outdated(self, decoding: tuple[str, ...], load: int) -> bool:
-        """By its age; because too few are left of those that it was made for, and nobody comes in their place; or
-        because too many have come whom it does not know.
+        """Return whether a new plan is due.
+
+        It is if the plan is old, if too few of its requests are left and no others come in their place, or if too many
+        requests have joined that it does not cover.
         """
         if self._age >= KEPT_STEPS:
             return True
@@ -222,22 +236,26 @@ class Controller:
         keeping = KEEPING * self.costs.plain(1) / self.costs.plain(batch)
         least = 1 + CLEARLY + self._beginning(batch)
         for tokens, speedup in zip(ahead.values(), self._speedups(drafter, allowed, batch, ahead), strict=True):
-            # What plain steps cost was learnt from followed requests.
+            # The cost of plain steps was learnt with tracked requests.
             gain = speedup / (1 + keeping + TOGETHER * (batch - 1))
             worth += tokens * plain * (1 - 1 / gain if gain > least else -keeping)
         return worth > 0
 
     def _beginning(self, batch: int) -> float:
-        """By how much more drafting must beat plain decoding where nobody drafts yet: in the steps that a plan stands
-        it must gain what is lost in changing back, or who begins and ends in turns is slower than either.
+        """Return the additional margin (hysteresis) by which drafting must beat plain decoding before it starts.
+
+        Within the lifetime of a plan drafting must recover the cost of switching back to plain steps; otherwise
+        alternating between the two would be slower than either.
         """
         if self.current.budgets or not batch:
             return 0.0
         return self._settling.change_s / (KEPT_STEPS * self.costs.plain(batch))
 
     def _speedups(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int]) -> list[float]:
-        """Over plain decoding, by the kind of what is ahead of a request, at the best size, were all of a batch
-        drafted for alike. The others are as this one is at any time: anywhere in their texts.
+        """Return the speedup over plain decoding for each bucket in `ahead`, at the best budget for the whole batch.
+
+        All requests are assumed to be drafted for alike. The others are anywhere in their outputs, so they gain this
+        request's average over all of `ahead`.
         """
         asked = drafter, allowed, batch
         if asked not in self._seconds:
@@ -246,7 +264,7 @@ class Controller:
             drafting = np.array([self.costs.draft(drafter, batch, budget.depth) for budget in budgets])
             self._seconds[asked] = (self.costs.verify(batch, rows) + drafting).tolist()
         seconds, tokens = self._seconds[asked], ahead.values()
-        # By kind and budget, tokens that are accepted. So few numbers are faster without arrays.
+        # Accepted tokens by bucket and budget. For so few numbers lists are faster than arrays.
         sums = [self.survival.gains("", drafter, allowed, kind) for kind in ahead]
         others = [sum(map(mul, tokens, level)) / sum(tokens) for level in zip(*sums, strict=True)]
         plain = self.costs.plain(batch) / batch
@@ -275,7 +293,7 @@ class Controller:
             if expected is None:
                 expected = self.survival.expected(request_id, drafter, draft, kind)
             self.survival.record(request_id, drafter, draft, expected, kind)
-            if self._probe is not None:  # what it brought pays for others, and a good surprise for a new plan
+            if self._probe is not None:  # accepted tokens earn time for further probes; more than expected, a new plan
                 batch = len(self._decoding)
                 self._credit += accepted * self.costs.plain(batch) / batch
                 self._age = KEPT_STEPS if accepted > expected else self._age
@@ -307,7 +325,7 @@ class Controller:
         deep = drafted_for(*self._before)
         drafters = {own.drafter for own in deep}
         if drafting is None:
-            if len(drafters) == 1:  # it is taken for as large a part as was expected
+            if len(drafters) == 1:  # drafting is assumed to take the predicted share of the step
                 drafts = self.costs.draft(deep[0].drafter, batch, self.current.depth)
                 verify = float(self.costs.verify(batch, float(rows)))
                 self.costs.learn(batch=batch, rows=rows, seconds=whole * verify / (verify + drafts))
@@ -315,18 +333,18 @@ class Controller:
             return
         slow = self.costs.learn(batch=batch, rows=rows, seconds=whole - drafting)
         known = {own.request_id for own in drafted_for(*before)}
-        if len(drafters) == 1 and {own.request_id for own in deep} <= known:  # else prompts may have been read too
+        if len(drafters) == 1 and {own.request_id for own in deep} <= known:  # else drafters may have read prompts too
             if self.confidence is not None and self.confidence.judging and deep[0].drafter == DRAFTER:
                 counts = self.confidence.counts
             else:
                 depths = [budgets[own.request_id].depth for own in deep]
                 counts = [sum(depth > level for depth in depths) for level in range(max(depths))]
-            # What slows a step's verify slows its drafts, and is no news of them.
+            # What slows the verify of a step slows its drafts as well, so it says nothing of drafting: divide it out.
             self.costs.learn_draft(deep[0].drafter, counts, drafting / slow)
             self.costs.tried()
 
     def _on_trial(self) -> list[Candidate]:
-        """Who is drafted for in order to learn what that costs: it alone."""
+        """Return the one request that is drafted for to learn what drafting costs; empty if there is none."""
         if self._probe is None or not self.costs.guessed:
             return []
         name = self._probe.request_id
@@ -344,8 +362,9 @@ class Controller:
         return Forecast(plan.depth if plan.budgets else 0, plan.speedup, self.survival.bias, errors)
 
     def _leave_to(self, confidence: Confidence) -> None:
-        """Opens the planned chains as far as they may go, at the prices of a row and of a level of drafts; if judging
-        them is not dearer than what it brings.
+        """Leave the length of planned chains to early exit: raise their budgets to all that is allowed.
+
+        Also sets the prices of a row and of a level. If scoring costs more than it saves, it is turned off instead.
         """
         batch, planned = len(self._decoding), self.current
         judged = {own.request_id: own.allowed for own in self._candidates if own.drafter == DRAFTER}
@@ -366,7 +385,7 @@ class Controller:
         self.current = replace(planned, budgets=budgets)
 
     def _next_probe(self, decoding: tuple[str, ...]) -> Probe | None:
-        """For one request, in turn, as soon as the steps without drafts have paid for it."""
+        """Return a probe of one request, in rotation, once plain steps have earned its price."""
         if self.current.budgets or not self._candidates:
             return None
         going = self._probe
@@ -387,7 +406,7 @@ class Controller:
         return Probe(chosen.request_id, chosen.allowed, steps if chosen.ready else WAKING_STEPS + steps - 1)
 
     def _price_probe(self, batch: int) -> tuple[Candidate, float]:
-        """Whose turn it is, and how many seconds drafting for it costs."""
+        """Return the request whose turn it is, and the price of its probe in seconds."""
         ready = [own for own in self._candidates if own.ready] or self._candidates
         chosen, plain = ready[self._turn % len(ready)], self.costs.plain(batch)
         nodes, depth = chosen.allowed
@@ -401,7 +420,10 @@ def drafted_for(candidates: Sequence[Candidate], budgets: Mapping[str, Budget]) 
 
 
 def joined(plan: Plan, before: Sequence[Candidate], now: Sequence[Candidate]) -> Plan:
-    """Those who have come since are drafted for as most of the others are that are like them, until the next plan."""
+    """Return the plan with the requests that joined since: each gets the median budget of those like it.
+
+    Requests are alike if they have the same drafter and both or neither are sampled.
+    """
     budgets, known = dict(plan.budgets), {own.request_id for own in before}
     like: dict[tuple[str, bool], list[Budget]] = {}
     for own in before:
@@ -423,11 +445,11 @@ def best_plan(
     depth_in_force: int,
     beginning: float = 0.0,
 ) -> Plan:
-    """The depth, and the rows down to it, of most tokens per second; plain decoding unless a plan beats it clearly,
-    and by `beginning` more.
+    """Return the plan (a depth, and the rows down to it) with the most tokens per second.
 
-    For every depth, nodes are taken in the order of their chances, chains from the root on and of trees the best, for
-    as long as the expected speed grows. The depth in force stays unless another beats it clearly.
+    It is plain decoding unless a plan beats that clearly, and by `beginning` more. For every depth, nodes are taken in
+    the order of their gain per row, chains from the root on and trees from their best node on, up to the number of
+    highest expected speed. The depth in force stays unless another beats it clearly.
     """
     plain = batch / max(costs.plain(batch), 1e-9)
     plans = {0: Plan({}, 0, plain, plain)}
@@ -435,7 +457,7 @@ def best_plan(
     if not pieces:
         return plans[0]
     depths = sorted({piece.level for piece in pieces})
-    # [D, P] the pieces that may be taken down to each depth, and what the first, the first two, ... of them come to
+    # [D, P] which pieces each depth admits, and the rows and tokens of the first, the first two, ... of them in sum
     taken = np.array([piece.level for piece in pieces]) <= np.array(depths)[:, None]
     rows = batch + (taken * np.array([float(piece.rows) for piece in pieces])).cumsum(1)
     tokens = batch + (taken * np.array([piece.gain for piece in pieces])).cumsum(1)
@@ -458,10 +480,10 @@ def best_plan(
 def drafting_seconds(
     pieces: Sequence[Piece], taken: NDArray[np.bool_], costs: Costs, depths: Sequence[int]
 ) -> NDArray[np.float64]:
-    """`[D, P]`, for those `taken` `[D, P]` of the first, the first two, ... of the pieces: drafting to each of the
-    depths for all requests that they are of.
+    """Return the seconds `[D, P]` of drafting to each depth for all requests of the first, the first two, ... pieces.
 
-    Between a drafter's first request and its last the cost grows evenly with their number.
+    `taken` `[D, P]`: which pieces each depth admits. Between a drafter's first request and its last the cost is
+    interpolated linearly in their number.
     """
     first = {piece.request_id: place for place, piece in reversed([*enumerate(pieces)])}
     seconds = np.zeros(taken.shape)
@@ -479,19 +501,20 @@ def drafting_seconds(
 
 
 class Piece(NamedTuple):
-    """More nodes for a request: what they bring, in expected tokens, and the request's budget with them."""
+    """Further nodes of a request's draft."""
 
     request_id: str
     drafter: str
     level: int  # of the deepest of them
     rows: int
-    gain: float
-    budget: Budget
+    gain: float  # in expected tokens
+    budget: Budget  # of the request, with these nodes
 
 
 def divided(candidates: Sequence[Candidate], survival: Survival) -> list[Piece]:
-    """What may be drafted: a chain node by node, of a tree its first nodes, some at a time. Those that bring more a row
-    than those before them are one piece with them, for they are not to be had without.
+    """Split what may be drafted into pieces: a chain node by node, a tree into groups of its next best nodes.
+
+    Nodes that gain more per row than those before them are merged with these, without which they cannot be drafted.
     """
     pieces: list[Piece] = []
     for own in candidates:

@@ -1,11 +1,11 @@
-"""Fills the table of what steps cost (cost_model.py) by running them, and keeps it for the next start.
+"""Profiler: fills the cost table (cost_model.py) by running steps, and stores it for the next start.
 
 Requests of random tokens are decoded for a moment at several batch sizes: verifies of more and more rows, which commit
-nothing, and drafts of growing depth, which a proposer may be asked for again and again. What a long context adds is
-told from a long and a short request in turns.
+nothing, and drafts of growing depth, which a proposer can repeat any number of times. What a long context adds is
+measured with a long and a short request in turns.
 
-A start waits no longer than START_S for it, and not at all where `Engine.profile` does it later. Fewer batch sizes are
-measured where all do not fit in, and nothing where times do not repeat themselves or contradict each other, because the
+Start-up waits no longer than START_S for it, and not at all where `Engine.profile` does it later. Fewer batch sizes are
+measured if there is no time for all, and nothing if times are not repeatable or contradict each other because the
 machine is busy.
 """
 
@@ -34,45 +34,47 @@ log = logging.getLogger(__name__)
 
 
 class Unmeasured(Exception):
-    """This machine is too slow or too busy to be measured in the time that a start may wait."""
+    """This machine is too slow or too busy to be measured in the time that start-up may wait."""
 
 
 VERSION = 14  # of what is measured and how
 PROMPT_TOKENS = 96
 LONG_TOKENS = 1024
-# Seconds for which a work is run again and again before the next one's turn: after a large one a small one is slower by
-# half for some milliseconds, as it never is among its like (LOG.md).
+# Seconds for which a work is repeated before the next one's turn: after a large work a small one is slower by half for
+# some milliseconds, which it never is after others of its size (LOG.md).
 SETTLES = 0.012
-LEAST_DIFFERENCE = 128  # between a long and a short request, or noise is all that would be seen
-REPEATS, MOST_REPEATS = 2, 20  # of each work, after one run that warms up
-START_S = 4.5  # that a start waits for all of it, and for what is under way then
-REPEATS_WITHIN = 1.25  # the two least times of a work lie so near to each other, or something disturbed it
-ROWS_AT_ONCE = 4  # of a prompt that are read in the time of one plain step, at least
-# Shares of the time that is left: for one request; for all batch sizes; for what follows.
+LEAST_DIFFERENCE = 128  # in tokens, between a long and a short request; a smaller one would be lost in noise
+REPEATS, MOST_REPEATS = 2, 20  # least and most timed turns of each work, after one warm-up turn
+START_S = 4.5  # that start-up waits for all measurements, apart from the work running at that time
+REPEATS_WITHIN = 1.25  # the two shortest times of a work must lie within this ratio, or something disturbed it
+ROWS_AT_ONCE = 4  # least number of prompt rows that are prefilled in the time of one plain step
+# Shares of the time left: for one request; for all batch sizes; for what follows.
 ONE_SHARE, BATCHES_SHARE, REST_SHARE = 0.04, 0.55, 0.2
-READING_SHARE = 0.5  # that long prompts may take to be read
+READING_SHARE = 0.5  # of the time left, that the prefill of long prompts may take
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 ROWS_PER_REQUEST = (1, 2, 3, 4, 6, 9, 17, 33, 64)
 PLAIN_TOKENS = MOST_REPEATS + 4  # that requests emit while they are measured
 
 
 class Measurable(Protocol):
-    """What an engine lets be timed."""
+    """The part of an engine that the profiler times."""
 
     def rehearse(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, check: Callable[[], None]
     ) -> list[Request]:
-        """Begins requests and brings them to decoding; fewer than asked for if no more fit beside each other, or if
-        the first had ended when the last began. `check` is called between steps; if it raises, none is left.
+        """Start requests and bring them to decoding; return them.
+
+        These are fewer than `prompts` if no more fit at the same time, or if the first had ended when the last began.
+        `check` is called between steps; if it raises, none of the requests is left.
         """
         ...
 
     def dismiss(self, requests: Sequence[Request]) -> None:
-        """Ends them, as if they had never been."""
+        """End the requests, leaving no trace of them."""
         ...
 
     def step(self) -> object:
-        """Without drafts, while requests are rehearsed."""
+        """Run one step, without drafts while requests are profiled."""
         ...
 
     def try_verify(self, requests: Sequence[Request], drafts: int) -> None: ...
@@ -80,7 +82,7 @@ class Measurable(Protocol):
     def try_draft(self, requests: Sequence[Request], budget: Budget) -> None: ...
 
     def try_read(self, requests: Sequence[Request]) -> None:
-        """Their drafter reads all that is committed of them. What it drafts from then on is worth nothing."""
+        """Make the drafter read all committed positions of the requests. What it drafts from then on is worthless."""
         ...
 
 
@@ -96,9 +98,10 @@ def measure(
     limit_s: float = START_S,
     check: Callable[[], None] = lambda: None,
 ) -> CostTable:
-    """`drafters`: what each drafts at most per step. `check` is called every few steps; what it raises ends the
-    measuring. Raises ValueError if too little fits into the context or the cache, Unmeasured if no table that can be
-    relied on is to be had in `limit_s`.
+    """Measure the cost table. `drafters`: the largest budget of each per step.
+
+    `check` is called every few steps; what it raises ends the profiling. Raises ValueError if too little fits into the
+    context or the cache, Unmeasured if no reliable table can be obtained within `limit_s`.
     """
     widest = 1 + max(budget.nodes for budget in drafters.values())
     short = min(PROMPT_TOKENS, context - widest - PLAIN_TOKENS)
@@ -110,7 +113,7 @@ def measure(
     rehearsals = Rehearsals(engine, watch, vocab_size, context, widest, max_rows)
     began = clock()
     with rehearsals.of(next(iter(drafters)), [1]):
-        step = (clock() - began) / 4  # it was read and drafted for, and two steps were taken
+        step = (clock() - began) / 4  # a prefill, a draft and two steps
     if step * short / ROWS_AT_ONCE > watch.left:
         raise Unmeasured(f"a step takes {step:.2g} s")
     table = measure_batches(rehearsals, drafters, short, max_batch)
@@ -121,15 +124,15 @@ def measure(
 
 
 class Work(NamedTuple):
-    """What is to be timed, and what is to be done before it each time."""
+    """A function to be timed, and one that runs before it each time."""
 
     run: Callable[[], object]
     before: Callable[[], object] = lambda: None
-    again: bool = True  # whether it may be run more than once a turn
+    again: bool = True  # whether it may run more than once per turn
 
 
 class Stopwatch:
-    """A clock, and until when works may be timed by it. `check` may raise, to end the measuring before."""
+    """Times works by a clock, up to a time limit. `check` may raise to end the profiling earlier."""
 
     def __init__(self, clock: Callable[[], float], limit_s: float, check: Callable[[], None] = lambda: None) -> None:
         self.clock, self._limit, self._end = clock, limit_s, clock() + limit_s
@@ -145,10 +148,10 @@ class Stopwatch:
             raise Unmeasured(f"it takes longer than {self._limit:g} s")
 
     def timed(self, works: Sequence[Work], share: float) -> tuple[float, ...]:
-        """Seconds of each: the least of some after one that warms up, in turns, so that a disturbance meets them all.
+        """Return the seconds of each work: the shortest of some turns after a warm-up turn.
 
-        Goes on for `share` of the time that is left, and longer until the least of each was met twice. Raises
-        Unmeasured if that does not happen.
+        Works take turns, so that a disturbance affects all of them. Goes on for `share` of the time left, and longer
+        until the shortest time of each was nearly reached twice. Raises Unmeasured if that does not happen.
         """
         seconds: list[list[float]] = [[] for _ in works]
         until = self.clock() + share * self.left
@@ -175,31 +178,31 @@ class Stopwatch:
 
 
 def repeats(seconds: Sequence[float]) -> bool:
-    """Whether the least of these was met, nearly, more than once."""
+    """Return whether the shortest of these times was nearly reached a second time."""
     first, second = sorted(seconds)[:2]
     return second <= REPEATS_WITHIN * first
 
 
 class Rehearsals:
-    """Requests of random tokens, for as long as they are measured."""
+    """Requests of random tokens that exist only while they are profiled."""
 
     def __init__(
         self, engine: Measurable, watch: Stopwatch, vocab_size: int, context: int, widest: int, max_rows: int
     ) -> None:
         self.engine, self.watch, self.context = engine, watch, context
-        self.widest, self.max_rows = widest, max_rows  # of one request, and of all in a step
-        self.reading_s = 0.0  # of each prompt token, when requests were last begun
+        self.widest, self.max_rows = widest, max_rows  # rows of one request, and of all in a step
+        self.reading_s = 0.0  # seconds per prompt token, when requests were last started
         self._vocab_size, self._generator = vocab_size, torch.Generator().manual_seed(0)
 
     @contextmanager
     def of(self, name: str, lengths: Sequence[int]) -> Iterator[list[Request]]:
-        """Of so many prompt tokens each, the longest first, drafted for by `name`; fewer if no more fit.
+        """Yield requests of these prompt lengths, the longest first, drafted for by `name`; fewer if no more fit.
 
-        They have two tokens for the drafter to read, about what there is between two drafts.
+        Each has two tokens for the drafter to read, about as many as there are between two drafts.
         """
         prompts = [torch.randint(0, self._vocab_size, (n,), generator=self._generator).tolist() for n in lengths]
-        # Sampled: drafts and their rows then cost a little more, and who errs should err towards plain decoding. Those
-        # whose prompts are read first decode until the others' are.
+        # Sampled: drafts and their rows then cost a little more, and an error should favour plain decoding. Requests
+        # that are prefilled first decode until the others are prefilled too.
         room = min(self.tokens(len(lengths)), self.context - lengths[0])
         params = SamplingParams(temperature=1.0, max_tokens=room, ignore_eos=True, proposer=name)
         began = self.watch.clock()
@@ -215,13 +218,14 @@ class Rehearsals:
             self.engine.dismiss(requests)
 
     def tokens(self, count: int) -> int:
-        """That each of so many requests emits or drafts at most."""
+        """Return the largest number of tokens that each of `count` requests emits or drafts."""
         return self.widest + PLAIN_TOKENS + count
 
 
 class Measured(NamedTuple):
-    """What one drafter and the target cost, by batch size: curves over rows and over depths, and a plain step beside
-    its verify for the largest of them.
+    """Costs of one drafter and the target by batch size: curves over rows and over depths.
+
+    `around` is what a plain step takes beside its verify, at the largest size.
     """
 
     batches: tuple[int, ...]
@@ -231,7 +235,7 @@ class Measured(NamedTuple):
 
 
 def measure_batches(rehearsals: Rehearsals, drafters: Mapping[str, Budget], length: int, max_batch: int) -> CostTable:
-    """Of requests of one `length`, as many batch sizes as there is time for."""
+    """Measure requests of one `length`, at as many batch sizes as there is time for."""
     watch, sizes = rehearsals.watch, tuple(size for size in BATCHES if size <= max_batch)
     drafts, reads = dict[str, tuple[Curve, ...]](), dict[str, float]()
     alone, found = 0.0, Measured((), (), (), 0.0)
@@ -266,7 +270,7 @@ def measure_sizes(
     sizes: tuple[int, ...],
     share: float,
 ) -> Measured:
-    """All sizes of a batch in turns: a machine that others use is slow for seconds."""
+    """Measure all batch sizes in turns, since a shared machine is slow for seconds at a time."""
     engine, watch = rehearsals.engine, rehearsals.watch
     parts = [requests[:size] for size in sizes]
     rows = [widths(size, rehearsals.widest, rehearsals.max_rows) for size in sizes]
@@ -284,7 +288,7 @@ def measure_sizes(
 
 
 def expected_seconds(rehearsals: Rehearsals, one: Measured, sizes: Sequence[int], largest: int, length: int) -> float:
-    """Of measuring all `sizes` up to the `largest`, by what `one` request cost."""
+    """Return the expected seconds of measuring all `sizes` up to the `largest`, from what `one` request cost."""
     (verify,), (draft,) = one.verify, one.drafts
     turn = 0.0
     for size in (size for size in sizes if size <= largest):
@@ -296,7 +300,7 @@ def expected_seconds(rehearsals: Rehearsals, one: Measured, sizes: Sequence[int]
 
 
 def widths(batch: int, widest: int, max_rows: int) -> list[int]:
-    """Rows of each request that are tried."""
+    """Return the numbers of rows per request that are tried."""
     found = sorted({1, 2, widest, *(width for width in ROWS_PER_REQUEST if width <= widest)})
     return [width for width in found if width <= 2 or width * batch <= max_rows]
 
@@ -307,12 +311,12 @@ def verifying(engine: Measurable, requests: Sequence[Request], rows: int) -> Wor
 
 def drafting(engine: Measurable, requests: Sequence[Request], limit: Budget, depth: int) -> Work:
     budget = Budget(depth if limit.is_chain else limit.nodes, depth)
-    # Between two drafts the target has filled the caches with its own weights.
+    # As between two drafts in use, the target has filled the caches with its weights.
     return Work(lambda: engine.try_draft(requests, budget), lambda: engine.try_verify(requests, 0))
 
 
 def seconds_of_reading(rehearsals: Rehearsals, requests: Sequence[Request]) -> float:
-    """Of each token, after the target has filled the caches."""
+    """Return the drafter's seconds per token of a prompt, after the target has filled the caches."""
     engine = rehearsals.engine
     (seconds,) = rehearsals.watch.timed(
         [Work(lambda: engine.try_read(requests), lambda: engine.try_verify(requests, 0))], ONE_SHARE
@@ -321,13 +325,13 @@ def seconds_of_reading(rehearsals: Rehearsals, requests: Sequence[Request]) -> f
 
 
 def between(left: tuple[int, float], right: tuple[int, float]) -> Curve:
-    """The line through two points, or the one point that both are."""
+    """Return the line through two points, or one point if both are at the same size."""
     points = [left] if left[0] == right[0] else [left, right]
     return Curve(tuple(float(size) for size, _ in points), tuple(seconds for _, seconds in points))
 
 
 def measure_beyond(rehearsals: Rehearsals, drafters: Mapping[str, Budget], short: int) -> ContextCost:
-    """What tokens of context above `short` cost; nothing where context, pool or time leave no room for many."""
+    """Measure what context tokens above `short` cost; zero if context, pool or time leave no room for many."""
     engine, widest = rehearsals.engine, rehearsals.widest
     further = min(LONG_TOKENS, rehearsals.context - rehearsals.tokens(2)) - short
     reading = rehearsals.reading_s * (further + 2 * short) * len(drafters)
@@ -351,8 +355,9 @@ def measure_beyond(rehearsals: Rehearsals, drafters: Mapping[str, Budget], short
 
 
 def kept_table(folder: Path, key: Mapping[str, Any], make: Callable[[], CostTable]) -> CostTable:
-    """The table measured earlier under the same `key`, or a new one, which is kept. One that is damaged or contradicts
-    itself is made anew.
+    """Return the table stored earlier under the same `key`, or a new one, which is stored.
+
+    A stored table that is damaged or contradicts itself is measured again.
     """
     digest = hashlib.sha256(json.dumps({"version": VERSION, **key}, sort_keys=True).encode()).hexdigest()[:24]
     file = folder / f"costs-{digest}.json"

@@ -1,4 +1,4 @@
-"""How long steps take, by kind: what a step with drafts costs beside one without."""
+"""Step times by kind: what a speculative step costs compared with a plain one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import astuple, dataclass
 
 @dataclass
 class StepTimes:
-    """Of steps without prefill, those in which nothing was drafted and the others."""
+    """Counts and seconds of steps without prefill: of those in which nothing was drafted, and of the others."""
 
     plain: int = 0
     plain_s: float = 0.0
     drafted: int = 0
     drafted_s: float = 0.0
-    drafting_s: float = 0.0  # of `drafted_s`, in the proposers, as far as that can be told from the rest
+    drafting_s: float = 0.0  # the part of `drafted_s` spent in the proposers, as far as it can be told from the rest
     drafted_rows: int = 0
 
     def record(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
@@ -33,7 +33,7 @@ class StepTimes:
         return StepTimes(*(own + more for own, more in zip(astuple(self), astuple(other), strict=True)))
 
     def summary(self) -> dict[str, float | None]:
-        """Numbers of steps, and of one in the mean its milliseconds and rows; None where there was none."""
+        """Return the numbers of steps, and their mean milliseconds and rows; None where there were none."""
         each = self.drafted or None
         return {
             "plain": self.plain,

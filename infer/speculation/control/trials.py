@@ -1,7 +1,7 @@
-"""What steps cost where no profile is to be had: a guess, until drafts on trial have taught the rest.
+"""Step costs where no profile is available: a guess that trial drafts correct.
 
-The engine begins without drafts. Its first plain steps say how long a step is; then one request at a time is drafted
-for, in a bounded share of the time, and after TRIALS such steps the controller plans by what they have taught.
+The engine starts without drafts. Its first plain steps show how long a step takes; then one request at a time is
+drafted for, in a bounded share of the time, and after TRIALS such steps the controller plans by the corrected costs.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from collections.abc import Mapping
 from infer.speculation.budget import Budget
 from infer.speculation.control.cost_model import Costs, CostTable, Curve
 
-# In shares of a plain step: a further row, and a level of drafts. From there on corrections go far to either side.
+# Guessed costs of a further row and of a level of drafts, in shares of a plain step. Corrections may go far from them,
+# up or down.
 ROW, LEVEL = 0.25, 0.3
 MOST_ROWS = 64.0
-GUESSED = (0.01, 30.0)  # how far
-TRIALS = 8  # drafted steps that must have taught before anything is planned by them
-TRIAL_STEPS = 4  # of one request, the first of which may read what was not read yet
-TRIAL_SHARE = 0.05  # of the time without drafts
+GUESSED = (0.01, 30.0)  # bounds of these corrections
+TRIALS = 8  # speculative steps that must have corrected the guess before anything is planned by it
+TRIAL_STEPS = 4  # per trial of one request; the first may also make its drafter read what it has not read yet
+TRIAL_SHARE = 0.05  # share of the time without drafts that may go into trials
 
 
 def guessed_costs(drafters: Mapping[str, Budget]) -> Costs:
-    """Of a step that takes a second, until one was seen."""
+    """Return the guess; a plain step is taken to last one second until one was seen."""
     verify = Curve((1.0, MOST_ROWS), (1.0, 1.0 + ROW * (MOST_ROWS - 1)))
     depths = {name: float(max(2, limit.depth)) for name, limit in drafters.items()}
     drafts = {name: (Curve((1.0, depth), (LEVEL, LEVEL * depth)),) for name, depth in depths.items()}
