@@ -1,1 +1,1 @@
-"""Everything that has weights. Knows no optimiser, no scheduler and no HTTP."""
+"""Everything that has weights. Independent of optimiser, scheduler and HTTP."""

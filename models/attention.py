@@ -1,8 +1,8 @@
-"""The attention seam: what a layer calls, and the dense implementations that training plugs in.
+"""The attention interface that a layer calls, and the dense implementations for training.
 
-`attention(layer, q, k, v)` receives rotated queries and keys of the current tokens and answers `[..., heads * D]`.
-Where older keys come from (nowhere, earlier training-time-test steps, a paged pool) is the implementation's business;
-the paged one lives with the engine (infer/kvcache/pool.py, kernels/attention.py).
+`attention(layer, q, k, v)` receives rotated queries and keys of the current tokens and returns `[..., heads * D]`.
+The implementation decides where older keys come from (nowhere, earlier training-time-test steps, a paged pool); the
+paged one is part of the engine (infer/kvcache/pool.py, kernels/attention.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from kernels.ttt_attention import repeat_kv, ttt_attention, visible
 class Attention(Protocol):
     """Contract: q `[..., nh, D]`, k and v `[..., nkv, D]` with nh a multiple of nkv; returns `[..., nh * D]`.
 
-    With `window` a row at position p sees positions above p - window only. `scale` of the scores: None for 1/sqrt(D).
+    With `window` a row at position p attends only to positions above p - window. `scale` of the scores: None for
+    1/sqrt(D).
     """
 
     def __call__(
@@ -31,7 +32,7 @@ class Attention(Protocol):
 
 
 class Project(Protocol):
-    """`attention.project`, of those attentions that norm, rotate and keep keys and values in one go.
+    """`attention.project`, for attentions that norm, rotate and store keys and values in one call.
 
     qkv `[R, nh + 2 nkv, D]` as projected, cos and sin `[R, 1, D]`; returns `[R, nh * D]`.
     """
@@ -49,15 +50,16 @@ class Project(Protocol):
 
 
 def project_of(attention: Attention) -> Project | None:
-    """None where projections must be normed and rotated first, which is what most attentions and all training want."""
+    """Return `attention.project`; None where the layer must norm and rotate first (most attentions, all training)."""
     return getattr(attention, "project", None)
 
 
 class Decode(Protocol):
-    """`attention.decode`, of those attentions over which all layers of a packed decoder run in one call.
+    """`attention.decode`, for attentions that can run all layers of a packed decoder in one call.
 
-    x `[R, H]` becomes the stream after the last layer; tokens `[R, H]` are the embeddings that a head's layer reads
-    beside it. Answers the stream after the final norm, if there is one, and the streams before the layers `entering`.
+    x `[R, H]` is overwritten with the residual stream after the last layer; tokens `[R, H]` are the token embeddings
+    that a head's layer reads beside it. Returns the stream after the final norm, if there is one, and the streams
+    entering the layers `entering`.
     """
 
     def __call__(
@@ -77,14 +79,14 @@ def decode_of(attention: Attention) -> Decode | None:
 def no_attention(
     layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
 ) -> Tensor:
-    """What a head without attention is given."""
+    """The attention that is passed to a head without attention layers; raises AssertionError if called."""
     raise AssertionError("this head attends to nothing")
 
 
 class CausalAttention:
-    """Every slot of `[B, T]` attends to itself and to all slots before it, of its own document. Stateless.
+    """Every slot of `[B, T]` attends to itself and to all earlier slots of its own document. Stateless.
 
-    starts `[B, T]`: where that begins; None: each row is one document.
+    starts `[B, T]`: the first slot of each slot's document; None: each row is one document.
     """
 
     def __init__(self, starts: Tensor | None = None) -> None:
@@ -106,13 +108,14 @@ class CausalAttention:
 
 
 class TrainingTimeTestAttention:
-    """EAGLE-3's training-time test (arXiv 2503.01840): the keys that a chain draft would find in its cache.
+    """EAGLE-3's training-time test (arXiv 2503.01840): attention to the keys a chain draft would find in its cache.
 
-    At step k, slot i stands for "k tokens drafted after position i". It sees the step-0 entries of positions <= i,
-    made from target features, and its own entry of every later step: a causal block and one diagonal per step. Of
-    packed documents (`starts`, as above) it sees its own.
-    This equals the engine's cached chain decoding, and a parallel head's rows of one slot. Call `begin_step(k)` before
-    the head's k-th step, k = 0, 1, ... Later steps may run on some of the slots alone, each on a part of those before.
+    At step k, slot i stands for "k tokens drafted after position i". It attends to the step-0 entries of positions
+    <= i, made from target features, and to its own entry of every later step: a causal block and one diagonal per step.
+    Of packed documents (`starts`, as above) it attends only to its own.
+    This equals the engine's cached chain decoding, and the attention among a parallel head's rows of one slot. Call
+    `begin_step(k)` before the head's k-th step, k = 0, 1, ... Later steps may run on a subset of the slots, each on a
+    subset of the step before it.
     """
 
     def __init__(self, starts: Tensor | None = None) -> None:
@@ -123,9 +126,9 @@ class TrainingTimeTestAttention:
         self._values: dict[int, list[Tensor]] = {}
 
     def begin_step(self, step: int, slots: Tensor | None = None) -> None:
-        """`slots`: those that this step runs on, for the steps after 0; None for all of them.
+        """Begin step `step`. `slots`, for steps after 0, are the slots that it runs on; None for all of them.
 
-        `[M]`, ascending, or `[B, M]`, each row's own, the same for all of these steps.
+        `[M]`, ascending, or `[B, M]`, separate for each row and then the same in all of these steps.
         """
         assert step == self._step + 1, "training-time-test steps run in order"
         self._step = step

@@ -1,8 +1,8 @@
-"""A conversation as a model reads it: the one place that turns messages, tools and documents into a prompt's text.
+"""Chat rendering: the one place that turns messages, tools and documents into a prompt's text.
 
-Server, training, regeneration, evaluation and generate.py all render here, so that what is trained on is what is
-served. The text is what transformers' `apply_chat_template` gives for the same conversation. `normalise_message` brings
-the forms in which messages come (OpenAI's requests, rows of data) to one; the template decides the rest.
+Server, training, regeneration, evaluation and generate.py all render here, so that training and serving use the same
+text. It is what transformers' `apply_chat_template` returns for the same conversation. `normalise_message` converts the
+forms of input messages (OpenAI's requests, rows of data) to one; the template decides the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from models.json_text import read
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates
 TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
-REASONING = ("reasoning_content", "thinking", "reasoning")  # under which names a message's reasoning comes
+REASONING = ("reasoning_content", "thinking", "reasoning")  # fields that may hold a message's reasoning
 
 
 class Chat:
@@ -35,7 +35,7 @@ class Chat:
         return {name: template.text for name, template in self._templates.items()}
 
     def text_for(self, *, tools: bool) -> str | None:
-        """The template that renders conversations with tools, or without; None where there is none."""
+        """Return the template that renders conversations with or without tools; None where there is none."""
         name = self._name_for(tools)
         return None if name is None else self._templates[name].text
 
@@ -48,11 +48,11 @@ class Chat:
         generation_prompt: bool = True,
         **options: Any,
     ) -> str:
-        """The prompt's text; the template writes special tokens itself, so none are to be added when it is tokenised.
+        """Return the prompt's text. The template writes special tokens itself, so tokenise it without adding any.
 
-        `tools` as OpenAI writes them; `options`: further variables of this model's template. `generation_prompt`: the
-        header of the assistant's next turn comes last; without it the text is history. Raises ValueError: no template,
-        or a message that it refuses.
+        `tools` in OpenAI's form; `options`: further variables of this model's template. `generation_prompt`: end with
+        the header of the assistant's next turn; without it the text is history. Raises ValueError if there is no
+        template, or it refuses a message.
         """
         name = self._name_for(bool(tools))
         if name is None:
@@ -81,7 +81,7 @@ class Chat:
 
 
 def find_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """By name. Files win over `chat_template` of tokenizer_config.json (`settings`). Raises ValueError."""
+    """Return the chat templates by name; files win over tokenizer_config.json (`settings`). Raises ValueError."""
     files = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
     if (folder / TEMPLATE_FILE).is_file():
         files[DEFAULT] = folder / TEMPLATE_FILE
@@ -104,12 +104,12 @@ def find_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, 
 
 
 def normalise_message(message: Message) -> dict[str, Any]:
-    """One form for all that a message may be written as; applied to its own result it changes nothing.
+    """Return a message in the one normal form; idempotent.
 
-    Null fields and empty lists are as good as absent, and so is an empty content beside calls. Content is a string or
-    a list of text parts (several of them). Calls are `{"id", "type", "function": {"name", "arguments"}}`, the arguments
-    an object unless they are JSON text of something else. Reasoning has the names that templates read. Raises
-    ValueError saying what is wrong.
+    Null fields and empty lists are treated as absent, and so is an empty content beside calls. Content is a string or a
+    list of several text parts. Calls are `{"id", "type", "function": {"name", "arguments"}}`, the arguments an object
+    unless they are text that is no JSON object. Reasoning has the names that templates read. Raises ValueError saying
+    what is wrong.
     """
     plain = {name: value for name, value in message.items() if value is not None}
     if isinstance(plain.get("content"), list):
@@ -129,7 +129,7 @@ def normalise_message(message: Message) -> dict[str, Any]:
 
 
 def normalise_content(parts: Sequence[Any]) -> str | list[dict[str, str]] | None:
-    """A list of text parts: several remain parts, one is a string, none is no content. Raises ValueError."""
+    """Normalise a list of text parts: several remain parts, one becomes a string, none None. Raises ValueError."""
     texts: list[str] = []
     for part in parts:
         text = part.get("text") if isinstance(part, Mapping) else part
@@ -142,7 +142,7 @@ def normalise_content(parts: Sequence[Any]) -> str | list[dict[str, str]] | None
 
 
 def content_text(message: Message) -> str:
-    """All of a message's text, whatever form its content has; several parts are joined as for a plain template."""
+    """Return a message's text, whatever the form of its content; several parts are joined by newlines."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -150,7 +150,7 @@ def content_text(message: Message) -> str:
 
 
 def normalise_calls(calls: Any) -> list[dict[str, Any]]:
-    """A list of calls, or the JSON text of one. Raises ValueError."""
+    """Normalise a list of calls, a single call, or JSON text of either. Raises ValueError."""
     if isinstance(calls, str):
         try:
             calls = read(calls) if calls.strip() else []
@@ -166,7 +166,7 @@ def normalise_calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def normalise_call(call: Any) -> dict[str, Any]:
-    """OpenAI's form, or the bare {"name", "arguments"}. Raises ValueError."""
+    """Normalise a call in OpenAI's form, or the bare {"name", "arguments"}. Raises ValueError."""
     function = call.get("function") if isinstance(call, Mapping) else None
     function = call if function is None else function
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -177,7 +177,7 @@ def normalise_call(call: Any) -> dict[str, Any]:
 
 
 def normalise_arguments(arguments: Any) -> Any:
-    """The object, of JSON text too; text of anything else stays as it is."""
+    """Return the arguments as an object, also from its JSON text; any other text stays as it is."""
     if arguments is None or arguments == "":
         return {}
     if isinstance(arguments, str):
@@ -190,7 +190,7 @@ def normalise_arguments(arguments: Any) -> Any:
 
 
 def normalise_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Null fields of the tool and of its function are as good as absent; the parameters' schema stays as it is."""
+    """Remove null fields of the tool and of its function; the parameters' schema stays as it is."""
     plain = {name: value for name, value in tool.items() if value is not None}
     if isinstance(plain.get("function"), Mapping):
         plain["function"] = {name: value for name, value in plain["function"].items() if value is not None}
@@ -198,7 +198,7 @@ def normalise_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_template(message: Mapping[str, Any], template: Template) -> dict[str, Any]:
-    """A normalised message in the form that this template reads."""
+    """Return a normalised message in the form that this template reads."""
     shaped = dict(message)
     if shaped.get("role") == "developer" and not template.knows_developer:
         shaped["role"] = "system"

@@ -1,7 +1,7 @@
-"""One chat template: Jinja as transformers sets it up, in a sandbox, and what this template can read.
+"""One chat template: Jinja set up as in transformers, in a sandbox, and detection of the input forms it accepts.
 
-Templates disagree about the form of what they are given: content as a string or as a list of parts, a call's arguments
-as an object or as JSON text, a message without content, the developer role. What a template accepts is found by
+Templates disagree about the form of their input: content as a string or as a list of parts, a call's arguments as an
+object or as JSON text, a message without content, the developer role. What a template accepts is determined by
 rendering small probe conversations with it, so that no list of models is needed.
 """
 
@@ -35,11 +35,11 @@ class CallForm(NamedTuple):
     """How a template reads a message with tool calls."""
 
     arguments_as_text: bool = False
-    without_content: Mapping[str, Any] = {"content": ""}  # the message's fields where its content is null
+    without_content: Mapping[str, Any] = {"content": ""}  # fields to set where the message's content is null
 
 
 class Template:
-    """Safe to share between threads. `special_tokens`: name -> text, variables of every rendering."""
+    """A chat template, safe to share between threads. `special_tokens`: name -> text, variables of every rendering."""
 
     def __init__(self, text: str, special_tokens: Mapping[str, str], source: str) -> None:
         self.text, self._special_tokens, self._source = text, special_tokens, source
@@ -54,7 +54,7 @@ class Template:
         generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """Raises ValueError where the template refuses the messages or is not valid Jinja."""
+        """Return the rendered text. Raises ValueError where the template refuses the messages or is not valid Jinja."""
         variables = {
             **self._special_tokens,
             **(options or {}),
@@ -88,7 +88,7 @@ class Template:
         string, one = shown(PROBE), shown([text_part(PROBE)])
         two = shown([text_part(PROBE), text_part(SECOND)])
         strings = string is not None or one is None
-        # a template that prints a list of parts as it prints any value shows another text than for the string
+        # a template that merely prints the list of parts as a value renders another text than for the string
         parts = two is not None and SECOND in two and (one == string or not strings)
         return ContentForm(strings, parts)
 
@@ -106,13 +106,13 @@ class Template:
 
     @cached_property
     def knows_developer(self) -> bool:
-        """False where a developer's message would be refused or left out."""
+        """False where the template would refuse or leave out a developer message."""
         contents = (PROBE, [text_part(PROBE)])
         return any(self._probe(lambda one=one: self._conversation_of("developer", one), PROBE) for one in contents)
 
     @cached_property
     def call_form(self) -> CallForm:
-        """The first form that the template renders with the call in it; a null content is best left out."""
+        """The first form that the template renders with the call in it; preferably one that omits a null content."""
         for as_text in (False, True):
             empty = self._probe(lambda as_text=as_text: self._calling({"content": ""}, as_text), PROBE)
             for content in ({}, {"content": None}):
@@ -133,7 +133,7 @@ class Template:
         return {"id": CALL_ID, "type": "function", "function": {"name": "probe", "arguments": arguments}}
 
     def _probe(self, conversation: Callable[[], list[dict[str, Any]]], wanted: str) -> str | None:
-        """The text, or None where the template refuses the conversation or leaves out `wanted`."""
+        """Return the text, or None where the template refuses the conversation or leaves out `wanted`."""
         try:
             text = self.render(conversation(), generation_prompt=False)
         except ValueError:
@@ -142,7 +142,7 @@ class Template:
 
 
 def nulls(text: str) -> int:
-    """How often a null seems to have been printed."""
+    """Count how often a null seems to have been printed."""
     return text.count("None") + text.count("null")
 
 
@@ -157,12 +157,12 @@ def dump(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """`tojson` of chat templates: JSON without Jinja's HTML escapes."""
+    """Return JSON without Jinja's HTML escapes, as `tojson` of chat templates."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def chat_environment() -> ImmutableSandboxedEnvironment:
-    """What chat templates expect to find, as transformers provides it, in Jinja's sandbox."""
+    """Return a sandboxed Jinja environment with what transformers provides to chat templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
     )
@@ -179,9 +179,9 @@ def refuse(message: str) -> None:
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training masks; here only its content counts.
+    """`{% generation %}` marks the assistant's text for training masks; here only its content is rendered.
 
-    As in transformers its content is the body of a call, so what is set inside is not seen outside.
+    As in transformers its content is the body of a call, so variables set inside are not visible outside.
     """
 
     tags: ClassVar[set[str]] = {"generation"}

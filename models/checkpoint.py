@@ -1,6 +1,6 @@
-"""A target's checkpoint, wherever it lies: a folder in Hugging Face's layout, or one GGUF file.
+"""A target's checkpoint in either form: a folder in Hugging Face's layout, or one GGUF file.
 
-Both say the same under the same names: the configuration as config.json has it, tensors as safetensors name them.
+Both are read under the same names: the configuration under config.json's, tensors under those of the safetensors.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from models.gguf.config import config_json
 from models.gguf.file import is_gguf, open_gguf
 from models.gguf.tensors import GgufTensors
 
-SAMPLE = 65536  # bytes of each place of a file that a fingerprint reads
+SAMPLE = 65536  # bytes that a fingerprint reads at each sampled place of a file
 
 
 def read_config(checkpoint: Path) -> dict[str, Any]:
-    """The keys of config.json. Raises ValueError naming the file for one that is broken or not supported."""
+    """Return the keys of config.json. Raises ValueError naming the file for one that is broken or not supported."""
     return config_json(open_gguf(checkpoint)) if is_gguf(checkpoint) else read_json(checkpoint / "config.json")
 
 
 def open_tensors(
     checkpoint: Path, dtype: torch.dtype = torch.float32, rows: weights.Rows | None = None, *, progress: bool = False
 ) -> Mapping[str, Tensor]:
-    """Each read when it is asked for: those of a folder as they are stored, those of a GGUF file in `dtype`.
+    """Return the tensors, each read on access: those of a folder as they are stored, those of a GGUF file in `dtype`.
 
     `rows` and `progress` are for a GGUF file: see GgufTensors. Raises ValueError for a broken checkpoint.
     """
@@ -42,12 +42,12 @@ def open_tensors(
 
 
 def has_weights(checkpoint: Path) -> bool:
-    """Whether all of them are there: of a hub id, only its configuration may have come."""
+    """Return whether all weights are present: for a hub id, maybe only the configuration was fetched."""
     return is_gguf(checkpoint) or weights.has_weights(checkpoint)
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """Identifies a checkpoint without reading it all: its configuration, and of each file size and samples."""
+    """Hash a checkpoint without reading it all: its configuration, and size and samples of each file."""
     if not is_gguf(checkpoint):
         return weights.fingerprint(checkpoint)
     file = open_gguf(checkpoint)

@@ -1,7 +1,7 @@
-"""What a target is: sizes and constants read from a Hugging Face `config.json`.
+"""The configuration of a target: sizes and constants read from a Hugging Face `config.json`.
 
-Sizes always come from the checkpoint, never from a table of ours. An architecture option that would change
-the logits and that we do not implement is an error here, not a silent difference later.
+Sizes always come from the checkpoint, never from a built-in table. An architecture option that would change the logits
+and is not implemented is an error here, not a silent difference later.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class RopeConfig:
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> RopeConfig:
-        """Reads `rope_theta` and `rope_scaling` (transformers 4) as well as `rope_parameters` (transformers 5)."""
+        """Read `rope_theta` and `rope_scaling` (transformers 4) as well as `rope_parameters` (transformers 5)."""
         section = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
         rope_type = section.pop("rope_type", section.pop("type", "default"))
         section.pop("type", None)
         theta = float(section.pop("rope_theta", config.get("rope_theta", 10000.0)))
-        if rope_type not in tuple(ROPE_NEEDS):  # a tuple, because a value of JSON may be one that cannot be hashed
+        if rope_type not in tuple(ROPE_NEEDS):  # a tuple, because a JSON value may be unhashable
             raise ValueError(f"rope_type={rope_type!r}: not supported; one of {', '.join(ROPE_NEEDS)}")
         if float(section.pop("partial_rotary_factor", None) or 1.0) != 1.0:
             raise ValueError("partial_rotary_factor: a rotary embedding over part of the head is not supported")
@@ -53,7 +53,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of experts in place of the MLP: the `active` likeliest of `count` experts answer for a token."""
+    """A mixture of experts in place of the MLP: each token uses the `active` likeliest of `count` experts."""
 
     count: int
     active: int
@@ -63,9 +63,9 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """A decoder-only target in Llama's family, under our own names for what `config.json` says.
+    """The config of a decoder-only target of Llama's kind, under our names for the keys of `config.json`.
 
-    `from_json` reads what the families share; what one of them does otherwise is in its file in models/targets/.
+    `from_json` reads what the families share; what differs in one of them is in its file in models/targets/.
     """
 
     architecture: str
@@ -84,20 +84,20 @@ class TargetConfig:
     mlp_bias: bool
     rope: RopeConfig
     bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]  # of config.json alone: models/end_tokens.py has all that end a text
+    eos_token_ids: tuple[int, ...]  # from config.json alone; all end tokens: models/end_tokens.py
     qk_norm: bool = False  # queries and keys are normed per head, before the rotary embedding
-    windows: tuple[int | None, ...] = ()  # per layer, how many positions a row sees, its own included; () or None: all
+    windows: tuple[int | None, ...] = ()  # per layer: positions a row attends to, including itself; () or None: all
     experts: ExpertsConfig | None = None
-    # What Gemma does otherwise
-    activation: str = "silu"  # what gates the MLP; or "gelu_pytorch_tanh"
+    # Options of Gemma
+    activation: str = "silu"  # of the MLP's gate; or "gelu_pytorch_tanh"
     centred_norms: bool = False  # a norm's scale is 1 + its weight
     attention_scale: float | None = None  # None: 1/sqrt(head_dim)
-    embedding_scale: float = 1.0  # of the target's input alone: heads read the embedding as it is stored
-    local_rope: RopeConfig | None = None  # of the layers with a window, where these have one of their own
+    embedding_scale: float = 1.0  # of the target's input only: heads read the embedding as it is stored
+    local_rope: RopeConfig | None = None  # of the layers with a window, if it differs
 
     @classmethod
     def from_json(cls, config: dict[str, Any], *, activation: str = "silu") -> TargetConfig:
-        """Raises ValueError that names the key for anything missing, inconsistent or not implemented."""
+        """Read a config.json. Raises ValueError naming the key that is missing, inconsistent or not implemented."""
 
         def need(key: str) -> Any:
             if config.get(key) is None:
@@ -151,7 +151,7 @@ class TargetConfig:
 
 
 def token_ids(name: str, value: object) -> tuple[int, ...]:
-    """Hugging Face writes one id, a list of them, or null. Raises ValueError with `name` for anything else."""
+    """Return token ids, which HF writes as one id, a list, or null. Raises ValueError with `name` for anything else."""
     values = value if isinstance(value, list) else [] if value is None else [value]
     ids = tuple(item for item in values if type(item) is int)  # a bool is an int to isinstance
     if len(ids) < len(values):
@@ -160,7 +160,7 @@ def token_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads one JSON object. Raises ValueError naming the file when it is none."""
+    """Read one JSON object. Raises ValueError naming the file if it holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

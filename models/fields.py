@@ -1,7 +1,7 @@
-"""A config.json read key by key, so that nothing in it is overlooked.
+"""A config.json read key by key, so that no key is overlooked.
 
-Whoever reads asks for every key that it understands; `done` refuses what is left, because a key that nobody knows may
-change what the head computes. Knows no format.
+The reader requests every key that it understands; `done` then rejects the remaining ones, because an unknown key may
+change what the head computes. Independent of the format.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ T = TypeVar("T")
 MOST, MOST_LAYERS = 2**24, 256
 LARGE = 1e300  # a whole number of a JSON file may be too large for a float
 
-# What transformers writes into any config.json and what no head's forward depends on.
+# Keys that transformers writes into any config.json and that no head's forward depends on.
 BOILERPLATE = {
     "_attn_implementation", "_commit_hash", "_name_or_path", "add_cross_attention", "attention_dropout",
     "attn_implementation", "auto_map", "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward",
@@ -40,14 +40,14 @@ KINDS = {
 
 
 class Fields:
-    """`name` is what error messages call the place: "config.json", or "config.json: eagle_config" for a part of it."""
+    """`name` is used in error messages: "config.json", or "config.json: eagle_config" for a section of it."""
 
     def __init__(self, values: Mapping[str, Any], name: str = "config.json") -> None:
         self.values, self.name = values, name
         self._asked: set[str] = set(BOILERPLATE)
 
     def maybe(self, key: str, kind: type[T]) -> T | None:
-        """None when the key is absent or null. Raises ValueError for a value of another kind."""
+        """Return the value, None when the key is absent or null. Raises ValueError for a value of another type."""
         self._asked.add(key)
         value = self.values.get(key)
         if value is None:
@@ -70,7 +70,7 @@ class Fields:
         return value
 
     def size(self, key: str, default: int | None = None, *, most: int = MOST) -> int:
-        """A whole number from 1; no more than `most`, so that a broken file costs nothing."""
+        """Return an integer from 1 to `most`, so that a broken file cannot cost much. Raises ValueError otherwise."""
         value = self.need(key, int) if default is None else self.take(key, int, default)
         if not 1 <= value <= most:
             raise ValueError(f"{self.name}: {key}={value}: must be 1 to {most}")
@@ -83,7 +83,7 @@ class Fields:
         return value
 
     def numbers(self, key: str) -> list[int] | None:
-        """A list of whole numbers, or None."""
+        """Return a list of whole numbers, or None."""
         values = self.maybe(key, list)
         if values is not None and (not values or any(type(value) is not int for value in values)):
             raise ValueError(f"{self.name}: {key}={values!r}: expected a list of whole numbers, not an empty one")
@@ -97,7 +97,7 @@ class Fields:
         return Fields(self.need(key, dict), f"{self.name}: {key}")
 
     def only(self, key: str, *allowed: Any) -> None:
-        """The key may be absent, null or one of `allowed`: any other value asks for a forward that we do not have."""
+        """Raise ValueError unless the key is absent, null or one of `allowed`: others need an unimplemented forward."""
         self._asked.add(key)
         value = self.values.get(key)
         if value is not None and not any(type(value) is type(other) and value == other for other in allowed):
@@ -108,7 +108,7 @@ class Fields:
         self._asked.update(keys)
 
     def done(self) -> None:
-        """Raises ValueError that names the keys that nobody asked for."""
+        """Raise ValueError naming the keys that were not requested."""
         unknown = [f"{key}={self.values[key]!r}" for key in self.values if key not in self._asked]
         if unknown:
             raise ValueError(

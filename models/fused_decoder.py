@@ -1,4 +1,4 @@
-"""The layers of a target or a head as one kernel runs them (kernels/decoder.py), made once they are packed."""
+"""The fused decoder: the layers of a target or a head run by one kernel (kernels/decoder.py), once they are packed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parts_of(
     attended_norm: RMSNorm | None = None,
     mlp_norm: RMSNorm | None = None,
 ) -> LayerParts | None:
-    """None if a layer of these is not packed, or of other parts than Llama's."""
+    """Return a layer's weights for the fused decoder; None if a linear layer is not packed or the MLP is not gated."""
     if type(mlp) is not GatedMLP:
         return None
     linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
@@ -57,7 +57,7 @@ def parts_of(
 
 
 class Joined:
-    """Of one module, whose layers have `parts()`. A copy of the module joins its own."""
+    """The lazily built fused decoder of one module, whose layers have `parts()`. A copy of the module builds anew."""
 
     def __init__(self) -> None:
         self._decoder: NativeDecoder | None = None
@@ -67,7 +67,7 @@ class Joined:
         return Joined()
 
     def decoder(self, layers: Iterable[nn.Module], norm: RMSNorm | None, *, packed: bool) -> NativeDecoder | None:
-        """`norm` comes after the layers. None before they are `packed`, and where no kernel takes them."""
+        """Return the decoder of `layers`, followed by `norm`; None before they are `packed` or if no kernel fits."""
         if packed and not self._known:
             own: list[Any] = list(layers)
             parts = [found for layer in own if (found := layer.parts()) is not None]
@@ -81,7 +81,7 @@ class Joined:
     def over(
         self, attention: Attention, layers: Iterable[nn.Module], norm: RMSNorm | None, *, packed: bool
     ) -> Callable[..., tuple[Tensor, tuple[Tensor, ...]]] | None:
-        """models.attention.Decode with these layers given; None where they run one after another."""
+        """Return models.attention.Decode bound to these layers; None where they run one after another."""
         decode = decode_of(attention)
         if decode is None or torch.is_grad_enabled():
             return None

@@ -1,6 +1,6 @@
-"""JSON in texts that models write: where a value ends, what its members say, and what it means, read strictly.
+"""JSON in text that models generate: where a value ends, its members, and its parsed value, all read strictly.
 
-A text may break off anywhere. Nothing here recurses over a text, and nothing costs more than its length.
+A text may break off anywhere. Nothing here recurses over a text, and everything takes linear time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100  # levels of objects and lists: far below what exhausts a parser's or a template's recursion
-MAX_DIGITS = 4300  # of an integer: Python converts no more
+MAX_DIGITS = 4300  # of an integer: Python's limit for conversion
 LARGEST = sys.float_info.max
 WHITE_SPACE = " \t\n\r"
 HEXADECIMAL = frozenset("0123456789abcdefABCDEF")
@@ -19,13 +19,13 @@ REPLACEMENT = "\\ufffd"  # U+FFFD, escaped
 
 
 class JsonScanner:
-    """Where a JSON object or list that comes in pieces ends. Every character is looked at once."""
+    """Finds the end of a JSON object or list that arrives in pieces. Every character is examined once."""
 
     def __init__(self) -> None:
         self._depth, self._in_string, self._escaped = 0, False, False
 
     def end(self, text: str, start: int) -> int | None:
-        """The place after the value's last character, of `text[start:]`; None if it goes on."""
+        """Scan `text[start:]`; return the index in `text` after the value's last character, None if it continues."""
         for place in range(start, len(text)):
             character = text[place]
             if self._in_string:
@@ -47,7 +47,7 @@ class JsonScanner:
 
 
 def read(text: str) -> Any:
-    """The value of a whole JSON text. Raises ValueError for NaN, Infinity and more than MAX_DEPTH levels.
+    """Parse a complete JSON text. Raises ValueError for invalid JSON, NaN, Infinity and more than MAX_DEPTH levels.
 
     Numbers beyond a double's range become the largest double, so that they are numbers to every parser; half surrogate
     pairs become U+FFFD.
@@ -76,7 +76,7 @@ def whole_number(digits: str) -> float:
 
 
 def depth(document: Any) -> int:
-    """Levels of objects and lists; without recursion, which a document could exhaust."""
+    """Return the levels of nested objects and lists; without recursion, which a document could exhaust."""
     level, layer = 0, [document]
     while layer := [inner for inner in layer if isinstance(inner, dict | list)]:
         level += 1
@@ -85,7 +85,7 @@ def depth(document: Any) -> int:
 
 
 def without_lone_surrogates(text: str) -> str:
-    """JSON text in which every half of a surrogate pair, escaped or not, is U+FFFD; UTF-8 can hold the result."""
+    """Replace every lone surrogate of a JSON text, escaped or not, by U+FFFD; the result can be encoded as UTF-8."""
     if not text.isascii():
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     pieces, done, place = [], 0, 0
@@ -104,7 +104,7 @@ def without_lone_surrogates(text: str) -> str:
 
 
 def code_unit(text: str, place: int) -> int | None:
-    """Of the escape `\\uXXXX` at `place`; None if there is another one or none."""
+    """Return the code unit of the escape `\\uXXXX` at `place`; None if there is another escape or none."""
     digits = text[place + 2 : place + 6]
     if text[place : place + 2] != "\\u" or len(digits) < 4 or not all(digit in HEXADECIMAL for digit in digits):
         return None
@@ -112,9 +112,9 @@ def code_unit(text: str, place: int) -> int | None:
 
 
 def members(text: str) -> Iterator[tuple[str, str, bool]]:
-    """Of the object with which `text` begins: each member's name, its value's text, and whether that is whole.
+    """Yield, for the object that `text` begins with, each member's name, its value's text, and whether it is complete.
 
-    The last one's is not where the text breaks off. Raises ValueError where no object goes on like this.
+    Where the text breaks off, the last value may be incomplete. Raises ValueError if it cannot continue as an object.
     """
     place = skip(text, 1)
     while text.startswith('"', place):
@@ -137,7 +137,7 @@ def members(text: str) -> Iterator[tuple[str, str, bool]]:
 
 
 def elements(text: str) -> Iterator[tuple[str, bool]]:
-    """Of the list with which `text` begins: each element's text, and whether it is whole. Raises ValueError."""
+    """Yield each element's text of the list that begins `text`, and whether it is complete. Raises ValueError."""
     place = skip(text, 1)
     while place < len(text) and text[place] != "]":
         end = value_end(text, place)
@@ -155,14 +155,14 @@ def after_comma(text: str, place: int, closing: str) -> int:
 
 
 def skip(text: str, place: int) -> int:
-    """The next place that holds no white space, or the text's length."""
+    """Return the next index without white space, or the text's length."""
     while place < len(text) and text[place] in WHITE_SPACE:
         place += 1
     return min(place, len(text))
 
 
 def value_end(text: str, place: int) -> int | None:
-    """The place after the value that begins at `place`, or None if the text breaks off before."""
+    """Return the index after the value that begins at `place`, or None if the text breaks off before."""
     if text.startswith(("{", "["), place):
         return JsonScanner().end(text, place)
     if text.startswith('"', place):
@@ -171,7 +171,7 @@ def value_end(text: str, place: int) -> int | None:
 
 
 def string_end(text: str, place: int) -> int | None:
-    """The place after the string that begins at `place`, or None if the text breaks off before."""
+    """Return the index after the string that begins at `place`, or None if the text breaks off before."""
     place, quote = place + 1, -1
     while True:
         if quote < place and (quote := text.find('"', place)) < 0:

@@ -1,7 +1,7 @@
 """The few layers every target and head is made of: linear, RMSNorm, rotary embedding, gated MLP.
 
-They know nothing of batches or caches: every tensor is `[..., features]`. A linear layer can be prepacked for
-serving, after which its bits do not depend on the number of rows (kernels/linear.py).
+They are independent of batches and caches: every tensor is `[..., features]`. A linear layer can be prepacked for
+serving, after which the bits of its output do not depend on the number of rows (kernels/linear.py).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Linear(nn.Linear):
     packed: PackedLinear | None = None
 
     def pack(self, *, exact: bool = True, weight_format: WeightFormat = "same") -> None:
-        """Replaces the weight by its packed form. Irreversible: the unpacked weight is freed."""
+        """Replace the weight by its packed form. Irreversible: the unpacked weight is freed."""
         bias = None if self.bias is None else self.bias.detach()
         self.packed = PackedLinear(self.weight.detach(), bias, exact=exact, weight_format=weight_format)
         self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
     def whole_weight(self) -> Tensor | None:
-        """`[N, K]`, packed or not; None if it was packed in fewer bits."""
+        """Return the weight `[N, K]`, packed or not; None if it was packed in fewer bits."""
         return self.weight.detach() if self.packed is None else self.packed.whole_weight()
 
     def forward(self, input: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Linear(nn.Linear):
 
 
 def pack(module: nn.Module, *, exact: bool = True, weight_format: WeightFormat = "same") -> None:
-    """Packs every linear layer for serving, in place; parameters are freed, so the module can no longer be trained."""
+    """Pack every linear layer for serving, in place; parameters are freed, so the module can no longer be trained."""
     for child in module.modules():
         if isinstance(child, Linear) and child.packed is None:
             child.pack(exact=exact, weight_format=weight_format)
@@ -64,12 +64,12 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, centred=self.centred)
 
     def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + delta, and that sum: a residual stream before and after the norm."""
+        """Return the norm of x + delta, and the sum: the residual stream after and before the norm."""
         return add_rms_norm(x, delta, self.weight, self.eps, centred=self.centred)
 
 
 class GatedMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, gate and up merged into one linear; with `gelu` that (by tanh) for SiLU."""
+    """`down(silu(gate(x)) * up(x))`, gate and up merged into one linear; with `gelu`, GELU (tanh) instead of SiLU."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False, gelu: bool = False) -> None:
         super().__init__()
@@ -83,10 +83,10 @@ class GatedMLP(nn.Module):
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> tuple[Tensor, float]:
-    """Inverse frequencies `[head_dim / 2]` and the factor on cos and sin, for each scaling of HF's `rope_scaling`.
+    """Return inverse frequencies `[head_dim / 2]` and the factor on cos and sin, for any type of HF's `rope_scaling`.
 
-    default: arXiv 2104.09864. linear: positions divided by `factor`. llama3: long wavelengths slowed by `factor`,
-    short ones kept, a ramp between. yarn: arXiv 2309.00071, with its attention factor.
+    default: arXiv 2104.09864. linear: positions divided by `factor`. llama3: frequencies of long wavelengths divided by
+    `factor`, those of short ones kept, a linear ramp between. yarn: arXiv 2309.00071, with its attention factor.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     inverse = 1.0 / (rope.theta**exponents)
@@ -139,7 +139,8 @@ def _yarn_frequencies(
 class RotaryEmbedding:
     """Rotates query and key halves by their position, from a table of `max_position_embeddings` rows.
 
-    No module: the table is fp32 whatever dtype the model is cast to, and made on the device of the first positions.
+    Not an nn.Module: the table is computed in fp32 whatever dtype the model is cast to, on first use per device and
+    dtype.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_position_embeddings: int) -> None:
@@ -147,12 +148,12 @@ class RotaryEmbedding:
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def rows(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin `[..., 1, D]` for integer positions `[...]`, in the model's dtype as HF's Llama rounds them."""
+        """Return cos and sin `[..., 1, D]` for integer positions `[...]`, rounded to `dtype` as in HF's Llama."""
         cos, sin = self.tables(positions.device, dtype)
         return F.embedding(positions, cos).unsqueeze(-2), F.embedding(positions, sin).unsqueeze(-2)
 
     def tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin `[P, D]`, by position."""
+        """Return cos and sin `[P, D]`, by position."""
         if (device, dtype) not in self._tables:
             self._tables[device, dtype] = self._build(device, dtype)
         return self._tables[device, dtype]

@@ -1,7 +1,7 @@
 """Low-rank adaptation (LoRA, arXiv 2106.09685) of a target's linear layers: W x + alpha / rank * B A x.
 
-W stays as it is and is shared, not copied, so that the unadapted target is there at the flip of a switch. A merged
-projection (QKV, gate and up) is adapted as the one matrix it is.
+W stays unchanged and is shared, not copied, so that `unadapted` restores the original target at no cost. A merged
+projection (QKV, gate and up) is adapted as one matrix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from models.layers import Linear
 
 
 class LoraLinear(Linear):
-    """A [rank, K] starts random, B [N, rank] at zero: a new adapter changes nothing. Both are fp32."""
+    """A linear layer with an adapter: A [rank, K] starts random, B [N, rank] at zero, so a new one changes nothing.
+
+    Both are fp32.
+    """
 
     adapted = True  # False: W alone
 
@@ -40,7 +43,7 @@ class LoraLinear(Linear):
 
     @torch.no_grad()
     def merged(self) -> Linear:
-        """A plain layer of the same function, in W's dtype."""
+        """Return a plain layer that computes the same function, in W's dtype."""
         out = Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
         weight = self.weight.float() + self.scale * self.lora_b @ self.lora_a
         out.weight = nn.Parameter(weight.to(self.weight.dtype), requires_grad=False)
@@ -49,7 +52,7 @@ class LoraLinear(Linear):
 
 
 def adapt(layers: nn.Module, names: Sequence[str], *, rank: int, alpha: float, seed: int = 0) -> None:
-    """Gives every linear layer inside `layers` that bears one of `names` an adapter, in place.
+    """Add an adapter, in place, to every linear layer inside `layers` whose name is one of `names`.
 
     Raises ValueError for a name that no linear layer has.
     """
@@ -61,7 +64,7 @@ def adapt(layers: nn.Module, names: Sequence[str], *, rank: int, alpha: float, s
 
 
 def refuse_unknown_layers(layers: nn.Module, names: Sequence[str]) -> None:
-    """Raises ValueError for a name that no linear layer has."""
+    """Raise ValueError for a name that no linear layer has."""
     known = sorted({name for _, name, _ in linear_layers(layers)})
     for name in names:
         if name not in known:
@@ -69,7 +72,7 @@ def refuse_unknown_layers(layers: nn.Module, names: Sequence[str]) -> None:
 
 
 def linear_layers(module: nn.Module) -> list[tuple[nn.Module, str, Linear]]:
-    """Each with its parent and its name there."""
+    """Return every linear layer as (parent, name in the parent, layer)."""
     return [
         (parent, name, child)
         for parent in module.modules()
@@ -79,7 +82,7 @@ def linear_layers(module: nn.Module) -> list[tuple[nn.Module, str, Linear]]:
 
 
 def merge(module: nn.Module) -> None:
-    """Puts plain layers of the same function in the place of the adapted ones."""
+    """Replace adapted layers by plain layers that compute the same function."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, LoraLinear):
@@ -88,7 +91,7 @@ def merge(module: nn.Module) -> None:
 
 @contextmanager
 def unadapted(module: nn.Module) -> Iterator[None]:
-    """Within it the module is what it was before `adapt`."""
+    """Disable the adapters inside the context, so that the module computes what it did before `adapt`."""
     layers = [child for child in module.modules() if isinstance(child, LoraLinear)]
     for layer in layers:
         layer.adapted = False

@@ -1,9 +1,9 @@
-"""Tensor parallelism that changes no bit: which rows of which tensor a rank holds.
+"""Tensor parallelism with bitwise the results of one process: which rows of which tensor a rank holds.
 
-Every linear layer is divided by its output rows, never along the sum: a dot product runs over the whole of K in the
-order of one process, and what the ranks computed is put side by side. (Megatron-LM, arXiv 1909.08053, divides every
-second layer along the sum, which halves the traffic and changes the order of additions.) Embedding, norms and a
-router are on every rank whole. Knows no processes: `Part.gather` is given.
+Every linear layer is split by output rows, never along the reduction: each dot product runs over all of K in the same
+order as in one process, and the outputs of the ranks are concatenated. (Megatron-LM, arXiv 1909.08053, splits every
+second layer along the reduction, which halves the communication but changes the order of additions.) Embedding, norms
+and a router are replicated on every rank. Does no communication itself: the caller supplies `Part.gather`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from torch import Tensor
 
 from kernels.elementwise import LANES
 
-BLOCK = 64  # rows; library kernels like whole blocks, and vectorised tails stay where they are in one process
+BLOCK = 64  # rows; suits library kernels, and puts vectorised tails at the same rows as in one process
 
 
 class Gather(Protocol):
     def __call__(self, x: Tensor, sizes: Sequence[int], *, everywhere: bool = True) -> Tensor:
-        """x `[..., sizes[rank]]` of every rank -> `[..., sum(sizes)]`, on rank 0 alone unless `everywhere`."""
+        """Gather x `[..., sizes[rank]]` of every rank into `[..., sum(sizes)]`, on rank 0 only unless `everywhere`."""
         ...
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which of how many ranks this is, and how it sees what the others computed."""
+    """This process's tensor parallel rank, the number of ranks, and the function that gathers their outputs."""
 
     rank: int
     ranks: int
     gather: Gather
 
     def rows(self, name: str, total: int) -> tuple[int, int] | None:
-        """First and last + 1 of the `total` rows of checkpoint tensor `name` that this rank holds; None: all."""
+        """Return first and last + 1 of the `total` rows of checkpoint tensor `name` that this rank holds; None: all."""
         sizes = sizes_of(name, total, self.ranks)
         if sizes is None:
             return None
@@ -44,7 +44,7 @@ class Part:
 
 
 def sizes_of(name: str, total: int, ranks: int) -> list[int] | None:
-    """How many of the `total` rows of checkpoint tensor `name` each rank holds; None: every rank holds them all."""
+    """Return how many of the `total` rows of checkpoint tensor `name` each rank holds; None: every rank holds all."""
     kind = name.rpartition(".")[0].rpartition(".")[2]  # model.layers.0.self_attn.q_proj.weight
     if kind in ("q_proj", "k_proj", "v_proj"):
         return even(total, ranks)
@@ -54,12 +54,15 @@ def sizes_of(name: str, total: int, ranks: int) -> list[int] | None:
 
 
 def even(total: int, ranks: int) -> list[int]:
-    """Whole heads, once `check_heads` has passed."""
+    """Split `total` evenly, which gives whole heads once `check_heads` has passed."""
     return [total // ranks] * (ranks - 1) + [total - total // ranks * (ranks - 1)]
 
 
 def inner(total: int, ranks: int) -> list[int]:
-    """An MLP's inner rows: in whole vectors, or the gate's activation would take another path than in one process."""
+    """Split an MLP's inner rows in whole vectors, so that the activation takes the code path of one process.
+
+    Raises ValueError where that is impossible.
+    """
     if total % LANES or total < LANES * ranks:
         raise ValueError(
             f"engine.tensor_parallel={ranks}: {total} inner rows of an MLP cannot be divided in multiples of {LANES}; "
@@ -69,10 +72,10 @@ def inner(total: int, ranks: int) -> list[int]:
 
 
 def split(total: int, ranks: int, smallest: int = 2) -> list[int]:
-    """`ranks` parts of `total`, as even as whole blocks allow, what is left over in the last one.
+    """Split `total` into `ranks` parts, as even as whole blocks allow, with the remainder in the last part.
 
-    Blocks are of 64 where every rank gets one, else of the largest power of two that allows it. No part is of one row:
-    libraries multiply a single column by other means.
+    Blocks have 64 rows if every rank gets one, else the largest power of two that allows that. No part has a single
+    row, because libraries use another code path to multiply a single column. Raises ValueError for too few rows.
     """
     block = BLOCK
     while block > smallest and total // block < ranks:
@@ -86,7 +89,7 @@ def split(total: int, ranks: int, smallest: int = 2) -> list[int]:
 
 
 def check_heads(num_kv_heads: int, ranks: int) -> None:
-    """Raises ValueError unless every rank gets the same number of KV heads, with all the query heads that read them."""
+    """Raise ValueError unless every rank gets the same number of KV heads, with all the query heads that read them."""
     if num_kv_heads % ranks:
         fitting = [count for count in range(1, num_kv_heads + 1) if num_kv_heads % count == 0]
         raise ValueError(

@@ -1,6 +1,6 @@
-"""The bytes that each token of a vocabulary adds to a text, read from the tokenizer's own decoder.
+"""The bytes that each token of a vocabulary adds to a text, derived from the tokenizer's decoder.
 
-A token need not be whole characters, so its text alone cannot name it: log-probabilities name it by its bytes.
+A token need not consist of whole characters, so its text cannot identify it: log-probabilities report its bytes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """One entry per id, empty for an id that no token has.
+    """Return the bytes of every id, empty for an id without a token.
 
-    They are those that the token has inside a text: its first word loses its space in many decoders, no other does.
+    These are the token's bytes inside a text: many decoders drop the space of a text's first word, and of no other.
     """
     kinds = decoder_kinds(backend)
     added = {index: token.content for index, token in backend.get_added_tokens_decoder().items()}
@@ -37,7 +37,7 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
             if match := BYTE_TOKEN.fullmatch(ordinary[index]):
                 table[index] = bytes.fromhex(match[1])
                 del ordinary[index]
-    # Every other token after a word, less that word.
+    # Decode every other token after a word, and remove that word's text.
     word = next((index for index in ordinary if backend.decode([index]).strip().isalnum()), None)
     if word is not None:
         before = backend.decode([word])
@@ -49,9 +49,9 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
 
 
 def unfinished(tokens: Sequence[bytes]) -> int:
-    """How many of the tokens, the last ones of a text, hold the beginning of a character that later ones may complete.
+    """Return how many of a text's last tokens hold the beginning of a character that later tokens may complete.
 
-    Bytes that no character can begin with are finished: they are U+FFFD whatever follows.
+    Bytes that no character can begin with count as finished: they become U+FFFD whatever follows.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(b"".join(tokens))
@@ -63,12 +63,12 @@ def unfinished(tokens: Sequence[bytes]) -> int:
 
 
 def is_continuation(token: bytes) -> bool:
-    """Whether it begins inside a character."""
+    """Return whether the token begins inside a character."""
     return token[:1] >= b"\x80" and token[:1] < b"\xc0"
 
 
 def decoder_kinds(backend: tokenizers.Tokenizer) -> set[str]:
-    decoder: Any = backend.decoder  # its type stubs know nothing of the state
+    decoder: Any = backend.decoder  # its type stubs lack the state
     return set() if decoder is None else kinds_of(json.loads(decoder.__getstate__()))
 
 
@@ -77,7 +77,7 @@ def kinds_of(decoder: dict[str, Any]) -> set[str]:
 
 
 def byte_alphabet() -> dict[str, bytes]:
-    """GPT-2's printable stand-ins: a byte that is printable stands for itself, the others follow from U+0100."""
+    """Return GPT-2's map of characters to bytes: printable bytes map from themselves, the others from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): bytes([byte]) for byte in printable} | {

@@ -1,8 +1,8 @@
 """Text <-> token ids: one Tokenizer for training, serving and the demo, from a checkpoint's own files.
 
 Reads tokenizer.json (the `tokenizers` library) or a GGUF file's keys, the texts of special tokens, and the ids that end
-a text; how a conversation becomes text is models/chat.py. Knows nothing about models, requests or HTTP; never runs code
-of a checkpoint.
+a text; conversations are rendered in models/chat.py. Independent of models, requests and HTTP; never runs code of a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from models.gguf.file import GgufFile, is_gguf, open_gguf
 from models.gguf.tokenizer import build_tokenizer, chat_templates, special_tokens
 from models.token_bytes import is_continuation, token_bytes, unfinished
 
-CONTEXT = 4  # tokens before a text that decide how it begins: its first word's space, a character begun before it
+CONTEXT = 4  # tokens before a text that affect its beginning: a space before the first word, an unfinished character
 
 
 class Tokenizer:
@@ -37,7 +37,7 @@ class Tokenizer:
         source: str = "tokenizer",
     ) -> None:
         """`chat_template`: the one template, or several by name (models/chat.py)."""
-        backend.no_truncation()  # some exports carry their training set-up
+        backend.no_truncation()  # some exports keep their training settings
         backend.no_padding()
         self.backend = backend
         self.special_tokens = dict(special_tokens or {})  # name -> text, as templates use them
@@ -51,10 +51,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """Of a checkpoint's folder or GGUF file.
+        """Load the tokenizer of a checkpoint's folder or GGUF file.
 
-        Raises ValueError when the folder has no tokenizer.json or one that cannot be read, and for a file that does not
-        say what is needed.
+        Raises ValueError when the folder has no tokenizer.json or one that cannot be read, and for a GGUF file that
+        lacks a required key.
         """
         folder = Path(folder)
         if is_gguf(folder):
@@ -89,7 +89,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Of a conversation without tools."""
+        """The template for conversations without tools."""
         return self.chat.text_for(tools=False)
 
     @property
@@ -98,22 +98,23 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int | None:
-        """Of the tokenizer's own `eos_token`; `eos_ids` has every end token of the checkpoint."""
+        """The id of the tokenizer's `eos_token`; `eos_ids` has every end token of the checkpoint."""
         eos = self.special_tokens.get("eos_token")
         return None if eos is None else self.backend.token_to_id(eos)
 
     def encode(self, text: str, *, context: Sequence[int] = (), add_special_tokens: bool = True) -> list[int]:
-        """`add_special_tokens` is whatever the checkpoint puts around a text, such as a begin token.
+        """Return a text's ids; `add_special_tokens` adds what the checkpoint puts around a text, such as a begin token.
 
-        `context`: the ids before a text that goes on behind them, and gets nothing put around it. Without any the text
-        begins here, and many tokenizers then put a space before its first word.
+        `context`: the ids that the text continues; no special tokens are added then. Without context the text is taken
+        as the beginning, and many tokenizers then put a space before its first word. Raises ValueError for half of a
+        surrogate pair.
         """
         if context:
             before = self.decode(self.stream(context=context, with_special=True).context, with_special=True)
             head, whole = (self.encode(part, add_special_tokens=False) for part in (before, before + text))
             if whole[: len(head)] == head:
                 return whole[len(head) :]
-            add_special_tokens = False  # the texts share a token, which the context has not
+            add_special_tokens = False  # a token spans both texts, which the context's ids lack
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -121,7 +122,7 @@ class Tokenizer:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Where in the text each token of `encode` begins, in characters; a special token has the place of its turn."""
+        """Return the character where each token of `encode` begins; for a special token, the end of the text so far."""
         places, end = [], 0
         for first, last in self.backend.encode(text, add_special_tokens=add_special_tokens).offsets:
             places.append(max(first, places[-1] if places else 0) if last > first else end)
@@ -129,10 +130,10 @@ class Tokenizer:
         return places
 
     def decode(self, ids: Sequence[int], *, context: Sequence[int] = (), with_special: bool = False) -> str:
-        """Without special tokens; bytes that are no character become U+FFFD.
+        """Return the text of ids, without special tokens by default; bytes that form no character become U+FFFD.
 
-        `context`: the ids before them, whose own text is not returned. Without any the text begins here, and many
-        tokenizers then drop the space before its first word.
+        `context`: the ids before them, whose text is not returned. Without context the ids are taken as the beginning,
+        and many tokenizers then drop the space before the first word.
         """
         if context:
             stream = self.stream(context=context, with_special=with_special)
@@ -147,43 +148,44 @@ class Tokenizer:
         return DetokenizeStream(self, context=context, with_special=with_special)
 
     def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """The conversation's ids up to the assistant's turn; see `Chat.render`."""
+        """Return the conversation's ids up to the assistant's turn; see `Chat.render`."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)  # the template writes them
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
-        """The conversation's text; see `Chat.render`."""
+        """Return the conversation's text; see `Chat.render`."""
         return self.chat.render(messages, **options)
 
 
 class DetokenizeStream:
-    """Text of ids as they come, whole characters only. The pieces, then `flush`, make up the text.
+    """Incremental detokenizer that emits whole characters only. The pieces, then `flush`, make up the text.
 
     `context`: the ids that come before, of which only the last few are read. Their text is not returned, except that
     a character which they leave unfinished belongs to the text that finishes it.
 
-    As `DecodeStream` of `tokenizers` does, it decodes new ids behind the last ones that made text, less the text of
-    those. It does what that cannot: return what it holds at the end, go on after a byte that spoils a character already
-    shown (byte-fallback vocabularies decode a run of bytes as a whole), and hold no more than an unfinished character.
+    Like `DecodeStream` of `tokenizers`, it decodes new ids together with the last ones that produced text, and removes
+    the text of those. Unlike it, it returns what it holds at the end, continues after a byte that invalidates a
+    character already emitted (byte-fallback vocabularies decode a run of bytes as a whole), and never holds more than
+    an unfinished character.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, context: Sequence[int] = (), with_special: bool = False) -> None:
         self._tokenizer, self._with_special = tokenizer, with_special
         before = self._last_text(context)
         count = len(before) - self._unfinished(before)
-        self._shown, self._held = before[:count], before[count:]  # the last ids that made text, those since then
+        self._shown, self._held = before[:count], before[count:]  # the last ids that produced text, the ids since
         self._prefix = self._decode(self._shown)
         self._pushed = False
 
     @property
     def context(self) -> list[int]:
-        """Of the ids so far the last ones that made text."""
+        """The last ids so far that produced text."""
         return self._shown
 
     def push(self, ids: Iterable[int]) -> str:
         return "".join(self._push(token) for token in ids if self._is_text(token))
 
     def flush(self) -> str:
-        """What is still held back, an unfinished character as U+FFFD. Nothing may be pushed afterwards."""
+        """Return what is still held back, an unfinished character as U+FFFD. Nothing may be pushed afterwards."""
         return self._release(len(self._held)) if self._pushed else ""
 
     def _push(self, token: int) -> str:
@@ -192,7 +194,7 @@ class DetokenizeStream:
         return self._release(len(self._held) - self._unfinished(self._held))
 
     def _release(self, count: int) -> str:
-        """The text of so many of the ids that are held."""
+        """Release the first `count` held ids and return their text."""
         if not count:
             return ""
         released, self._held = self._held[:count], self._held[count:]
@@ -204,7 +206,7 @@ class DetokenizeStream:
         return piece
 
     def _last_text(self, context: Sequence[int]) -> list[int]:
-        """The last ids that are text: CONTEXT of them, and up to three more where a character would be cut in two."""
+        """Return the last CONTEXT ids that are text, and up to three more where a character would be cut in two."""
         last: list[int] = []
         for token in reversed(context):
             if self._is_text(token):
@@ -239,14 +241,14 @@ def read_optional_json(file: Path) -> dict[str, Any]:
 
 
 def token_text(value: object) -> str | None:
-    """HF writes a special token as its text or as {"content": text, ...}."""
+    """Return the text of a special token, which HF writes as that text or as {"content": text, ...}."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 
 
 def read_special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> text of all that tokenizer_config.json (`settings`) names, as transformers hands them to templates."""
-    if "added_tokens_decoder" not in settings:  # written by an older transformers, which kept them in a file beside
+    """Return name -> text of the special tokens in tokenizer_config.json (`settings`), as passed to templates in HF."""
+    if "added_tokens_decoder" not in settings:  # written by an older transformers, which kept them in a separate file
         settings = {**settings, **read_optional_json(folder / "special_tokens_map.json")}
     extra = settings.get("extra_special_tokens")
     named = {name: value for name, value in settings.items() if name.endswith("_token")}

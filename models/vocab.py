@@ -1,8 +1,8 @@
 """The draft vocabulary: the target's tokens that an EAGLE-3 head predicts, as the two maps that its checkpoint stores.
 
 `d2t` is an OFFSET: target id = draft id + d2t[draft id]. Draft ids ascend with target ids, so ties in a top-k or an
-argmax fall the same way in either vocabulary. Files of others may hold one map alone, which says all that the other
-does, or target ids in place of offsets. Knows nothing about heads or data.
+argmax are broken the same way in either vocabulary. Files of other projects may hold only one map, from which the other
+follows, or target ids in place of offsets. Independent of heads and data.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 
 def build_draft_vocab(counts: Tensor, size: int, forced_ids: Iterable[int] = ()) -> tuple[Tensor, Tensor]:
-    """`counts [V]` of the tokens to predict -> `d2t` int64 `[Vd]`, `t2d` bool `[V]`, with Vd = min(size, V).
+    """Build `d2t` int64 `[Vd]` and `t2d` bool `[V]`, Vd = min(size, V), from `counts [V]` of the tokens to predict.
 
-    Takes `forced_ids` (end of text, chat markers: rare, but a draft that cannot say them always overshoots), then the
+    Takes `forced_ids` (end of text, chat markers: rare, but a head that cannot draft them always overshoots), then the
     most frequent ids, then, where fewer were seen, the lowest unused ones. Raises ValueError when `forced_ids` do not
     fit.
     """
@@ -40,7 +40,7 @@ def build_draft_vocab(counts: Tensor, size: int, forced_ids: Iterable[int] = ())
 
 
 class Maps(NamedTuple):
-    """`remarks`: by the name of a map, what was done to it."""
+    """Both maps; `remarks` tells, by the name of a map, how it was derived or converted."""
 
     d2t: Tensor
     t2d: Tensor
@@ -48,11 +48,12 @@ class Maps(NamedTuple):
 
 
 def complete_maps(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int) -> Maps:
-    """Both maps from one or two: `d2t` whole numbers `[Vd]`, offsets or target ids, and `t2d` bool `[V]`.
+    """Return both maps, from one or two: `d2t` integers `[Vd]`, offsets or target ids, and `t2d` bool `[V]`.
 
-    Where `t2d` is there it decides which of the two `d2t` holds. Alone, `d2t` holds offsets, as its format has it,
-    unless only target ids are distinct tokens of the vocabulary. `t2d` alone means draft ids that ascend with target
-    ids. Raises ValueError that names the maps which contradict each other, or the one that is no map.
+    If `t2d` is present it decides which of the two `d2t` holds. Without it `d2t` holds offsets, as its format
+    prescribes, unless only the reading as target ids yields distinct tokens of the vocabulary. With `t2d` alone, draft
+    ids ascend with target ids. Raises ValueError naming the maps that contradict each other, or the one that is
+    invalid.
     """
     assert d2t is not None or t2d is not None
     if d2t is None:
@@ -78,7 +79,7 @@ def complete_maps(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int) -> Ma
 
 
 def _marks(ids: Tensor, vocab_size: int) -> Tensor | None:
-    """bool `[V]` of the tokens `ids`; None unless these are distinct tokens."""
+    """Return bool `[V]`, true at the tokens `ids`; None unless these are distinct tokens of the vocabulary."""
     if not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         return None
     marks = torch.zeros(vocab_size, dtype=torch.bool)
@@ -87,10 +88,10 @@ def _marks(ids: Tensor, vocab_size: int) -> Tensor | None:
 
 
 def target_ids(d2t: Tensor) -> Tensor:
-    """The target id of every draft id, ascending."""
+    """Return the target id of every draft id, ascending."""
     return d2t + torch.arange(d2t.numel(), device=d2t.device)
 
 
 def coverage(ids: Tensor, draft_vocabulary: Tensor) -> float:
-    """Share of the tokens `ids` that are among the target ids `draft_vocabulary` `[Vd]`."""
+    """Return the share of the tokens `ids` that are among the target ids `draft_vocabulary` `[Vd]`."""
     return torch.isin(ids, draft_vocabulary.to(ids.device)).double().mean().item() if ids.numel() else float("nan")

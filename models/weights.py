@@ -1,4 +1,4 @@
-"""Reading and writing safetensors, strict about names and shapes. Knows no architecture.
+"""Reading and writing safetensors, strict about names and shapes and independent of the architecture.
 
 A parameter may be the concatenation of several checkpoint tensors (merged QKV); `layout` says which.
 """
@@ -19,14 +19,14 @@ from models.config import read_json
 
 log = logging.getLogger(__name__)
 
-# Of a tensor's name and number of rows: first and last + 1 of those wanted, None for all
+# (tensor name, number of rows) -> first and last + 1 of the wanted rows, None for all
 Rows = Callable[[str, int], tuple[int, int] | None]
 ROWS_AT_ONCE = 1024
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder. Raises ValueError saying what was looked for."""
+    """Return the safetensors files of a checkpoint folder. Raises ValueError saying what was looked for."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if (folder / INDEX).is_file():
@@ -42,7 +42,7 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether every safetensors file of a checkpoint folder is there: of a hub id, only its config may have come."""
+    """Return whether a folder has all its safetensors files: for a hub id, maybe only the config was fetched."""
     try:
         return bool(shard_files(folder))
     except ValueError:
@@ -50,9 +50,9 @@ def has_weights(folder: Path) -> bool:
 
 
 def read_tensors(folder: Path, rows: Rows | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint folder, or those of its rows that `rows` names; no others are read.
+    """Yield every tensor of a checkpoint folder, or only the rows that `rows` selects; no others are read.
 
-    Raises ValueError for a broken file and for a name that two shards hold.
+    Raises ValueError for a broken file and for a name that two shards contain.
     """
     holder: dict[str, Path] = {}
     files = shard_files(folder)
@@ -68,7 +68,7 @@ def read_tensors(folder: Path, rows: Rows | None = None) -> Iterator[tuple[str, 
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint folder, each read when it is asked for. Raises ValueError as `read_tensors` does."""
+    """The tensors of a checkpoint folder, each read on access. Raises ValueError as `read_tensors` does."""
 
     def __init__(self, folder: Path) -> None:
         self._file: dict[str, Path] = {}
@@ -81,7 +81,7 @@ class LazyTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return next(tensor for _, tensor in read_file(self._file[name], only=name))
 
-    def __contains__(self, name: object) -> bool:  # Mapping's own would read the tensor
+    def __contains__(self, name: object) -> bool:  # Mapping's default would read the tensor
         return name in self._file
 
     def __iter__(self) -> Iterator[str]:
@@ -95,7 +95,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 class Selected(Mapping[str, Tensor]):
-    """Of other tensors those with these names; each is still read when it is asked for."""
+    """The tensors of another mapping that have these names; each is still read on access only."""
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Set[str]) -> None:
         self._tensors, self._names = tensors, names
@@ -116,9 +116,9 @@ class Selected(Mapping[str, Tensor]):
 
 
 def equal_values(folder: Path, one: str, other: str) -> bool:
-    """Whether two tensors of a checkpoint folder hold the same numbers, whatever their dtypes.
+    """Return whether two tensors of a checkpoint folder hold the same numbers, whatever their dtypes.
 
-    Reads a few rows at once. Raises ValueError as `read_tensors` does.
+    Reads a few rows at a time. Raises ValueError as `read_tensors` does.
     """
     tensors = LazyTensors(folder)
     files = [tensors.file(name) for name in (one, other)]
@@ -145,7 +145,7 @@ def _names(file: Path) -> list[str]:
 
 
 def read_file(file: Path, *, only: str | None = None, rows: Rows | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one safetensors file, or the one named. Raises ValueError when the file is truncated or none."""
+    """Yield the tensors of a safetensors file, or the one named. Raises ValueError for a truncated or invalid file."""
     try:
         with safe_open(str(file), framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118 - safe_open is no mapping
@@ -166,9 +166,9 @@ def _read(shard: Any, name: str, rows: Rows | None) -> Tensor:
 def load_into(
     module: nn.Module, tensors: Mapping[str, Tensor], layout: Mapping[str, tuple[str, ...]], *, source: str
 ) -> None:
-    """Copies `tensors` into the parameters and buffers that `layout` names.
+    """Copy `tensors` into the parameters and buffers that `layout` names.
 
-    Raises ValueError that lists every missing, left-over or misshapen tensor; nothing is dropped silently.
+    Raises ValueError listing every missing, unexpected or misshapen tensor; nothing is dropped silently.
     """
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     wanted = [name for names in layout.values() for name in names]
@@ -189,7 +189,7 @@ def load_into(
 
 
 def split_merged(module: nn.Module, layout: Mapping[str, tuple[str, ...]], sizes: Mapping[str, list[int]]) -> dict:
-    """The inverse of `load_into`: checkpoint tensors by name. `sizes`: the rows of each part of a merged tensor."""
+    """Return checkpoint tensors by name, the inverse of `load_into`. `sizes`: rows of each part of a merged tensor."""
     state = dict(module.named_parameters()) | dict(module.named_buffers())
     tensors: dict[str, Tensor] = {}
     for name, parts in layout.items():
@@ -200,7 +200,7 @@ def split_merged(module: nn.Module, layout: Mapping[str, tuple[str, ...]], sizes
 
 
 def fingerprint(folder: Path) -> str:
-    """Identifies a checkpoint without reading it all: the config and, of each shard, size, header and three samples."""
+    """Hash a checkpoint without reading it all: the config and, of each shard, size, header and three samples."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in shard_files(folder):
         size = file.stat().st_size

@@ -1,7 +1,7 @@
 """The demo target's corpus: the running Python's standard library, split into train and held-out by file.
 
-The split is a hash of the file's name, so it is the same on every machine; the text is the interpreter's own, so
-whoever reports a number on it reports `corpus_hash()` and the Python version too.
+The split is by a hash of the file's name, so it is the same on every machine. The text depends on the interpreter, so
+report `corpus_hash()` and the Python version with every number measured on it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Encoder(Protocol):
 
 
 def stdlib_files() -> list[Path]:
-    """The standard library's sources without tests and generated tables, sorted by name."""
+    """Return the standard library's source files without tests and generated tables, sorted by name."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts)]
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a file belongs to the held-out split; `name` is its path relative to the standard library."""
+    """Return whether a file belongs to the held-out split; `name` is its path relative to the standard library."""
     return int.from_bytes(hashlib.sha256(f"headway:{name}".encode()).digest()[:4], "big") / 2**32 < HELD_OUT_SHARE
 
 
@@ -57,7 +57,7 @@ def read_split(split: Split) -> tuple[Document, ...]:
 
 
 def corpus_hash() -> str:
-    """Hash over names and texts of both splits."""
+    """Return a hash over names and texts of both splits."""
     digest = hashlib.sha256()
     for split in ("train", "held_out"):
         for document in read_split(split):
@@ -66,7 +66,7 @@ def corpus_hash() -> str:
 
 
 def cut_prompts(tokenizer: Encoder, split: Split, count: int, tokens: int, seed: int) -> list[list[int]]:
-    """`count` prompts of `tokens` ids, each cut at a random line start of a random file (by length), reproducibly."""
+    """Return `count` prompts of `tokens` ids from random line starts of files drawn by length; reproducible by seed."""
     rng = random.Random(f"{split}-{seed}")
     documents: Sequence[Document] = read_split(split)
     weights = [len(document.text) for document in documents]

@@ -1,7 +1,7 @@
-"""Checkpoint formats by name, and what is the same for all of them: a folder read strictly, and one written.
+"""Checkpoint formats by name, and what all of them share: reading a folder strictly, and writing one.
 
-`read_checkpoint` turns any of them into a Checkpoint, `write_checkpoint` one into any that can hold its head. Nothing
-is dropped: a tensor or key that has no place is an error that names it. Knows nothing about engines and training.
+`read_checkpoint` turns any of them into a Checkpoint, `write_checkpoint` turns that into any that can hold its head.
+Nothing is dropped: a tensor or key that has no place is an error that names it. Independent of engine and training.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "write_checkpoint",
 ]
 
-# In the order in which a folder is tried: our export is also of the layout that it follows.
+# In the order in which a folder is tried: our export also matches the layout that it follows.
 FORMATS: dict[str, Format] = {
     module.FORMAT.name: module.FORMAT
     for module in (headway, speculators, safeailab_eagle3, medusa, vllm_medusa, ibm_mlp, safeailab_eagle)
@@ -49,7 +49,7 @@ CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class Written:
-    """config.json, the tensors under our names, the name of each in the file, and what the file does not say."""
+    """config.json, the tensors under our names, the name of each in the file, and what the file cannot express."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -64,7 +64,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def detect(folder: Path) -> Format:
-    """The format of a folder, by its config.json. Raises ValueError when it is none that we know."""
+    """Return the format of a folder, by its config.json. Raises ValueError when it is unknown."""
     config, files = read_config(folder), {path.name for path in folder.iterdir()}
     for form in FORMATS.values():
         if form.matches(config, files):
@@ -73,7 +73,10 @@ def detect(folder: Path) -> Format:
 
 
 def read_checkpoint(form: Format, folder: Path, given: Given | None = None, *, pickles: bool = False) -> Checkpoint:
-    """Raises ValueError naming whatever is missing, unknown, doubled, contradictory or not `given.verifier`'s."""
+    """Read a folder of format `form`.
+
+    Raises ValueError naming whatever is missing, unknown, doubled, contradictory or does not fit `given.verifier`.
+    """
     config = read_config(folder)
     tensors = read_weights(find_weights(folder, form.weights), pickles=pickles)
     try:
@@ -84,7 +87,7 @@ def read_checkpoint(form: Format, folder: Path, given: Given | None = None, *, p
 
 
 def interpret(form: Format, config: Mapping[str, Any], tensors: Mapping[str, Tensor], given: Given) -> Checkpoint:
-    """What `read_checkpoint` does with the content of the files."""
+    """Make a Checkpoint of the content of the files; `read_checkpoint` reads them."""
     for option in ("layer_ids", "norm_output"):
         value = getattr(given, option)
         if value is not None and option not in form.asks:
@@ -92,7 +95,7 @@ def interpret(form: Format, config: Mapping[str, Any], tensors: Mapping[str, Ten
     bare, names = bare_names(tensors, form.prefixes, form.aliases)
     fields = Fields(config)
     stated = form.read(fields, {name: tuple(tensor.shape) for name, tensor in bare.items()}, given)
-    if form is not headway.FORMAT:  # which compares the whole
+    if form is not headway.FORMAT:  # which compares all keys itself
         fields.done()
     remarks = form.incoming(bare, stated.config)
     matched, spelled = match(form, stated, bare, config)
@@ -115,14 +118,14 @@ def interpret(form: Format, config: Mapping[str, Any], tensors: Mapping[str, Ten
 def write_checkpoint(
     form: Format, checkpoint: Checkpoint, folder: Path, *, of_target: Mapping[str, Callable[[], Tensor]] | None = None
 ) -> Written:
-    """`render`, and then `save`."""
+    """Call `render`, then `save`."""
     written = render(form, checkpoint, of_target=of_target)
     save(form, checkpoint, written, folder)
     return written
 
 
 def save(form: Format, checkpoint: Checkpoint, written: Written, folder: Path) -> None:
-    """Writes config.json and weights into an existing folder; reads them back and compares."""
+    """Write config.json and weights into an existing folder, read them back and compare."""
     (folder / CONFIG).write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
     # cloned, because tensors of a pickle may share memory, which safetensors cannot
     tensors = {written.names[ours]: tensor.contiguous().clone() for ours, tensor in written.tensors.items()}
@@ -141,10 +144,11 @@ def save(form: Format, checkpoint: Checkpoint, written: Written, folder: Path) -
 def render(
     form: Format, checkpoint: Checkpoint, *, of_target: Mapping[str, Callable[[], Tensor]] | None = None
 ) -> Written:
-    """What a file of this format will hold, the inverse of `interpret`.
+    """Return what a file of this format will hold; the inverse of `interpret`.
 
-    `of_target` reads the target's embedding and LM head, `[V, H]` each, by our names; called only when the checkpoint
-    shares one and the format does not. Raises ValueError when the format cannot hold this head.
+    `of_target`: functions, by our names, that read the target's embedding and LM head, `[V, H]` each; called only for a
+    tensor that the checkpoint shares with the target and the format must store. Raises ValueError when the format
+    cannot hold this head.
     """
     if checkpoint.head not in form.heads:
         homes = [name for name, other in FORMATS.items() if checkpoint.head in other.heads]
@@ -171,7 +175,7 @@ def render(
 
 
 def _check_verifier(config: HeadShape, verifier: Verifier | None) -> None:
-    """Raises ValueError naming the size that the head and the verifier differ in."""
+    """Raise ValueError naming the size in which head and verifier differ."""
     if verifier is None:
         return
     for key, mine, theirs in (
@@ -185,7 +189,7 @@ def _check_verifier(config: HeadShape, verifier: Verifier | None) -> None:
 
 
 def _dtype(tensors: dict[str, Tensor]) -> str:
-    """The widest, so that a reader that casts to it loses nothing."""
+    """Return the widest dtype, so that a reader that casts to it loses nothing."""
     dtype: torch.dtype | None = None
     for tensor in tensors.values():
         if tensor.is_floating_point():

@@ -1,7 +1,7 @@
-"""What every format is turned into and made from, and what a format is. Knows none of them.
+"""The common form that every format is converted to and from, and the interface of a format.
 
-The one form between formats is what Headway's own export holds: a head's config, and tensors under the names and shapes
-of that head's module.
+The common form is what Headway's own export holds: a head's config, and tensors under the names and shapes of that
+head's module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from models.heads.base import HeadShape
 
 Shapes = Mapping[str, tuple[int, ...]]
 Blame = tuple[tuple[str, tuple[str, ...]], ...]
-DRAFT_TOKENS = 5  # per step, of a head that has no bound and says nothing
+DRAFT_TOKENS = 5  # per step, for a head that has no bound and states no number
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class Verifier:
 
     @property
     def default_aux_layers(self) -> tuple[int, ...] | None:
-        """What EAGLE-3 reads when nobody says otherwise."""
+        """The layers that EAGLE-3 reads by default."""
         return None if self.num_layers is None else (2, self.num_layers // 2, self.num_layers - 3)
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a checkpoint may leave open, from whoever converts it.
+    """What a checkpoint may leave ambiguous, specified by the user who converts it.
 
     `layer_ids`: whether auxiliary layer ids in the source are HF `hidden_states` indices or 0-based layer `outputs`.
-    `norm_output`: whether that key means what `vllm` takes it for, or what it was in `specforge` before September 2026.
+    `norm_output`: whether that key has the meaning of `vllm`, or that of `specforge` before September 2026.
     """
 
     verifier: Verifier | None = None
@@ -52,7 +52,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Stated:
-    """What a config.json says. `notes` tell people what was assumed or converted; `blame` is as in Format."""
+    """The content of a config.json. `notes` tell the user what was assumed or converted; `blame` is as in Format."""
 
     config: HeadShape
     verifier: Verifier | None = None
@@ -79,7 +79,7 @@ class Checkpoint:
     provenance: dict[str, Any] | None = None
 
     def facts(self, *, needs_verifier: bool = True) -> dict[str, Any]:
-        """What a head's `to_json` asks for. Raises ValueError when the verifier must be known and is not."""
+        """Return the arguments of a head's `to_json`. Raises ValueError when the verifier must be known and is not."""
         verifier = self.verifier or Verifier("")
         if needs_verifier and not (verifier.name and verifier.architecture):
             raise ValueError(
@@ -95,11 +95,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Format:
-    """How one family of files says what a Checkpoint says; everything strict is done once, by whoever uses this.
+    """How one family of files stores a Checkpoint. The strict checks common to all formats are done by the caller.
 
-    `spell` gives our tensor name in this format. `blame` says which keys of config.json a tensor follows from: those
-    of the first pattern that the spelled name matches. `incoming` makes of a file's tensors, in place, those that
-    `spell` names, and answers what it did by name.
+    `spell` returns our tensor name in this format. `blame` says which keys of config.json a tensor follows from: those
+    of the first pattern that the spelled name matches. `incoming` converts a file's tensors, in place, to those that
+    `spell` names, and returns a remark on each change by name.
     """
 
     name: str
@@ -109,12 +109,12 @@ class Format:
     read: Callable[[Fields, Shapes, Given], Stated]
     write: Callable[[Checkpoint], dict[str, Any]]
     spell: Callable[[str, HeadShape], str] = lambda name, config: name
-    prefixes: tuple[str, ...] = ()  # that names may bear
+    prefixes: tuple[str, ...] = ()  # that tensor names may have
     written_prefix: str = ""
-    aliases: tuple[tuple[str, str], ...] = ()  # how names may begin, and how this format begins them
-    optional: Callable[[HeadShape], frozenset[str]] = lambda config: frozenset()  # our names; the target's if absent
+    aliases: tuple[tuple[str, str], ...] = ()  # (another beginning of names, this format's beginning)
+    optional: Callable[[HeadShape], frozenset[str]] = lambda config: frozenset()  # our names; absent: the target's
     blame: Blame = ()
     incoming: Callable[[dict[str, Tensor], HeadShape], dict[str, str]] = lambda tensors, config: {}
-    losses: Callable[[Checkpoint], list[str]] = lambda checkpoint: []  # what a written file does not say or serve
-    asks: frozenset[str] = frozenset()  # fields of Given that this format may leave open
+    losses: Callable[[Checkpoint], list[str]] = lambda checkpoint: []  # what a written file cannot express or do
+    asks: frozenset[str] = frozenset()  # fields of Given that this format may leave ambiguous
     states_tokens: bool = True  # config.json says how many tokens to draft

@@ -1,4 +1,4 @@
-"""What the formats of EAGLE-3 share: where auxiliary layer ids are stated, and the two maps of the draft vocabulary."""
+"""Shared by the formats of EAGLE-3: reading auxiliary layer ids, and the two maps of the draft vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models.heads.base import HeadShape
 from models.vocab import complete_maps
 
 WHOLE = (torch.int64, torch.int32)
-FALSE_IF_ABSENT = ("norm_before_fc", "fc_norm", "norm_output")  # norm_before_residual is for each format to say
+FALSE_IF_ABSENT = ("norm_before_fc", "fc_norm", "norm_output")  # norm_before_residual: up to each format
 BLAME = (
     (r"^fc\.weight", ("hidden_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")),
     (r"^lm_head", ("draft_vocab_size", "hidden_size")),
@@ -26,31 +26,31 @@ BLAME = (
 
 
 def shared_with_target(config: HeadShape) -> frozenset[str]:
-    """Tensors that a file may leave out, because they are then the target's: those that the target has as well."""
+    """Return the tensors that a file may omit; they are then the target's, which has them in the same shape."""
     if config.hidden_size != config.target_hidden_size:
         return frozenset()
     return frozenset({EMBEDDING, LM_HEAD} if config.draft_vocab_size == config.vocab_size else {EMBEDDING})
 
 
 def read_aux_layers(fields: Fields, given: Given, notes: list[str], *, raw: bool) -> tuple[int, ...]:
-    """HF `hidden_states` indices, from the top level or eagle_config, else the default of the verifier's depth.
+    """Read HF `hidden_states` indices from the top level or eagle_config, else the default for the verifier's depth.
 
-    `raw`: not the speculators format, so that the ids may as well be 0-based layer outputs (SpecForge and NVIDIA write
-    these, one less); then 1 as the first id leaves it open. Raises ValueError for that, for two places that disagree,
-    and for ids that do not ascend: readers sort them.
+    `raw`: not the speculators format, so that the ids may also be 0-based layer outputs (SpecForge and NVIDIA write
+    these, one less); a first id of 1 is then ambiguous. Raises ValueError for that, for two places that disagree, and
+    for ids that do not ascend: readers sort them.
     """
     top, nested, other = fields.numbers("eagle_aux_hidden_state_layer_ids"), None, None
     section = fields.section("eagle_config")
     if section is not None:
         nested, other = section.numbers("eagle_aux_hidden_state_layer_ids"), section.numbers("layer_ids")
         section.only("use_aux_hidden_state", True)
-        # of NVIDIA's ModelOpt, each at the value that is EAGLE-3's forward
+        # keys of NVIDIA's ModelOpt, accepted only with the values of EAGLE-3's forward
         for key in ("use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular"):
             section.only(key, True)
         section.only("use_mtp_layernorm", False)
         section.only("parallel_draft_step", 1)
         section.ignore("parallel_draft_heads_num_layers")  # with one step there are none
-        section.ignore("norm_before_fc")  # whoever reads the flags asks for it
+        section.ignore("norm_before_fc")  # see read_flags
         section.done()
     stated = [ids for ids in (top, nested, other) if ids is not None]
     if given.layer_ids is not None and not stated:
@@ -90,7 +90,10 @@ def read_aux_layers(fields: Fields, given: Given, notes: list[str], *, raw: bool
 
 
 def read_flags(fields: Fields, notes: list[str]) -> dict[str, bool]:
-    """Those of the flags that every reader takes for false; norm_before_fc may lie in eagle_config as well."""
+    """Read the flags that every reader takes for false if absent; norm_before_fc may also be in eagle_config.
+
+    Raises ValueError for two places that disagree.
+    """
     flags = {flag: fields.maybe(flag, bool) for flag in FALSE_IF_ABSENT}
     section = fields.section("eagle_config")
     nested = section and section.maybe("norm_before_fc", bool)
@@ -107,7 +110,7 @@ def read_flags(fields: Fields, notes: list[str]) -> dict[str, bool]:
 
 
 def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
-    """Turns what the files of others may hold into what ours do."""
+    """Convert tensors as other projects' files hold them, in place, to ours."""
     remarks = _vocabulary_maps(tensors, config)
     mask = tensors.get("mask_hidden")
     if mask is not None and mask.ndim == 2:  # as vLLM keeps it
@@ -119,7 +122,7 @@ def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
 def _vocabulary_maps(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if (d2t is None and t2d is None) or not _fits(d2t, t2d, config):
-        return {}  # what is wrong is found with the rest
+        return {}  # reported by `match`, with all other errors
     maps = complete_maps(d2t, t2d, config.vocab_size)
     if d2t is None and maps.d2t.numel() != config.draft_vocab_size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint folder lie: in safetensors, whole or in shards, or in one pickle."""
+"""Finds and reads the tensors of a checkpoint folder: safetensors, in one file or in shards, or one pickle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PICKLES = (".bin", ".pt", ".pth")
 
 
 def find_weights(folder: Path, names: tuple[str, ...]) -> Path:
-    """The first of `names` that is there; `model.safetensors` also stands for shards. Raises ValueError if none is."""
+    """Return the first of `names` that exists; model.safetensors also stands for shards. Raises ValueError if none."""
     for name in names:
         if (folder / name).is_file():
             return folder / name
@@ -23,7 +23,10 @@ def find_weights(folder: Path, names: tuple[str, ...]) -> Path:
 
 
 def read_weights(file: Path, *, pickles: bool) -> dict[str, Tensor]:
-    """`file` as `find_weights` gave it. A pickle is read only if `pickles`, and then only its tensors."""
+    """Read `file`, as `find_weights` returned it. A pickle is read only with `pickles`, and then only its tensors.
+
+    Raises ValueError for a pickle otherwise.
+    """
     if file.suffix in PICKLES:
         if not pickles:
             raise ValueError(

@@ -1,6 +1,6 @@
-"""Headway's own export: each head in the layout that others read it in, with provenance.json beside it.
+"""Headway's own export: each head in the layout that other software reads, with provenance.json beside it.
 
-Every key that `to_json` writes must be there with the value that it would write, and none besides.
+Every key that `to_json` writes must be present with the value that it would write, and no other key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from models.heads.base import HeadShape
 from models.heads.eagle3_config import Eagle3Config
 from models.heads.eagle_config import ARCHITECTURE, EagleConfig
 
-LAYOUTS = (speculators.FORMAT, vllm_medusa.FORMAT, ibm_mlp.FORMAT)  # and EAGLE-1's, under a name of our own
+LAYOUTS = (speculators.FORMAT, vllm_medusa.FORMAT, ibm_mlp.FORMAT)  # and EAGLE-1's, under another architecture name
 ADDED = ("verifier", "own_embedding", "speculative_tokens")  # to the layout of others
 FREE = {"torch_dtype", "speculators_version"}  # may differ from what would be written today
 
@@ -42,7 +42,7 @@ def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
     stated = layout.read(rest, shapes, given)
     rest.done()
     config = stated.config
-    if isinstance(config, EagleConfig | Eagle3Config):  # as stated, so that an embedding which is not there is missed
+    if isinstance(config, EagleConfig | Eagle3Config):  # as stated, so that a missing embedding is an error
         unstated = config.own_embedding if isinstance(config, EagleConfig) else True
         config = replace(config, own_embedding=own.take("own_embedding", bool, unstated))
     verifier = stated.verifier or speculators.read_verifier(own.need_section("verifier"))
@@ -63,7 +63,10 @@ def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
 
 
 def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
-    """Nothing in our own files is changed as is done for those of others; what is absent may follow from the rest."""
+    """Refuse the changes that are made to other projects' files; only absent tensors may be derived from the rest.
+
+    Raises ValueError for a tensor that would be changed.
+    """
     (kind,) = (name for name, head in HEADS.items() if head.config_class is type(config))
     layout = next((layout for layout in LAYOUTS if kind in layout.heads), safeailab_eagle.FORMAT)
     held = set(tensors)

@@ -1,4 +1,4 @@
-"""IBM's MLP speculator (`mlp_speculator`), with or without `speculator.` before every name."""
+"""IBM's MLP speculator (`mlp_speculator`), with or without the prefix `speculator.` on every name."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
 
 
 def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
-    """Tied copies that some files hold for every depth: dropped when they are copies, else an error."""
+    """Drop the copies of tied tensors that some files hold for every depth. Raises ValueError for one that differs."""
     config = cast(MlpConfig, config)
     if not config.tie_weights:
         return {}

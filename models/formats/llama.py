@@ -1,4 +1,4 @@
-"""The decoder layer of a draft as a LlamaConfig states it, flat or as a part of another config.json."""
+"""The decoder layer of a head as a LlamaConfig states it, flat or as a section of another config.json."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ BLAME = (
 
 
 def read_layer(fields: Fields, notes: list[str]) -> TargetConfig:
-    """Asks for every key of a LlamaConfig, with LlamaConfig's own defaults where it has one.
+    """Read every key of a LlamaConfig, with LlamaConfig's defaults where it has one.
 
-    Raises ValueError naming the key that is missing, or that asks for another layer than Llama's.
+    Raises ValueError naming the key that is missing, or that states another layer than Llama's.
     """
     section: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"):

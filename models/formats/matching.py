@@ -1,4 +1,4 @@
-"""The tensors of a file against those that its config.json describes: all of them, each once, and no other."""
+"""Checks the tensors of a file against those that its config.json describes: all of them, each once, and no other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def head_kind(config: HeadShape) -> type[Head]:
 
 
 def expected_tensors(config: HeadShape) -> dict[str, Tensor]:
-    """Name -> tensor without storage, of every tensor of our export of such a head."""
+    """Return name -> tensor without storage, for every tensor of our export of such a head."""
     with torch.device("meta"):
         head = head_kind(config)(config)
     return split_merged(head, head.checkpoint_layout(), head.merged_sizes())
@@ -33,9 +33,9 @@ def expected_tensors(config: HeadShape) -> dict[str, Tensor]:
 def bare_names(
     tensors: Mapping[str, Tensor], prefixes: tuple[str, ...], aliases: tuple[tuple[str, str], ...]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors without a prefix and with the format's own names, and the name of each in the file.
+    """Return tensors without prefixes and aliases, and the name of each in the file.
 
-    Raises ValueError for two that become one.
+    Raises ValueError for two that get the same name.
     """
     bare: dict[str, Tensor] = {}
     names: dict[str, str] = {}
@@ -53,10 +53,10 @@ def bare_names(
 def match(
     form: Format, stated: Stated, tensors: Mapping[str, Tensor], written: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors under our names, and the format's name of each.
+    """Return the tensors under our names, and the format's name of each.
 
-    Raises ValueError listing every tensor that is missing, left over, or of another shape or kind, with the keys of
-    `written` (config.json) that it should follow from.
+    Raises ValueError listing every tensor that is missing, unexpected, not finite, or of another shape or kind of
+    dtype, with the keys of `written` (config.json) that it should follow from.
     """
     config, blame = stated.config, stated.blame or form.blame
     wanted = {form.spell(ours, config): (ours, like) for ours, like in expected_tensors(config).items()}
@@ -84,11 +84,11 @@ def match(
 
 
 def because(blame: Blame, name: str, written: Mapping[str, Any]) -> str:
-    """The keys of config.json that a tensor follows from, with their values: "vocab_size=384, hidden_size=64"."""
+    """Return the keys of config.json that a tensor follows from, as "vocab_size=384, hidden_size=64"."""
     flat = {**written, **(written.get("transformer_layer_config") or {})}
     keys = next((keys for pattern, keys in blame if re.search(pattern, name)), ())
     says = [f"{key}={flat[key]}" for key in keys if flat.get(key) is not None]
-    if keys and flat.get(keys[0]) is None:  # the flag that decides comes first
+    if keys and flat.get(keys[0]) is None:  # the deciding flag is the first key
         says.insert(0, f"no {keys[0]}")
     return ", ".join(says) or "nothing of the kind"
 

@@ -1,7 +1,7 @@
 """FasterDecoding's Medusa: `medusa_lm_head` with {head}.{layer}.linear.* and {head}.{layers}.weight.
 
-Its config.json counts heads and layers and says no more; the sizes are those of the tensors. A residual layer always
-has a bias, a head always an LM head of its own.
+Its config.json states only the numbers of heads and layers; the sizes follow from the tensors. Every residual layer has
+a bias, and every head a separate LM head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one place where a pickle is read, and only where a user asked for it: tensors by name, nothing else."""
+"""The only place that reads a pickle, and only at the user's request: tensors by name, nothing else."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def read_pickle(file: Path) -> dict[str, Tensor]:
-    """Raises ValueError when the file is broken, or holds anything but tensors by name.
+    """Read tensors by name. Raises ValueError when the file is broken, or holds anything else.
 
-    `weights_only` has torch build tensors and plain containers itself; a pickle that would run code is refused.
+    With `weights_only` torch itself builds tensors and plain containers; a pickle that would run code is refused.
     """
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # of a dozen types; torch's text would advise to trust the file
+    except Exception as error:  # of a dozen types; torch's message would advise trusting the file
         raise ValueError(
             f"{file}: cannot be read ({type(error).__name__}): it is broken, or holds more than tensors; "
             "copy or download it again"

@@ -1,4 +1,4 @@
-"""SafeAILab's EAGLE-1: a flat LlamaConfig of one layer, with a bias on fc unless it says otherwise."""
+"""SafeAILab's EAGLE-1: a flat LlamaConfig of one layer, with a bias on fc unless stated otherwise."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """SafeAILab's EAGLE-3: a flat LlamaConfig and `midlayer.*`. SpecForge writes the same, with flags that vLLM reads.
 
-Never read by anyone in the same way: what the layer ids count, and what norm_output does. Where a file leaves that open
-it is asked for.
+Readers disagree on what the layer ids count and on what norm_output does. Where a file leaves this ambiguous, the user
+must specify it (Given).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from models.heads.layer_config import layer_json
 SPECFORGE = "LlamaForCausalLMEagle3"
 ARCHITECTURES = ("LlamaForCausalLM", SPECFORGE, "Eagle3LlamaForCausalLM")
 FIRST_LAYER, MIDLAYER = "layers.0.", "midlayer."
-KEYS = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")  # that no other flat config has
+KEYS = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")  # which no other flat config has
 
 
 def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
@@ -56,7 +56,7 @@ def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
 
 
 def read_norm_output(fields: Fields, architecture: str, given: Given, notes: list[str]) -> dict[str, bool]:
-    """What norm_output means here: {} for vLLM's meaning. Raises ValueError when it is open, or has no equal."""
+    """Interpret norm_output: {} for vLLM's meaning. Raises ValueError when it is ambiguous or has no equivalent."""
     stated = fields.maybe("norm_output", bool)
     if stated is None and given.norm_output is not None:
         raise ValueError(f"--norm-output {given.norm_output}: config.json has no norm_output")

@@ -1,4 +1,4 @@
-"""What a conversion needs of the target: its name and sizes from config.json and, rarely, its token embedding."""
+"""What a conversion needs of the target: its name and sizes and, rarely, its token embedding and LM head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from models.targets.tying import EMBEDDING, LM_HEAD, keeps_two, shared_weight
 
 
 def find_verifier(path_or_hub_id: str) -> tuple[Verifier, Path | None]:
-    """From a folder or GGUF file, which is returned too, or a hub id. Raises ValueError without a configuration."""
+    """Return the verifier of a folder or GGUF file, with the path, or of a hub id. Raises ValueError if no config."""
     folder = Path(path_or_hub_id).expanduser()
     if is_gguf(folder):
         file, written = folder, read_config(folder)
@@ -29,7 +29,7 @@ def find_verifier(path_or_hub_id: str) -> tuple[Verifier, Path | None]:
     else:
         folder, file = None, _from_hub(path_or_hub_id)
         written = read_json(file)
-    fields = Fields(written.get("text_config") or written, str(file))  # of a model that also sees: its language part
+    fields = Fields(written.get("text_config") or written, str(file))  # of a multimodal model: its language part
     architectures = written.get("architectures") or []
     if not architectures:
         raise ValueError(f"{file}: architectures is missing")
@@ -53,9 +53,9 @@ def _from_hub(hub_id: str) -> Path:
 
 
 def weights_of(folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """By the names of a head: what reads the embedding and the LM head, `[V, H]` each, of the target in `folder`.
+    """Return functions, by a head's names, that read embedding and LM head, `[V, H]` each, of the target in `folder`.
 
-    These raise ValueError if the target has none.
+    They raise ValueError if the target has none.
     """
 
     def read(name: str) -> Tensor:

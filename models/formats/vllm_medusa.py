@@ -1,7 +1,6 @@
 """Medusa as vLLM reads it: blocks.{head}.layers.{layer}.* and lm_heads.{head}.weight; Headway exports Medusa in it.
 
-vLLM passes over names that it does not expect, so a bias without medusa_fc_bias is lost there without a word; here the
-two must agree.
+vLLM ignores names that it does not expect, so it silently loses a bias without medusa_fc_bias; here the two must agree.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
 
 
 def count(fields: Fields, what: str, key: str) -> int:
-    """vLLM takes any key with "num" and `what` in it for `key`. Raises ValueError when there are two."""
+    """Read `key`, for which vLLM takes any key containing "num" and `what`. Raises ValueError when there are two."""
     names = [name for name in fields.values if "num" in name and what in name] or [key]
     if len(names) > 1:
         raise ValueError(f"config.json: {' and '.join(names)} are both taken for {key}; keep one")

@@ -1,1 +1,1 @@
-"""GGUF files as targets: what llama.cpp and its kin publish, read as a checkpoint folder is. See models/README.md."""
+"""GGUF files (llama.cpp's checkpoint format) as targets, read like a checkpoint folder. See models/README.md."""

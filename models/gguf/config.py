@@ -1,7 +1,7 @@
-"""What a GGUF file says of its architecture, under the names of Hugging Face's config.json.
+"""The architecture keys of a GGUF file, under the names of Hugging Face's config.json.
 
-The families' own `read_config` makes a TargetConfig of it (models/targets/), so that a file and a folder are checked
-alike. A key of the architecture that is not known here is an error: it may change the logits.
+The `read_config` of each family (models/targets/) turns the result into a TargetConfig, so that a file and a folder are
+checked alike. An unknown key of the architecture is an error: it may change the logits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from models.gguf.file import GgufFile
 from models.layers import rope_frequencies
 
 ARCHITECTURE = "general.architecture"
-CLASSES = {  # and Hugging Face's model_type
+CLASSES = {  # architecture -> Hugging Face's class and model_type
     "llama": ("LlamaForCausalLM", "llama"),  # Mistral and SmolLM too
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
@@ -43,8 +43,8 @@ READ = (
 GEMMA = ("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa")
 TEXTS = ("rope.scaling.type",)
 FRACTIONS = ("epsilon", "freq_base", "freq_base_swa", "scaling.factor")
-IGNORED = ("rope.scaling.finetuned",)  # says how the scaling came about
-# Keys of other architectures or options, with the values that stand for leaving them out.
+IGNORED = ("rope.scaling.finetuned",)  # says how the scaling was obtained
+# Keys of other architectures or options, with the values that are equivalent to omitting them.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "attention.scale": (0.0,),
@@ -56,13 +56,13 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "expert_weights_scale": (0.0, 1.0),
 }
 ROPE_FREQS = "rope_freqs.weight"
-# What Llama 3.1 and later publish: high and low frequency factor, original context. The file keeps the result alone.
+# Published with Llama 3.1 and later: frequency factors and original context. The file stores only their result.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192.0}
 WINDOW_PATTERN, LOCAL_BASE = 6, 10000.0  # of Gemma 3, whose files do not state them
 
 
 def config_json(file: GgufFile) -> dict[str, Any]:
-    """Raises ValueError that names the file and the key for what is missing or not supported."""
+    """Return the keys of a config.json. Raises ValueError naming file and key for what is missing or not supported."""
     architecture = file.need(ARCHITECTURE)
     if architecture not in CLASSES:
         raise ValueError(f"{file.path}: {ARCHITECTURE}={architecture!r}: is not supported; one of {', '.join(CLASSES)}")
@@ -105,7 +105,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
 
 
 def check_type(file: GgufFile, key: str, value: object) -> None:
-    """Raises ValueError for what is no number, or no size, where one belongs."""
+    """Raise ValueError for a value that is not of the type that its key requires: text, number or size."""
     if key.endswith(TEXTS):
         if not isinstance(value, str):
             raise ValueError(f"{file.path}: {key}={shown(value)}: must be a text")
@@ -141,7 +141,7 @@ def vocabulary(file: GgufFile, stated: int | None) -> int:
 
 
 def scaling(file: GgufFile, architecture: str, values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any] | None:
-    """`rope_scaling`. Raises ValueError for a type, or for factors, that are not supported."""
+    """Return `rope_scaling`. Raises ValueError for a type, or for factors, that are not supported."""
     factor = values.get("rope.scaling.factor") or None
     kind = values.get("rope.scaling.type", "none" if factor is None else "linear")  # llama.cpp's default
     if ROPE_FREQS in file.tensors:
@@ -168,8 +168,10 @@ def scaling(file: GgufFile, architecture: str, values: dict[str, Any], config: d
 
 
 def llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
-    """Of Llama 3.1 and later, whose files hold what each frequency is divided by `[head_dim / 2]`: the section of
-    config.json that this is made from. Raises ValueError where it is made from another one.
+    """Return the `rope_scaling` section of Llama 3.1 and later.
+
+    Their files hold the divisor of each frequency, `[head_dim / 2]`. Raises ValueError where the divisors do not follow
+    from Llama 3's scaling.
     """
     factors = file.read(ROPE_FREQS, torch.float32)
     section = {"rope_type": "llama3", "factor": float(factors.max()), **LLAMA3}
@@ -182,7 +184,7 @@ def llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def gemma(file: GgufFile, values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """What Gemma 3 has besides. The attention's scale is that of every size but 27B, which has 62 layers."""
+    """Return Gemma 3's additional keys. `query_pre_attn_scalar` is the head size except in 27B, which has 62 layers."""
     pattern = values.get("attention.sliding_window_pattern", WINDOW_PATTERN)
     kinds = ["sliding_attention", "full_attention"]
     layers = range(config["num_hidden_layers"])

@@ -1,7 +1,7 @@
-"""A GGUF file: its keys, and where its tensors lie. Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3.
+"""A GGUF file: its keys and the location of its tensors. Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3.
 
 The header is parsed here, because the package `gguf` takes seconds for a vocabulary of 262,144: it makes an array of
-every string. Tensor types, their block sizes and what a block dequantises to are the package's.
+every string. Tensor types, their block sizes and the dequantisation are the package's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEFAULT_ALIGNMENT = 32
 STRING, ARRAY, BOOL = 8, 9, 7
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # by value type
 MOST_ITEMS, MOST_DIMENSIONS = 2**31, 4
-AT_ONCE = 2**17  # weights that are dequantised in fp32 at a time: they stay in cache, and no tensor is held twice
+AT_ONCE = 2**17  # weights dequantised to fp32 at a time: they stay in the CPU cache, and no tensor is held twice
 PLAIN = {
     GGMLQuantizationType.F32: np.float32,
     GGMLQuantizationType.F16: np.float16,
@@ -37,7 +37,7 @@ PLAIN = {
 
 
 def is_gguf(path: str | Path) -> bool:
-    """By the name alone: whether a checkpoint is one file of this format, and not a folder."""
+    """Return whether a checkpoint is a file of this format, and not a folder, by its name alone."""
     return str(path).lower().endswith(SUFFIX)
 
 
@@ -50,7 +50,7 @@ class TensorInfo:
 
 
 class GgufFile:
-    """Memory-mapped: opening reads the header, `read` one tensor and no other. See `open_gguf`."""
+    """A memory-mapped GGUF file: opening it reads only the header, `read` only one tensor. See `open_gguf`."""
 
     def __init__(self, path: str | Path) -> None:
         """Raises ValueError naming the file for one that is missing, damaged, split, or of another format."""
@@ -84,15 +84,15 @@ class GgufFile:
                 )
 
     def need(self, key: str) -> Any:
-        """Raises ValueError naming the key that is missing."""
+        """Return the value of a key. Raises ValueError naming the key if it is missing."""
         if key not in self.keys:
             raise ValueError(f"{self.path}: the key {key} is missing")
         return self.keys[key]
 
     def read(self, name: str, dtype: torch.dtype, *, index: int | None = None) -> Tensor:
-        """The tensor's values in `dtype`; of a stack of matrices (experts) those of the one at `index` alone.
+        """Return the tensor's values in `dtype`; of a stack of matrices (experts) only those of the one at `index`.
 
-        Needs little more memory than what is returned.
+        Needs little more memory than the returned tensor.
         """
         info = self.tensors[name]
         shape, offset, size = info.shape, info.offset, info.size
@@ -109,19 +109,19 @@ class GgufFile:
         return values.view(shape)
 
     def samples(self, size: int) -> Iterator[bytes]:
-        """The header, then up to `size` bytes from the beginning, the middle and the end of the tensors' data."""
+        """Yield the header, then up to `size` bytes from the beginning, the middle and the end of the tensors' data."""
         end = len(self._bytes)
         yield self._bytes[: self.data_start]
         for offset in (self.data_start, (self.data_start + end) // 2, max(self.data_start, end - size)):
             yield self._bytes[offset : offset + size]
 
     def __len__(self) -> int:
-        """Bytes of the file."""
+        """Return the size of the file in bytes."""
         return len(self._bytes)
 
 
 def open_gguf(path: str | Path) -> GgufFile:
-    """GgufFile, whose header is parsed once as long as the file does not change. Raises ValueError as GgufFile does."""
+    """Open a GgufFile; its header is parsed once while the file does not change. Raises ValueError as GgufFile does."""
     try:
         state = Path(path).stat()
     except OSError as error:
@@ -135,7 +135,7 @@ def _open(path: Path, modified: int, size: int) -> GgufFile:
 
 
 def dequantises(kind: GGMLQuantizationType) -> bool:
-    """Whether there is a way from a tensor type to floating point numbers: some are for activations or indices."""
+    """Return whether a tensor type can be dequantised: some are for activations or indices."""
     try:
         widen(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
     except NotImplementedError:
@@ -144,14 +144,14 @@ def dequantises(kind: GGMLQuantizationType) -> bool:
 
 
 def widen(raw: NDArray[np.uint8], kind: GGMLQuantizationType) -> NDArray[Any]:
-    """The numbers `[count]` that the bytes of whole blocks stand for, in memory of their own."""
+    """Dequantise the bytes of whole blocks to numbers `[count]`, in newly allocated memory."""
     if kind in PLAIN:
         return raw.view(PLAIN[kind]).copy()  # files are mapped read-only
     return dequantize(raw.reshape(1, -1), kind).reshape(-1)
 
 
 class Header:
-    """What stands before the tensors' data. Raises struct.error where the bytes end, ValueError for what is none."""
+    """The header, which precedes the tensors' data. Raises struct.error if it is cut off, ValueError if invalid."""
 
     def __init__(self, data: mmap.mmap | bytes) -> None:
         self._data, self._at = data, 0
@@ -233,7 +233,7 @@ class Header:
         return raw.decode("utf-8")
 
     def _counted(self, count: int) -> int:
-        """Of a damaged file a count may be anything: no more than the bytes that are left."""
+        """Return `count`, which may not exceed the bytes left; a damaged file may state any. Raises struct.error."""
         if count > min(MOST_ITEMS, len(self._data) - self._at):
             raise struct.error(f"{count} items in {len(self._data) - self._at} bytes")
         return count

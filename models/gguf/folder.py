@@ -1,4 +1,4 @@
-"""What a GGUF file says besides its weights, as the files of a Hugging Face checkpoint folder."""
+"""Writes what a GGUF file holds other than weights as the files of a Hugging Face checkpoint folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models.gguf.tokenizer import build_tokenizer, chat_templates, special_token
 
 
 def write_beside(checkpoint: Path, folder: Path, end_tokens: tuple[int, ...]) -> None:
-    """config.json, generation_config.json and the tokenizer's files. Raises ValueError for a file not supported."""
+    """Write config.json, generation_config.json and the tokenizer's files. Raises ValueError if not supported."""
     file = open_gguf(checkpoint)
     templates = chat_templates(file)
     tokenizer: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **special_tokens(file)}

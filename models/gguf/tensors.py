@@ -45,7 +45,7 @@ class Source(NamedTuple):
 
 
 class GgufTensors(Mapping[str, Tensor]):
-    """By Hugging Face's name; dequantised to `dtype`, one at a time. Raises ValueError naming an unknown tensor."""
+    """Tensors by Hugging Face's name, dequantised to `dtype` on access. Raises ValueError naming an unknown tensor."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class GgufTensors(Mapping[str, Tensor]):
         *,
         progress: bool = False,
     ) -> None:
-        """`config` as `config_json` returns it. `rows`: those of a tensor to return; `progress`: under a bar."""
+        """`config` as `config_json` returns it. `rows` selects each tensor's rows; `progress`: show a progress bar."""
         self._file, self._dtype, self._rows = file, dtype, rows
         self._progress = progress
         self._bar: tqdm[NoReturn] | None = None
@@ -64,7 +64,7 @@ class GgufTensors(Mapping[str, Tensor]):
         architecture = str(file.need(ARCHITECTURE))
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
         for name, info in file.tensors.items():
-            if name == ROPE_FREQS:  # part of the configuration
+            if name == ROPE_FREQS:  # read by config_json
                 continue
             layer, kind, part = split_name(file, name)
             if kind in STACKED and layer is not None and architecture == "qwen3moe":
@@ -90,7 +90,7 @@ class GgufTensors(Mapping[str, Tensor]):
         tensor, expert, change = self._sources[name]
         if change is None:
             value = self._file.read(tensor, self._dtype, index=expert)
-        else:  # rounded once, when changed
+        else:  # changed in fp32, so that it is rounded only once
             value = change(self._file.read(tensor, torch.float32, index=expert)).to(self._dtype)
         self._count_one()
         held = None if self._rows is None else self._rows(name, len(value))
@@ -118,7 +118,7 @@ class GgufTensors(Mapping[str, Tensor]):
 
 
 def split_name(file: GgufFile, name: str) -> tuple[int | None, str, str]:
-    """`blk.3.attn_q.weight` -> 3, "attn_q", "weight". Raises ValueError for a name of another form."""
+    """Split `blk.3.attn_q.weight` into 3, "attn_q", "weight". Raises ValueError for a name of another form."""
     found = NAME.fullmatch(name)
     if found is None:
         raise ValueError(f"{file.path}: the tensor {name} is not known")
@@ -126,8 +126,9 @@ def split_name(file: GgufFile, name: str) -> tuple[int | None, str, str]:
 
 
 def rotary_halves(heads: int) -> Callable[[Tensor], Tensor]:
-    """Rows of a query or key projection, head by head, from pairs that lie beside each other (ggml's rotary embedding)
-    to pairs half a head apart (Hugging Face's).
+    """Return a function that reorders the rows of a query or key projection within each head.
+
+    ggml's rotary embedding rotates pairs of adjacent rows, Hugging Face's pairs half a head apart.
     """
 
     def change(rows: Tensor) -> Tensor:
@@ -137,5 +138,5 @@ def rotary_halves(heads: int) -> Callable[[Tensor], Tensor]:
 
 
 def without_one(weight: Tensor) -> Tensor:
-    """Gemma's norms scale by 1 + weight; files of this format store the sum."""
+    """Return the weight of a Gemma norm, which scales by 1 + weight; files of this format store the sum."""
     return weight - 1

@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, as `tokenizers` runs it: byte-level BPE ("gpt2") and SentencePiece's BPE ("llama").
 
-A file holds vocabulary, merges or scores, and the kinds of its tokens. How a text is split before merging it holds by
-name alone (`tokenizer.ggml.pre`); the patterns here are those of the published tokenizer.json files.
+A file holds the vocabulary, merges or scores, and the kinds of its tokens. How a text is split before merging is given
+only as a name (`tokenizer.ggml.pre`); the patterns here are those of the published tokenizer.json files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from models.gguf.file import GgufFile
 
 PREFIX = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # kinds of tokens; 6 is a byte
-OF_TEXT = (NORMAL, USER_DEFINED, UNUSED)  # what a text may be merged into
+OF_TEXT = (NORMAL, USER_DEFINED, UNUSED)  # kinds that text may be merged into
 SPACE = "▁"
 SPECIAL = {
     "bos_token": "bos_token_id",
@@ -34,7 +34,7 @@ TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# By name, the pattern that cuts a text into words; None: GPT-2's own, which ByteLevel has.
+# By name, the pattern that splits a text into words; None: GPT-2's, which is built into ByteLevel.
 SPLITS: dict[str, str | None] = {
     "gpt-2": None,
     "smollm": None,
@@ -46,12 +46,12 @@ SPLITS: dict[str, str | None] = {
 }
 SINGLE_DIGITS = ("smollm",)
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a word that is a token is not merged from its parts
-BEGIN = WHOLE_WORDS  # a begin token where `add_bos_token` is absent, which their older files lack
-COMPOSED = ("qwen2",)  # Unicode's NFC first
+BEGIN = WHOLE_WORDS  # put a begin token before a text if `add_bos_token` is absent, as in their older files
+COMPOSED = ("qwen2",)  # text is first normalised to Unicode's NFC
 
 
 def build_tokenizer(file: GgufFile) -> Tokenizer:
-    """Raises ValueError naming the key that is missing, or whose value is not supported."""
+    """Build the file's tokenizer. Raises ValueError naming the key that is missing, or whose value is not supported."""
     kinds: dict[str, Callable[[GgufFile], Tokenizer]] = {"gpt2": byte_level, "llama": sentence_piece}
     kind = file.need(f"{PREFIX}model")
     if kind not in kinds:
@@ -63,7 +63,7 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
     named = special_tokens(file)
     backend = kinds[kind](file)
     special = {token for token, own in zip(tokens, types, strict=True) if own in (UNKNOWN, CONTROL)}
-    special |= {named[name] for name in ("bos_token", "eos_token") if name in named}  # some files call them normal
+    special |= {named[name] for name in ("bos_token", "eos_token") if name in named}  # some files mark them as normal
     ordered = [token for token in tokens if token in special]  # by id
     backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in ordered])
     defined = [token for token, own in zip(tokens, types, strict=True) if own == USER_DEFINED and token not in special]
@@ -81,13 +81,13 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
 
 
 def needed(file: GgufFile, named: dict[str, str], name: str) -> str:
-    """The text of a special token that is put around every text. Raises ValueError where the file has none."""
+    """Return the text of a special token that is put around every text. Raises ValueError where the file has none."""
     file.need(PREFIX + SPECIAL[name])
     return named[name]
 
 
 def token_types(file: GgufFile) -> list[int]:
-    """Of every token. Raises ValueError for a list that is not as long as the vocabulary."""
+    """Return the kind of every token. Raises ValueError for a list that is not as long as the vocabulary."""
     tokens: list[str] = file.need(f"{PREFIX}tokens")
     types: list[int] = file.keys.get(f"{PREFIX}token_type", [NORMAL] * len(tokens))
     if len(types) != len(tokens):
@@ -125,7 +125,7 @@ def merge_pair(file: GgufFile, merge: str) -> tuple[str, str]:
 
 
 def sentence_piece(file: GgufFile) -> Tokenizer:
-    """Merges are not stored: of two neighbours those are merged first whose union has the highest score."""
+    """Build SentencePiece's BPE. Its merges are not stored: the pair whose union has the highest score merges first."""
     tokens: list[str] = file.need(f"{PREFIX}tokens")
     scores: list[float] = file.need(f"{PREFIX}scores")
     if len(scores) != len(tokens):
@@ -148,9 +148,9 @@ def sentence_piece(file: GgufFile) -> Tokenizer:
 
 
 def merges_of(pieces: set[str], vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to make one of `pieces` of two others, the highest score first; of one those of the lowest ids first.
+    """Return every pair of pieces whose union is a piece, highest score first; for one union the lowest ids first.
 
-    Control tokens and bytes are not among the pieces: no text is merged into one.
+    Control tokens and bytes are not among `pieces`: no text is merged into one.
     """
     ranked: list[tuple[float, int, int, int]] = []
     tokens = list(vocabulary)
@@ -165,7 +165,7 @@ def merges_of(pieces: set[str], vocabulary: dict[str, int], scores: list[float])
 
 
 def special_tokens(file: GgufFile) -> dict[str, str]:
-    """Name -> text, by transformers' names, of those that the file has."""
+    """Return name -> text of the special tokens that the file has, by transformers' names."""
     tokens: list[str] = file.need(f"{PREFIX}tokens")
     named = {name: file.keys.get(PREFIX + key) for name, key in SPECIAL.items()}
     for name, place in named.items():
@@ -177,7 +177,7 @@ def special_tokens(file: GgufFile) -> dict[str, str]:
 
 
 def chat_templates(file: GgufFile) -> dict[str, str]:
-    """By name; that of a conversation without tools is called DEFAULT."""
+    """Return the chat templates by name; the one for conversations without tools is called DEFAULT."""
     templates = {
         key.removeprefix(f"{TEMPLATE}."): text for key, text in file.keys.items() if key.startswith(f"{TEMPLATE}.")
     }

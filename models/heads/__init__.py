@@ -1,4 +1,4 @@
-"""Heads by name, and how an exported one is read and written: checkpoint-strict, each in a format that others read."""
+"""Heads by name, and reading and writing exported ones: strictly checked, in formats that other software reads."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def save_head(
     provenance: dict[str, Any],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes config.json, model.safetensors and provenance.json into an existing folder, weights in `dtype` if given.
+    """Write config.json, model.safetensors and provenance.json into an existing folder, weights in `dtype` if given.
 
-    `provenance` must hold `target_fingerprint`; `load_head` compares it with the target it is loaded for.
+    `provenance` must hold `target_fingerprint`; `load_head` compares it with the target that the head is loaded for.
     """
     assert "target_fingerprint" in provenance
     tensors = split_merged(head, head.checkpoint_layout(), head.merged_sizes())
@@ -64,7 +64,7 @@ def save_head(
 
 
 def check_exported(folder: Path) -> None:
-    """Raises ValueError where no head is; asks before a large target is loaded in vain."""
+    """Raise ValueError if `folder` holds no head; called before a large target is loaded in vain."""
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder}: no exported head (no config.json); train one with `python train/run.py`, or give head.path="
@@ -80,9 +80,9 @@ def load_head(
     target: LlamaTarget | None = None,
     allow_mismatch: bool = False,
 ) -> Head:
-    """Reads a head for inference: our export, or any other format of models/formats that leaves nothing open.
+    """Load a head for inference from our export, or any other format of models/formats that leaves nothing ambiguous.
 
-    Raises ValueError for what `read_head` refuses, and when the maps of the draft vocabulary are none.
+    Raises ValueError for what `read_head` refuses, and when the maps of the draft vocabulary are invalid.
     """
     folder = Path(folder)
     checkpoint = read_head(folder, name=name, target=target, allow_mismatch=allow_mismatch)
@@ -104,8 +104,8 @@ def load_head(
 
 
 def _whole_lm_head(target: LlamaTarget) -> Tensor:
-    """`[V, H]`; from the checkpoint where this process holds some of its rows, or fewer bits."""
-    from models.formats.verifier import weights_of  # built on this package
+    """Return the LM head `[V, H]`; from the checkpoint if this process holds only some of its rows, or fewer bits."""
+    from models.formats.verifier import weights_of  # which imports this package
 
     weight = target.lm_head.whole_weight()
     whole = weight is not None and len(weight) == target.config.vocab_size
@@ -115,12 +115,12 @@ def _whole_lm_head(target: LlamaTarget) -> Tensor:
 def read_head(
     folder: Path, *, name: str | None = None, target: LlamaTarget | None = None, allow_mismatch: bool = False
 ) -> Checkpoint:
-    """The files of a head, checked; of `target` sizes and fingerprint alone are read, it may be without weights.
+    """Read and check the files of a head. Of `target` only sizes and fingerprint are used, so it may lack weights.
 
-    Raises ValueError when it is another than `name`, when a tensor is missing, left over or misshapen, when sizes do
-    not fit `target`, or when the head was trained for another target than `target` (unless `allow_mismatch`).
+    Raises ValueError when the head is of another kind than `name`, when a tensor is missing, unexpected or misshapen,
+    when sizes do not fit `target`, or when the head was trained for another target (unless `allow_mismatch`).
     """
-    from models.formats import Given, Verifier, detect, read_checkpoint  # which are built on the heads of this package
+    from models.formats import Given, Verifier, detect, read_checkpoint  # which import this package
 
     check_exported(folder)
     verifier = None
@@ -137,7 +137,7 @@ def read_head(
 
 
 def _check_vocabulary(folder: Path, head: Head) -> None:
-    """An offset read as an id, or the other way round, would draft nonsense in silence."""
+    """Raise ValueError for invalid maps: an offset read as an id, or the reverse, would silently draft nonsense."""
     ids, size = head.target_ids, head.config.vocab_size
     if int(ids.min()) < 0 or int(ids.max()) >= size or ids.unique().numel() < ids.numel():
         raise ValueError(

@@ -1,9 +1,9 @@
-"""The protocol of heads: what training, engine and checkpoints ask of every one of them.
+"""The protocol of heads: what training, engine and checkpoints require of each of them.
 
 Slot i holds token t[i+1] and the target's hidden states at position i; depth d is the d-th token drafted from it,
-t[i+2+d]. `step` answers a state, `logits` what a state says of the token at its depth. A recurrent head makes the state
-of a depth from the state and the token before it; a parallel head needs neither, so one forward answers every depth.
-Knows nothing about batches, caches or losses.
+t[i+2+d]. `step` returns a state, `logits` the logits of the token at the state's depth. A recurrent head computes the
+state of a depth from the previous depth's state and token; a parallel head needs neither, so one forward computes every
+depth. Heads are independent of batches, caches and losses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from models.targets.llama import LlamaTarget
 
 
 class AttentionShape(NamedTuple):
-    """The layers of a head that keep KV, all of one shape."""
+    """The number of a head's layers that keep KV, and their common shape."""
 
     layers: int
     num_heads: int
@@ -32,9 +32,11 @@ class AttentionShape(NamedTuple):
 
 
 class HeadShape(Protocol):
-    """What a head is, as its config.json says it. One frozen dataclass per head, which besides has the class method
-    `for_target(target, **options)`: a new head by the keys of its group in infer/options/head_config.py. Raises
-    ValueError naming the key that does not fit. How a config.json is read is the matter of models/formats.
+    """The config of a head, as its config.json states it: one frozen dataclass per head.
+
+    Each also has the class method `for_target(target, **options)`: the config of a new head from the keys of its group
+    in infer/options/head_config.py. Raises ValueError naming the key that does not fit. Reading a config.json is up to
+    models/formats.
     """
 
     @property
@@ -50,18 +52,18 @@ class HeadShape(Protocol):
     def draft_vocab_size(self) -> int: ...
 
     @property
-    def aux_layers(self) -> tuple[int, ...]: ...  # hidden states that `fuse` wants, LAST for the final one
+    def aux_layers(self) -> tuple[int, ...]: ...  # hidden states that `fuse` takes, LAST for the final one
 
     @property
-    def max_depth(self) -> int | None: ...  # how many tokens it can draft; None for no bound
+    def max_depth(self) -> int | None: ...  # how many tokens it can draft; None: unbounded
 
     def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
-        """config.json with every flag written out, because readers disagree on defaults."""
+        """Return config.json with every flag written out, because readers disagree on defaults."""
         ...
 
 
 class Head(nn.Module, ABC):
-    """Parameters with `requires_grad` are what is trained; `checkpoint_layout` names what is written."""
+    """A draft head. Parameters with `requires_grad` are trained; those in `checkpoint_layout` are exported."""
 
     name: ClassVar[str]  # head=<name>
     config_class: ClassVar[Any]  # its HeadShape
@@ -70,7 +72,7 @@ class Head(nn.Module, ABC):
 
     @property
     def attention(self) -> AttentionShape | None:
-        """None for a head that attends to nothing and keeps no KV."""
+        """The shape of its attention; None for a head without attention, which keeps no KV."""
         return None
 
     @property
@@ -87,70 +89,70 @@ class Head(nn.Module, ABC):
         return self.target_ids[draft_ids]
 
     def set_vocabulary(self, d2t: Tensor, t2d: Tensor) -> None:
-        """The maps of models/vocab.py; a head over the whole vocabulary has nothing to keep of them."""
+        """Store the maps of models/vocab.py; a head over the whole vocabulary stores nothing."""
         assert d2t.numel() == self.config.draft_vocab_size
 
     @abstractmethod
     def fuse(self, aux: Sequence[Tensor]) -> Tensor:
-        """Features of the target, one `[..., Ht]` per aux layer -> the state `[..., S]` that depth 0 starts from."""
+        """Fuse the target's features, one `[..., Ht]` per aux layer, into the state `[..., S]` that depth 0 reads."""
 
     @abstractmethod
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
-        """ids, positions `[...]`, state `[..., S]` -> the state of `depth`, `[..., S']`.
+        """Compute the state of `depth`, `[..., S']`, from ids and positions `[...]` and state `[..., S]`.
 
         Depth 0 takes the fused state and token t[i+1] at rotary position i. Depth d of a recurrent head takes the state
-        of depth d - 1 and the token drafted there, at position i + d; that of a parallel head what `mask_slot` says.
+        of depth d - 1 and the token drafted there, at position i + d; that of a parallel head what `mask_slot` returns.
         """
 
     def before_lm_head(self, state: Tensor, depth: int) -> Tensor:
-        """What `step` answered for this depth -> what the LM head of the depth reads, `[..., S]`."""
+        """Turn the state that `step` returned for this depth into the input of the depth's LM head, `[..., S]`."""
         return state
 
     @abstractmethod
     def lm_head_at(self, depth: int) -> nn.Module:
-        """`[..., S]` -> `[..., Vd]`."""
+        """Return the LM head of this depth, `[..., S]` -> `[..., Vd]`."""
 
     def logits(self, state: Tensor, depth: int) -> Tensor:
-        """What `step` answered for this depth -> `[..., Vd]`."""
+        """Return the logits `[..., Vd]` of the state that `step` returned for this depth."""
         return self.lm_head_at(depth)(self.before_lm_head(state, depth))
 
     def all_logits(self, state: Tensor, depths: int) -> Tensor:
-        """Of a parallel head: `logits` at depths 0 to `depths` - 1 of one state, `[R, S]` -> `[R, depths, Vd]`."""
+        """Return a parallel head's logits at depths 0 to `depths` - 1 of one state, `[R, S]` -> `[R, depths, Vd]`."""
         return torch.stack([self.logits(state, depth) for depth in range(depths)], dim=1)
 
     def stack_layers(self) -> None:
-        """Lays the weights of layers that are run at once beside each other; called before they are packed."""
+        """Stack the weights of layers that run in one launch; called before they are packed."""
 
     def pack(self, *, exact: bool, weight_format: WeightFormat) -> None:
-        """As models.layers.pack. What is borrowed is the target's, and stays as it is."""
+        """Pack the linear layers like models.layers.pack. Borrowed modules are the target's and stay as they are."""
         pack(self, exact=exact, weight_format=weight_format)
 
     def draft_parts(self) -> DraftParts | None:
-        """For kernels that run whole levels of a draft, once it is packed; None where none runs its layers."""
+        """Return the weights for kernels that run whole draft levels, once packed; None where none runs its layers."""
         return None
 
     @property
     def reads_lm_head(self) -> bool:
-        """Whether a new head needs the target's LM head, whatever it starts from."""
+        """Whether initialising a new head needs the target's LM head even without `from_target`."""
         return False
 
     def mask_slot(self) -> tuple[int, Tensor] | None:
-        """Of a parallel head: token id and state `[S]` of each row past depth 0.
+        """Return the token id and state `[S]` of each of a parallel head's rows past depth 0.
 
-        These rows follow the slot's own, one per depth, in the same forward. None where every depth's logits are read
-        from the slot's own row.
+        These rows follow the slot's row, one per depth, in the same forward. None where the logits of every depth are
+        computed from the slot's row alone.
         """
         return None
 
     def borrow(self, target: LlamaTarget) -> None:
-        """Takes what this head uses of the target itself, by reference. To be called before the first step."""
+        """Keep references to the modules of the target that this head uses. Call before the first step."""
 
     @abstractmethod
     def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
-        """Weights of a new head, after `set_vocabulary`. `target` must not be packed. Borrows from it, if it must."""
+        """Initialise a new head, after `set_vocabulary`. `target` must not be packed. Calls `borrow` where needed."""
 
     def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
-        """Parameter or buffer name -> names of the checkpoint's tensors that are concatenated to make it."""
+        """Return parameter or buffer name -> names of the checkpoint's tensors that are concatenated to make it."""
         layout: dict[str, tuple[str, ...]] = {}
         for name, _ in self.named_parameters():
             if "qkv_proj" in name:
@@ -162,7 +164,7 @@ class Head(nn.Module, ABC):
         return layout
 
     def merged_sizes(self) -> dict[str, list[int]]:
-        """Rows of each part of the merged tensors, for writing them apart."""
+        """Return the rows of each part of the merged tensors, for writing the parts separately."""
         sizes: dict[str, list[int]] = {}
         for name, parts in self.checkpoint_layout().items():
             if "qkv_proj" in name:
@@ -176,7 +178,7 @@ class Head(nn.Module, ABC):
 
 
 class Borrowed:
-    """The target's LM head and embedding in use by a head that has none of its own: shared, never copied with it."""
+    """The target's LM head and embedding, for a head that has none: shared, never copied with the head."""
 
     def __init__(self, lm_head: Linear, embedding: Tensor) -> None:
         self.lm_head, self.embedding = lm_head, embedding
@@ -185,7 +187,7 @@ class Borrowed:
         return self
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> Borrowed:
-        """Of another dtype or on another device; itself where that changes nothing."""
+        """Return it in the dtype or on the device that `change` sets; itself where that changes nothing."""
         embedding = change(self.embedding)
         if embedding is self.embedding:
             return self

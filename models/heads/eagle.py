@@ -1,8 +1,8 @@
-"""EAGLE-1 head (arXiv 2401.15077): predicts the target's next final hidden state, and lets its LM head speak.
+"""EAGLE-1 head (arXiv 2401.15077): predicts the target's next final hidden state, and applies the target's LM head.
 
-A step takes, at slot i, the embedding of token t[i+1] and the feature f[i], the target's hidden state after the final
-norm or, further down a draft, the head's own answer. One decoder layer without input norm answers f[i+1]. The LM head
-is the target's own, borrowed.
+A step takes, at slot i, the embedding of token t[i+1] and the feature f[i]: the target's hidden state after the final
+norm or, deeper in a draft, the head's previous output. One decoder layer without input norm computes f[i+1]. The LM
+head is borrowed from the target.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from models.targets.llama import LlamaTarget, SelfAttention
 
 
 class EagleLayer(nn.Module):
-    """A decoder layer that reads its input as it is."""
+    """A decoder layer without an input norm."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class EagleLayer(nn.Module):
         return x + self.mlp(normed)
 
     def parts(self) -> LayerParts | None:
-        """For kernels that run whole layers."""
+        """Return the weights for kernels that run whole layers; None where none can."""
         return parts_of(self.self_attn, self.mlp, self.post_attention_layernorm)
 
 
@@ -59,7 +59,7 @@ class EagleHead(Head):
         self.fc = Linear(2 * layer.hidden_size, layer.hidden_size, bias=config.bias)
         self.rotary = RotaryEmbedding(layer.rope, layer.head_dim, layer.max_position_embeddings)
         self.layers = nn.ModuleList([EagleLayer(config)])
-        self.narrow_lm_head: Linear | None = None  # a copy in fewer bits of the borrowed one
+        self.narrow_lm_head: Linear | None = None  # a copy of the borrowed LM head in fewer bits
         self._joined = Joined()
         self._borrowed: Borrowed | None = None
 
@@ -118,8 +118,9 @@ class EagleHead(Head):
         self._borrowed = Borrowed(target.lm_head, target.embedding_weight)
 
     def pack(self, *, exact: bool, weight_format: WeightFormat) -> None:
-        """With fewer bits than the target's it also speaks through a copy of the LM head in as many, unless that is
-        divided among processes or narrow itself.
+        """Pack the linear layers and, for a format with fewer bits than the target's, a copy of its LM head.
+
+        There is no copy if the LM head is split among processes or has fewer bits itself.
         """
         super().pack(exact=exact, weight_format=weight_format)
         lm_head = self.borrowed.lm_head
@@ -136,7 +137,10 @@ class EagleHead(Head):
 
     @torch.no_grad()
     def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
-        """`from_target`: starts by repeating the feature, to which a layer of small weights adds little."""
+        """Initialise at random; with `from_target`, fc repeats the feature and the layer's small weights add little.
+
+        Borrows from `target`.
+        """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if name == "embed_tokens.weight":

@@ -1,8 +1,8 @@
 """EAGLE-3 head (arXiv 2503.01840): one or more decoder layers over fused hidden states of the target.
 
-A step takes, at slot i, the embedding of token t[i+1] and a state: the fused features f[i] of the target, or, further
-down a draft, the head's own previous output. It answers the next state and, through `logits`, a distribution over the
-draft vocabulary for t[i+2]. Rotary position i is the feature's position.
+A step takes, at slot i, the embedding of token t[i+1] and a state: the fused features f[i] of the target or, deeper in
+a draft, the head's previous output. It returns the next state, from which `logits` computes the logits of t[i+2] over
+the draft vocabulary. Rotary position i is the feature's position.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Eagle3FirstLayer(nn.Module):
         return x + self.mlp(normed)
 
     def parts(self) -> LayerParts | None:
-        """For kernels that run whole layers."""
+        """Return the weights for kernels that run whole layers; None where none can."""
         return parts_of(
             self.self_attn,
             self.mlp,
@@ -105,7 +105,7 @@ class Eagle3Head(Head):
         return self.fc(self.input_norm(fused) if self.config.norm_before_fc else fused)
 
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
-        """The next state is pre-norm, with norm_output post-norm. Every depth has the same weights."""
+        """Compute the next state, pre-norm, or post-norm with norm_output. All depths use the same weights."""
         embedding = self.embed_tokens(ids).to(state.dtype)
         rotary = self.rotary.rows(positions, state.dtype)
         norm = self.norm if self.config.norm_output else None
@@ -150,7 +150,7 @@ class Eagle3Head(Head):
 
     @torch.no_grad()
     def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
-        """Copies the target's embedding; `from_target` also starts from its last layer, final norm and LM head.
+        """Copy the target's embedding; with `from_target` also start from its last layer, final norm and LM head.
 
         Call after `set_vocabulary` (the LM head takes the rows of the draft vocabulary) and before the target is
         packed. The fused state starts as the last aux feature; the embedding's half of the QKV input starts at zero.
@@ -184,7 +184,7 @@ class Eagle3Head(Head):
         first.post_attention_layernorm.weight.copy_(donor.forward_norm.scale)
 
     def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
-        """The tensor names of the speculators format; no d2t/t2d when Vd = V."""
+        """Return the tensor names of the speculators format; no d2t/t2d when Vd = V."""
         maps = {"d2t": ("d2t",), "t2d": ("t2d",)}
         smaller = self.config.draft_vocab_size < self.config.layer.vocab_size
         return super().checkpoint_layout() | (maps if smaller else {})

@@ -17,9 +17,9 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """`layer` holds the decoder layer's sizes; its num_layers counts the head's, its vocab_size is the target's.
+    """`layer` holds the decoder layer's sizes; its num_layers counts the head's layers, its vocab_size is the target's.
 
-    `own_embedding`: the token embedding is stored with the head. Without it a reader takes the target's, which it is.
+    `own_embedding`: the token embedding is stored with the head. Otherwise readers take the target's, which equals it.
     """
 
     algorithm: ClassVar[str] = "eagle3"
@@ -73,10 +73,10 @@ class Eagle3Config:
         embed_requires_grad: bool | None = None,
         **options: Any,
     ) -> Self:
-        """A head shaped like the target's own layers, but for the sizes (SIZES) given.
+        """Return the config of a head shaped like the target's layers, except for the sizes (SIZES) given.
 
-        `draft_vocab_size` None or too large means all of V; `embed_requires_grad` None: only where it must, the head's
-        width being another than the target's, whose embedding is of no use then.
+        `draft_vocab_size` None or too large means all of V; `embed_requires_grad` None: true only if the head's width
+        differs from the target's, whose embedding then cannot be used.
         """
         sizes = {key: options.pop(key) for key in SIZES if key in options}
         layer = head_layer(target, num_layers=num_layers or cls.default_layers(target), **sizes)
@@ -91,7 +91,7 @@ class Eagle3Config:
         return cls(layer, size, aux, target.hidden_size, embed_requires_grad=trained, **options)
 
     def to_json(self, *, verifier: str, verifier_architecture: str, speculative_tokens: int) -> dict[str, Any]:
-        """The speculators config.json that vLLM reads, every flag written out."""
+        """Return the speculators config.json that vLLM reads, every flag written out."""
         return {
             "architectures": [self.speculator],
             "speculators_model_type": self.algorithm,

@@ -1,4 +1,4 @@
-"""The shape of an EAGLE-1 head, and its config.json: a LlamaConfig of one layer with what EAGLE adds."""
+"""The shape of an EAGLE-1 head, and its config.json: a LlamaConfig of one layer plus EAGLE's keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ARCHITECTURE = "EagleLlamaForCausalLM"
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """`bias`: of fc. `own_embedding`: the token embedding is stored with the head, not the target's own in memory."""
+    """`bias`: of fc. `own_embedding`: the token embedding is stored with the head, not shared with the target."""
 
     layer: TargetConfig
     bias: bool

@@ -1,4 +1,4 @@
-"""The decoder layer that a head is made of: its sizes, taken from the target, and how a config.json states them."""
+"""The config of a head's decoder layer: sizes taken from the target, and their form in a config.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_
 
 
 def head_layer(target: TargetConfig, **sizes: int | None) -> TargetConfig:
-    """A Llama layer, whatever family the target is of, with the target's rotary embedding and those of SIZES given."""
+    """Return the config of a Llama layer for a target of any family, with its rotary embedding and the given SIZES."""
     given = {key: size for key, size in sizes.items() if size is not None}
     assert given.keys() <= set(SIZES)
     layer = replace(
@@ -38,7 +38,7 @@ def head_layer(target: TargetConfig, **sizes: int | None) -> TargetConfig:
 
 
 def layer_json(layer: TargetConfig) -> dict[str, Any]:
-    """The keys of Hugging Face's LlamaConfig."""
+    """Return the layer under the keys of Hugging Face's LlamaConfig."""
     scaling = {key: value for key, value in layer.rope.to_json().items() if key != "rope_theta"}
     return {
         "model_type": "llama",
@@ -64,12 +64,12 @@ def layer_json(layer: TargetConfig) -> dict[str, Any]:
 
 
 def reaching(config: Shape, positions: int) -> Shape:
-    """The same head for at least so many positions: others state a short context, which no weight depends on."""
+    """Extend the context to at least `positions`: other exporters state a short one, and no weight depends on it."""
     layer: TargetConfig | None = getattr(config, "layer", None)
     if layer is None or layer.max_position_embeddings >= positions:
         return config
     rope, numbers = layer.rope, dict(layer.rope.parameters)
-    if rope.rope_type == "yarn":  # the one scaling that falls back on it
+    if rope.rope_type == "yarn":  # the one scaling that defaults to max_position_embeddings
         numbers.setdefault("original_max_position_embeddings", float(layer.max_position_embeddings))
     rope = replace(rope, parameters=tuple(sorted(numbers.items())))
     return replace(cast(Any, config), layer=replace(layer, max_position_embeddings=positions, rope=rope))

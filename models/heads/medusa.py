@@ -1,7 +1,7 @@
 """Medusa heads (arXiv 2401.10774): head d drafts t[i+2+d] from the target's final hidden state f[i] alone.
 
-No head reads a token or another head's draft, so one look at f[i] answers every depth: the state of all depths is f[i]
-itself, and `logits` holds the heads.
+No head reads a token or another head's draft, so f[i] alone yields every depth: the state of all depths is f[i] itself,
+and `logits` applies the heads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from models.vocab import target_ids
 
 
 class MedusaBlock(nn.Module):
-    """Residual layers `x + silu(W x + b)`, each with weights of its own."""
+    """Residual layers `x + silu(W x + b)`, each with separate weights."""
 
     def __init__(self, size: int, num_layers: int, *, bias: bool) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class MedusaHead(Head):
             self.lm_heads = nn.ModuleList(Linear(size, vocabulary, bias=False) for _ in range(config.num_heads))
         if vocabulary < config.vocab_size:
             self.register_buffer("token_map", torch.arange(vocabulary))
-        self._stacks: list[tuple[Tensor, Tensor | None]] = []  # per residual layer: of all heads [D, H, H], [D, H]
+        self._stacks: list[tuple[Tensor, Tensor | None]] = []  # per residual layer: weights [D, H, H], biases [D, H]
 
     @property
     def target_ids(self) -> Tensor:
@@ -103,7 +103,7 @@ class MedusaHead(Head):
         return torch.stack([lm_head(rows) for lm_head, rows in own], dim=1)
 
     def stack_layers(self) -> None:
-        """On a GPU, where one launch then runs a residual layer of all heads; the layers keep views of the weights."""
+        """Stack on a GPU: one launch then runs a residual layer of all heads. The layers keep views of the weights."""
         if not in_use(next(self.parameters()).device):
             return
         for depth in range(self.config.num_layers):
@@ -116,7 +116,7 @@ class MedusaHead(Head):
 
     @torch.no_grad()
     def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
-        """Residual layers start at nothing, so that with `from_target` every head starts as the target's LM head."""
+        """Zero the residual layers, so that with `from_target` every head starts as the target's LM head."""
         for parameter in self.blocks.parameters():
             parameter.zero_()
         generator = torch.Generator().manual_seed(seed)
@@ -128,6 +128,6 @@ class MedusaHead(Head):
                 lm_head.weight.normal_(0.0, 0.02, generator=generator)
 
     def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
-        """vLLM's tensor names; token_map only where Vd < V."""
+        """Return vLLM's tensor names; token_map only where Vd < V."""
         truncated = self.config.draft_vocab_size < self.config.vocab_size
         return super().checkpoint_layout() | ({"token_map": ("token_map",)} if truncated else {})

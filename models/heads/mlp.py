@@ -1,4 +1,4 @@
-"""MLP speculator (arXiv 2404.19124): a small recurrent network, with weights of its own at every depth.
+"""MLP speculator (arXiv 2404.19124): a small recurrent network with separate weights at every depth.
 
 Depth 0 takes the target's final hidden state f[i] and token t[i+1], depth d the state of depth d - 1 and the token
 drafted there. No attention and no position: a draft depends on one hidden state and the tokens after it.
@@ -24,7 +24,7 @@ EPS = 1e-6
 
 
 class ShiftedRMSNorm(nn.Module):
-    """Scale and shift of a root-mean-square norm (kernels/elementwise.py: embed_norm_gelu)."""
+    """Scale and shift parameters of a root-mean-square norm (kernels/elementwise.py: embed_norm_gelu)."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class ShiftedRMSNorm(nn.Module):
 
 
 class MlpHead(Head):
-    """Each list holds one module per depth, or one in all where weights are tied (of `proj` the first and one more)."""
+    """Each list holds one module per depth, or one in all if weights are tied (`proj`: the first and one more)."""
 
     name = "mlp"
     config_class = MlpConfig
@@ -70,7 +70,7 @@ class MlpHead(Head):
 
     @torch.no_grad()
     def initialise(self, target: LlamaTarget, *, from_target: bool, seed: int = 0) -> None:
-        """N(0, 1/sqrt(D)) throughout: the variances that `state_weight` and `embedding_weight` count on."""
+        """Draw all matrices from N(0, 1/sqrt(D)), the variance that `state_weight` and `embedding_weight` assume."""
         if from_target:
             raise ValueError("head.init_from_target=true: an MLP speculator starts from nothing of the target's")
         generator = torch.Generator().manual_seed(seed)

@@ -9,13 +9,14 @@ from typing import Any
 from models.config import TargetConfig
 from models.targets.llama import LAST
 
-TOP_K = (5, 4, 3, 2)  # per head, then 1
+TOP_K = (5, 4, 3, 2)  # of the first heads, then 1
 
 
 @dataclass(frozen=True)
 class MlpConfig:
-    """`inner_dim` is the state's width; `tie_weights`: one embedding, norm and LM head, and one projection after the
-    first. `top_k_tokens_per_head` and `n_candidates` say how IBM's engine grows its candidates.
+    """`inner_dim` is the state's width; `tie_weights`: all depths share their weights (depth 0 has its own projection).
+
+    `top_k_tokens_per_head` and `n_candidates` say how IBM's engine grows its candidates.
     """
 
     vocab_size: int
@@ -52,7 +53,7 @@ class MlpConfig:
 
     @property
     def state_weight(self) -> float:
-        """So that half of the last state's variance is of the target's hidden state, at initialisation."""
+        """Makes half of the last state's variance come from the target's hidden state, at initialisation."""
         return 0.5 ** (0.5 / self.n_predict)
 
     @property

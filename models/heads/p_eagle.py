@@ -1,7 +1,8 @@
-"""P-EAGLE head (arXiv 2602.01469): EAGLE-3's body drafts all its tokens in one forward.
+"""P-EAGLE head (arXiv 2602.01469): EAGLE-3's layers, drafting all tokens in one forward.
 
 The row of depth 0 is EAGLE-3's: token t[i+1] and the fused features f[i], at rotary position i. The row of each further
-depth d holds the mask token and a learnt state, at position i + d, and sees what the rows before it see and these rows.
+depth d holds the mask token and a learnt state, at position i + d. It attends to what the rows before it attend to, and
+to those rows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from models.targets.llama import LlamaTarget
 
 
 class PEagleHead(Eagle3Head):
-    """`mask_hidden` `[1, 1, A * Ht]` stands in for the features that a deeper row cannot have."""
+    """`mask_hidden` `[1, 1, A * Ht]` stands in for the target features, which rows past depth 0 do not have."""
 
     name = "p-eagle"
     config_class = PEagleConfig

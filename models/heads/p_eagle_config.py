@@ -11,7 +11,7 @@ from models.heads.eagle3_config import Eagle3Config
 
 @dataclass(frozen=True)
 class PEagleConfig(Eagle3Config):
-    """`num_depths` tokens are drafted in one forward; `mask_token_id` stands in for those not known yet."""
+    """`num_depths` tokens are drafted in one forward; `mask_token_id` stands in for those not drafted yet."""
 
     algorithm: ClassVar[str] = "peagle"
     speculator: ClassVar[str] = "PEagleSpeculator"
@@ -28,7 +28,7 @@ class PEagleConfig(Eagle3Config):
 
     @classmethod
     def default_layers(cls, target: TargetConfig) -> int:
-        """As published, but for targets beside which such a head would not be small."""
+        """Return the published number of layers, or 1 for targets so small that this would not be a small head."""
         return 4 if target.num_layers >= 24 else 1
 
     @property
@@ -37,7 +37,7 @@ class PEagleConfig(Eagle3Config):
 
     @classmethod
     def for_target(cls, target: TargetConfig, *, mask_token_id: int | None = None, **options: Any) -> Self:
-        """`mask_token_id` None: the end of text, which no drafted-from slot ever reads. The embedding is trained."""
+        """`mask_token_id` None: the end of text, which no slot that is drafted from holds. The embedding is trained."""
         if mask_token_id is None:
             mask_token_id = next(iter(target.eos_token_ids), 0)
         own: dict[str, Any] = {"mask_token_id": mask_token_id, "embed_requires_grad": True}

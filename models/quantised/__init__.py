@@ -1,8 +1,8 @@
 """Published checkpoints whose linear layers are quantised, widened at load to the dtype that the target runs in.
 
-What is served, what features are taken from and what a head is trained for are then one and the same weights; the
-memory is that of the dtype (`engine.weights` quantises anew, to a format that our kernels read). Nothing is guessed: a
-method, a format or a key of `quantization_config` that is not understood is an error that names it.
+Serving, feature extraction and head training then use the same weights; memory is that of the dtype (`engine.weights`
+quantises again, to a format of our kernels). Nothing is guessed: an unknown method, format or key of
+`quantization_config` is an error that names it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ METHODS: dict[str, Callable[[Fields], Scheme]] = {
 
 
 def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
-    """Of a config.json; None for a checkpoint that is not quantised. Raises ValueError naming what is not supported."""
+    """Read the scheme of a config.json; None if it is not quantised. Raises ValueError naming what is not supported."""
     section = Fields(config).section(SECTION)
     if section is None:
         return None
@@ -40,7 +40,7 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
 
 
 def widen_layers(scheme: Scheme, tensors: dict[str, Tensor], dtype: torch.dtype) -> int:
-    """Puts weights in `dtype` in the place of what quantised layers are stored as; answers how many there were.
+    """Replace the stored tensors of quantised layers by weights in `dtype`; return the number of these layers.
 
     The product of scale and value is rounded once. Raises ValueError naming the layer that does not fit the scheme.
     """

@@ -1,7 +1,6 @@
 """AWQ (arXiv 2306.00978) as AutoAWQ's `gemm` version stores it.
 
-`qweight` int32 `[K, N / 8]` and `qzeros` int32 `[G, N / 8]` are packed along N, in an order of their own; `scales`
-`[G, N]`.
+`qweight` int32 `[K, N / 8]` and `qzeros` int32 `[G, N / 8]` are packed along N, in AWQ's order; `scales` `[G, N]`.
 """
 
 from __future__ import annotations

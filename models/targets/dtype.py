@@ -1,4 +1,4 @@
-"""The dtype that a checkpoint says it is computed in."""
+"""The dtype that a checkpoint states for computation."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from models.config import read_json
 from models.gguf.file import is_gguf
 
 DTYPES = ("float32", "bfloat16", "float16")
-OF_GGUF = torch.bfloat16  # whose tensors are of several types, and name none
+OF_GGUF = torch.bfloat16  # its tensors have several types, and it states none for computation
 
 
 def stated_dtype(checkpoint: Path) -> torch.dtype:
-    """`dtype`, formerly `torch_dtype`, of a folder's config.json; float32 where it is not stated, bfloat16 of a .gguf.
+    """Return `dtype`, formerly `torch_dtype`, of a folder's config.json, or float32; bfloat16 for a .gguf file.
 
-    Raises ValueError for a dtype that targets are not computed in.
+    Raises ValueError for a dtype that is not in DTYPES.
     """
     if is_gguf(checkpoint):
         return OF_GGUF

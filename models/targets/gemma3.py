@@ -1,7 +1,7 @@
-"""Gemma 3's text model (Gemma3ForCausalLM): windows and full attention by turns, each with a rotary base of its own.
+"""Gemma 3's text model (Gemma3ForCausalLM): interleaved sliding-window and full attention, with separate rotary bases.
 
-Four norms a layer, whose scale is 1 + weight; queries and keys normed; GELU by tanh in the MLP; the embedding scaled by
-sqrt(hidden size), tied to the LM head.
+Four norms per layer, whose scale is 1 + weight; queries and keys normed; GELU (tanh) in the MLP; the embedding scaled
+by sqrt(hidden size) and tied to the LM head.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from models.targets.llama import DecoderLayer, LlamaTarget
 from models.targets.qwen2 import typed_windows
 
 ACTIVATION = "gelu_pytorch_tanh"
-# transformers' values of keys that a config.json may leave out
+# transformers' defaults for keys that a config.json may omit
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 262208,
     "hidden_size": 2304,
@@ -43,14 +43,14 @@ CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 class Gemma3Layer(DecoderLayer):
-    """Attention and MLP each between two norms."""
+    """A decoder layer with a norm before and after both attention and MLP."""
 
     def __init__(self, config: TargetConfig, layer: int) -> None:
         mlp = GatedMLP(config.hidden_size, config.intermediate_size, gelu=True)
         super().__init__(config, layer, mlp)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps, centred=True)
-        self.post_attention_layernorm = RMSNorm(size, eps, centred=True)  # of what attention returns
+        self.post_attention_layernorm = RMSNorm(size, eps, centred=True)  # of the attention output
         self.pre_feedforward_layernorm = RMSNorm(size, eps, centred=True)
         self.post_feedforward_layernorm = RMSNorm(size, eps, centred=True)
 
@@ -109,7 +109,7 @@ class Gemma3Target(LlamaTarget):
 
 
 def layer_types(config: dict[str, Any], num_layers: int) -> list[str]:
-    """`layer_types`, or every `sliding_window_pattern`-th layer full and the others with a window."""
+    """Return `layer_types`, by default full attention in every `sliding_window_pattern`-th layer, windows elsewhere."""
     if config.get("layer_types") is not None:
         return list(config["layer_types"])
     every = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
@@ -117,10 +117,10 @@ def layer_types(config: dict[str, Any], num_layers: int) -> list[str]:
 
 
 def ropes(config: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """Of full layers and of those with a window.
+    """Return the rotary configs of full-attention layers and of layers with a window.
 
-    transformers 5 writes `rope_parameters` of each kind of layer; version 4 `rope_theta`, `rope_scaling` and
-    `rope_local_base_freq`, whose scaling is of the full layers alone. Raises ValueError for what is not supported.
+    transformers 5 writes `rope_parameters` for each kind of layer; version 4 writes `rope_theta`, `rope_scaling` and
+    `rope_local_base_freq`, where the scaling applies to full layers only. Raises ValueError for what is not supported.
     """
     written = config.get("rope_parameters") or {}
     unknown = set(written) - set(BASES)

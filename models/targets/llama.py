@@ -1,8 +1,8 @@
 """Llama-family decoder (LlamaForCausalLM): grouped-query attention, rotary embedding, gated MLP, RMSNorm.
 
-One module for training-time features and for serving; where attention finds older keys is the caller's `attention`.
-QKV and gate/up are stored merged; `checkpoint_layout` says which checkpoint tensors each parameter is made of. The
-families beside this file are this decoder with other switches set in their TargetConfig.
+One module both computes features for training and serves; the caller's `attention` supplies the older keys. QKV and
+gate/up are stored merged; `checkpoint_layout` says which checkpoint tensors each parameter is made of. The other
+families in this folder are this decoder with other options in their TargetConfig.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from models.targets.zero3 import LayerShares
 
 class TargetOutput(NamedTuple):
     last_hidden: Tensor  # [..., H] before the final norm
-    hidden: Tensor  # [..., H] after it: what the LM head reads
-    aux: tuple[Tensor, ...]  # [..., H] each, in the order asked for
+    hidden: Tensor  # [..., H] after the final norm: the input of the LM head
+    aux: tuple[Tensor, ...]  # [..., H] each, in the order of `aux_layers`
 
 
 class SelfAttention(nn.Module):
-    """Projections and rotary embedding around the attention seam. `input_size` differs from H in an EAGLE-3 head."""
+    """Projections and rotary embedding around `Attention`. `input_size` differs from H in an EAGLE-3 head."""
 
     def __init__(self, config: TargetConfig, layer: int, *, input_size: int | None = None) -> None:
         super().__init__()
@@ -85,25 +85,25 @@ class DecoderLayer(nn.Module):
 
     @property
     def forward_norm(self) -> RMSNorm:
-        """Of what the MLP reads."""
+        """The norm of the MLP's input."""
         return self.post_attention_layernorm
 
     def parts(self) -> LayerParts | None:
-        """For kernels that run whole layers."""
+        """Return the weights for kernels that run whole layers; None where none can."""
         return parts_of(self.self_attn, self.mlp, self.post_attention_layernorm, input_norm=self.input_layernorm)
 
 
-LAST = -1  # the layer id of what the LM head reads, as HF's `hidden_states[-1]`
+LAST = -1  # layer id of the LM head's input, as HF's `hidden_states[-1]`
 
 
 class LlamaTarget(nn.Module):
     """The target. Layer id j in `aux_layers` is HF's `hidden_states[j]`: the residual stream entering layer j.
 
-    As there, the id num_layers, or LAST, is the stream after the final norm.
+    As in HF, the id num_layers, or LAST, is the stream after the final norm.
     """
 
     path: str = ""  # as the user gave it: a folder or a hub id
-    folder: Path = Path()  # where the checkpoint lies
+    folder: Path = Path()  # the local path of the checkpoint
     fingerprint: str = ""
 
     def __init__(self, config: TargetConfig) -> None:
@@ -111,8 +111,8 @@ class LlamaTarget(nn.Module):
         self.config = config
         self.end_tokens = config.eos_token_ids  # load_target adds those of generation_config.json
         self._joined = Joined()
-        self.shares: LayerShares | None = None  # where its layers are divided among processes that all run it
-        # Not drawn: whoever makes a target fills its tensors, and on the meta device that imports torch's compiler.
+        self.shares: LayerShares | None = None  # if the layers are sharded (ZeRO-3)
+        # Not initialised: the caller fills the tensors, and random init on the meta device imports torch's compiler.
         weight = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=weight)
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
@@ -125,7 +125,7 @@ class LlamaTarget(nn.Module):
 
     @classmethod
     def read_config(cls, config: dict[str, Any]) -> TargetConfig:
-        """From the checkpoint's config.json. Raises ValueError naming the key that is missing or not supported."""
+        """Read the checkpoint's config.json. Raises ValueError naming the key that is missing or not supported."""
         return TargetConfig.from_json(config)
 
     def make_layer(self, index: int) -> DecoderLayer:
@@ -134,7 +134,7 @@ class LlamaTarget(nn.Module):
     def forward(
         self, ids: Tensor, positions: Tensor, attention: Attention, *, aux_layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """ids and positions `[...]` of one shape; see `logits` for the vocabulary projection."""
+        """Run the decoder on ids and positions `[...]` of one shape; `logits` projects onto the vocabulary."""
         end = len(self.layers)
         for layer in aux_layers:
             if not LAST <= layer <= end:
@@ -162,16 +162,16 @@ class LlamaTarget(nn.Module):
         return self.lm_head(hidden)
 
     def lend(self) -> None:
-        """Where its layers are divided: takes part in the other processes' forwards until none has one left.
+        """If the layers are sharded, join the other processes' forwards until none has any left.
 
-        Every process comes here after work that not all of them do alike.
+        Every process calls this after work in which the number of forwards may differ between processes.
         """
         if self.shares is not None:
             self.shares.lend()
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """Query heads, KV heads and head size of its attention: this rank's, where the target is divided."""
+        """Numbers of query heads and KV heads, and the head size; with tensor parallelism those of this rank."""
         attention = cast(DecoderLayer, self.layers[0]).self_attn
         return attention.num_heads, attention.num_kv_heads, attention.head_dim
 
@@ -180,13 +180,13 @@ class LlamaTarget(nn.Module):
         return self.embed_tokens.weight
 
     def embed(self, ids: Tensor) -> Tensor:
-        """What the first layer reads. Some families' factor is rounded to the dtype, as transformers rounds it."""
+        """Return the first layer's input. Some families scale it; the factor is rounded to the dtype as in HF."""
         x = F.embedding(ids, self.embed_tokens.weight)
         factor = self.config.embedding_scale
         return x if factor == 1 else x * torch.tensor(factor, dtype=x.dtype).item()
 
     def checkpoint_layout(self) -> dict[str, tuple[str, ...]]:
-        """Parameter name -> the HF tensor names that are concatenated along dim 0 to make it."""
+        """Return parameter name -> the HF tensor names that are concatenated along dim 0 to make it."""
         layout: dict[str, tuple[str, ...]] = {}
         for name, _ in self.named_parameters():
             source = name if name.startswith("lm_head") else f"model.{name}"
@@ -199,7 +199,7 @@ class LlamaTarget(nn.Module):
         return layout
 
     def merged_sizes(self) -> dict[str, list[int]]:
-        """Rows of each part of the merged tensors, for writing them apart."""
+        """Return the rows of each part of the merged tensors, for writing the parts separately."""
         config, sizes = self.config, dict[str, list[int]]()
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         for name, parts in self.checkpoint_layout().items():

@@ -18,7 +18,7 @@ class Qwen2Target(LlamaTarget):
 
 
 def qwen_windows(config: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Qwen's sliding windows: off unless `use_sliding_window`, then in `layer_types` or from `max_window_layers` on."""
+    """Return Qwen's windows: none unless `use_sliding_window`, then by `layer_types` or from `max_window_layers` on."""
     if not config.get("use_sliding_window", False):
         return ()
     window = int(config.get("sliding_window") or 4096)
@@ -30,7 +30,7 @@ def qwen_windows(config: dict[str, Any], num_layers: int) -> tuple[int | None, .
 
 
 def typed_windows(types: list[str], window: int, num_layers: int) -> tuple[int | None, ...]:
-    """Of each layer by its kind in `layer_types`. Raises ValueError where that is no list of full and sliding ones."""
+    """Return each layer's window by `layer_types`. Raises ValueError unless it lists full or sliding for each layer."""
     unknown = set(types) - {"sliding_attention", "full_attention"}
     if unknown or len(types) != num_layers:
         raise ValueError(f"config.json: layer_types={types}: must name full or sliding attention for each layer")

@@ -14,6 +14,6 @@ class Qwen3Target(LlamaTarget):
     @classmethod
     def read_config(cls, config: dict[str, Any]) -> TargetConfig:
         base = super().read_config(config)
-        # Its head size is no quotient of other sizes: transformers' default is 128.
+        # The head size does not follow from other sizes; transformers' default is 128.
         head_dim = config.get("head_dim") or 128
         return replace(base, qk_norm=True, head_dim=head_dim, windows=qwen_windows(config, base.num_layers))

@@ -1,6 +1,6 @@
 """Qwen3-MoE (Qwen3MoeForCausalLM): Qwen3 with a mixture of experts in place of the MLP.
 
-A row's experts are applied in the order of their numbers, whatever other rows ask for, so that its sum has one order.
+A row's experts are applied in ascending order, whatever experts other rows use, so that its sum has a fixed order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from models.targets.qwen3 import Qwen3Target
 
 
 class MixtureOfExperts(nn.Module):
-    """The router's softmax over all experts, its `active` largest, and the weighted sum of their answers."""
+    """The weighted sum of the outputs of the `active` experts that are likeliest by the router's softmax over all."""
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])  # [R, H]
-        # Sorted, not topk: ties must fall the same way in any batch.
+        # Sorted, not topk: ties must be broken the same way in any batch.
         best = self.gate(rows).float().softmax(-1).sort(dim=-1, descending=True, stable=True)
         weights, chosen = best.values[:, : self.config.active], best.indices[:, : self.config.active]
         if self.config.normalise:
@@ -46,7 +46,7 @@ class Qwen3MoeTarget(Qwen3Target):
     def read_config(cls, config: dict[str, Any]) -> TargetConfig:
         if config.get("use_sliding_window", False):
             raise ValueError("config.json: use_sliding_window=true: not supported for Qwen3MoeForCausalLM")
-        config = {"num_experts": config.get("num_local_experts"), **config}  # transformers 5 writes the latter
+        config = {"num_experts": config.get("num_local_experts"), **config}  # transformers 5 writes num_local_experts
         for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
             if config.get(key) is None:
                 raise ValueError(f"config.json: {key} is missing")

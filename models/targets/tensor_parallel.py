@@ -1,8 +1,8 @@
-"""A target of which this rank holds its part alone: the decoder of llama.py with its linear layers divided.
+"""A target under tensor parallelism: the decoder of llama.py with its linear layers split among the ranks.
 
-The layers' code stays as it is. What a rank computes of an attention or an MLP is its own heads or inner rows; the two
-projections back to the hidden state gather these before they read them and their answers after, so that the hidden
-state is whole on every rank.
+The layers' code stays as it is. A rank computes its own heads of an attention and its own inner rows of an MLP; the two
+projections back to the hidden state gather their input from all ranks, and then their output, so that every rank has
+the whole hidden state.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from models.targets.llama import LlamaTarget, SelfAttention
 class DividedLinear(Linear):
     """This rank's output rows of a linear layer, `sizes[rank]` of them.
 
-    With `reads` the input is this rank's part of `reads[rank]` features too. `answers`: this rank's part, or the whole
-    everywhere, or the whole on rank 0 alone.
+    With `reads` the input is split as well, `reads[rank]` features on each rank, and is gathered first. `answers`:
+    whether the output is this rank's part, the whole on every rank, or the whole on rank 0 only.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class DividedLinear(Linear):
 
 
 def divide(target: LlamaTarget, part: Part) -> None:
-    """Replaces the linear layers by this rank's part of them. Raises ValueError where sizes cannot be divided.
+    """Replace the linear layers by this rank's part of them. Raises ValueError where sizes cannot be divided.
 
-    To be called before weights are loaded, best on the meta device.
+    Call before weights are loaded, best on the meta device.
     """
     check_heads(target.config.num_kv_heads, part.ranks)
     for module in list(target.modules()):

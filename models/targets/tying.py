@@ -1,8 +1,8 @@
-"""Whether a target's LM head is its token embedding: what config.json states, held against the weights.
+"""Whether a target's LM head is its token embedding: the statement of config.json, checked against the weights.
 
-Files contradict their config in both directions. Fine-tuning with an LM head of its own leaves
-`tie_word_embeddings: true` behind, and a writer that drops doubled tensors may keep the pair under the LM head's name
-alone. The weights decide, as in transformers: two tensors of different values are two, one is the other as well.
+Files contradict their config in both directions. Fine-tuning with a separate LM head leaves
+`tie_word_embeddings: true` behind, and a writer that drops duplicate tensors may keep the pair under the LM head's name
+only. The weights decide, as in transformers: two tensors of different values are not tied, a single tensor is both.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ log = logging.getLogger("headway.targets")
 
 
 def keeps_two(folder: Path) -> bool:
-    """Whether a checkpoint whose config ties the two holds an LM head of other values than the embedding.
+    """Return whether a checkpoint whose config ties the two holds an LM head of other values than the embedding.
 
-    A GGUF file says that it is tied by holding none. Raises ValueError for a broken checkpoint. Weights are read only
-    where both are there.
+    A GGUF file is tied exactly if it has no LM head. Raises ValueError for a broken checkpoint. Weights are read only
+    if both are present.
     """
     if is_gguf(folder):
         return False
@@ -30,7 +30,7 @@ def keeps_two(folder: Path) -> bool:
     heads = {name for name in names if name.startswith("lm_head.")}
     if not heads or EMBEDDING not in names:
         return False
-    # An LM head that is quantised is stored as other tensors, and was rounded apart from the embedding.
+    # A quantised LM head is stored as other tensors, and was rounded separately from the embedding.
     if heads == {LM_HEAD} and equal_values(folder, EMBEDDING, LM_HEAD):
         return False
     log.warning(
@@ -44,6 +44,6 @@ def keeps_two(folder: Path) -> bool:
 
 
 def shared_weight(folder: Path) -> str:
-    """The tensor of a tied checkpoint that is embedding and LM head. Raises ValueError for a broken checkpoint."""
+    """Return the name of a tied checkpoint's shared embedding tensor. Raises ValueError for a broken checkpoint."""
     names = open_tensors(folder)
     return LM_HEAD if LM_HEAD in names and EMBEDDING not in names else EMBEDDING

@@ -1,4 +1,4 @@
-"""Writes a target as a checkpoint folder in Hugging Face's layout, beside its config and tokenizer."""
+"""Writes a target as a checkpoint folder in Hugging Face's layout, with its config and tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BESIDE = (
     "*.jinja",
     f"{TEMPLATE_FOLDER}/*.jinja",
     "tokenizer.model",
-)  # of a checkpoint folder, besides weights and their index
+)  # files of a checkpoint folder other than weights and their index
 
 
 def _copy_beside(source: Path, folder: Path) -> None:
@@ -35,9 +35,9 @@ def _copy_beside(source: Path, folder: Path) -> None:
 
 
 def save_target(target: LlamaTarget, folder: Path) -> None:
-    """Weights that may differ from those at `target.folder`, and all else as it lies there, or as the GGUF file has it.
+    """Write a target into the empty `folder`: its current weights, and all else as at `target.folder` or its GGUF file.
 
-    `folder` is empty. Large targets are written in shards, with their index; a tied LM head once, as the embedding.
+    Large targets are written in shards, with an index; a tied LM head once, as the embedding.
     """
     layout = dict(target.checkpoint_layout())
     if target.config.tie_word_embeddings:
@@ -48,9 +48,9 @@ def save_target(target: LlamaTarget, folder: Path) -> None:
         _copy_beside(target.folder, folder)
     config = read_json(folder / "config.json")
     dtype = str(target.norm.weight.dtype).removeprefix("torch.")
-    config.pop(SECTION, None)  # what is written is what was widened
+    config.pop(SECTION, None)  # the weights are written widened
     if config.get("tie_word_embeddings"):
-        config["tie_word_embeddings"] = target.config.tie_word_embeddings  # as its weights were
+        config["tie_word_embeddings"] = target.config.tie_word_embeddings  # as decided by the loaded weights
     config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = split_merged(target, layout, target.merged_sizes())

@@ -1,9 +1,10 @@
-"""A target whose decoder layers are divided among processes that all run it: ZeRO-3's (arXiv 1910.02054), FSDP's way.
+"""A target whose decoder layers are sharded among processes that all run it: ZeRO-3 (arXiv 1910.02054), as FSDP does.
 
-Each process keeps its share of every layer's weights. A layer is whole while it runs, in one of two rooms that all
-layers share in turn; while one runs, the next is brought. Embedding, final norm and LM head, which the loss reads
-besides, stay whole. Unlike in tensor_parallel.py every process computes for itself, on rows of its own, so what a row
-gives is what it gives in one process: the same operations on the same weights. Knows no processes: `Exchange` is given.
+Each process keeps its shard of every layer's weights. A layer's full weights exist only while it runs, in one of two
+buffers that the layers use in turn; while one layer runs, the next is all-gathered. Embedding, final norm and LM head,
+which the loss reads as well, are replicated. Unlike in tensor_parallel.py every process computes whole layers on its
+own rows, so a row's result is that of one process: the same operations on the same weights. Does no communication
+itself: the caller supplies an `Exchange`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kernels.linear import PackedLinear
 from kernels.quantise import WeightFormat
 from models.layers import Linear
 
-ALIGN = 64  # elements: every tensor begins where one with memory of its own could, or kernels might take other paths
+ALIGN = 64  # elements: tensors are aligned as if allocated separately; otherwise kernels might take other code paths
 ROOMS = 2
 
 
@@ -30,16 +31,16 @@ class Exchange(Protocol):
     ranks: int
 
     def gather(self, whole: Tensor, own: Tensor) -> Callable[[], Any]:
-        """Begins to fill `whole` with every process's `own` in the order of ranks; what it returns waits for that."""
+        """Start filling `whole` with every process's `own` in rank order; return a function that waits for it."""
         ...
 
     def any(self, flag: bool) -> bool:
-        """Whether it is true on any process."""
+        """Return whether `flag` is true on any process."""
         ...
 
 
 class Span(NamedTuple):
-    """Where a parameter lies among its layer's, in elements."""
+    """The position of a parameter in its layer's flat buffer, in elements."""
 
     name: str
     shape: torch.Size
@@ -47,9 +48,9 @@ class Span(NamedTuple):
 
 
 class GatheredLinear(Linear):
-    """Packed anew whenever it runs, since its weight was brought for that alone; the bits are those of a packed one."""
+    """A linear layer packed anew on every call, since its weight is gathered per forward; same bits as a packed one."""
 
-    _exact: bool | None = None  # once packed
+    _exact: bool | None = None  # set by `pack`
 
     def pack(self, *, exact: bool = True, weight_format: WeightFormat = "same") -> None:
         assert weight_format == "same", "refused with the configuration"
@@ -62,10 +63,11 @@ class GatheredLinear(Linear):
 
 
 class LayerShares(nn.Module):
-    """This process's share of `layers`, which are to be on the meta device, and how they come together.
+    """This process's shards of `layers`, which must be on the meta device, and the all-gather of whole layers.
 
-    `load(index)` has to bring the weights of one layer to the CPU; no more than one layer is whole at a time. A forward
-    visits all layers in order. Every process must run as many forwards as the others, or `lend` where it may not.
+    `load(index)` must load the weights of one layer to the CPU; at most one layer is whole there at a time. A forward
+    visits all layers in order. All processes must run the same number of forwards, or call `lend` where these may
+    differ.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class LayerShares(nn.Module):
             layer.register_forward_pre_hook(partial(self._before, index))
 
     def lend(self) -> None:
-        """Takes part in the forwards of other processes until none has one left; every process has to come here."""
+        """Join the other processes' forwards (all-gathers) until none has any left; every process must call this."""
         while self._exchange.any(False):
             for index in range(self._count):
                 self._enter(index)
@@ -137,7 +139,7 @@ def _spans(layer: nn.Module) -> list[Span]:
 
 
 def _share(spans: Sequence[Span], ranks: int) -> int:
-    """Elements that each process keeps of a layer."""
+    """Return the number of elements of a layer that each process keeps."""
     end = spans[-1].begin + prod(spans[-1].shape)
     return -(-end // (ranks * ALIGN)) * ALIGN
 
@@ -148,6 +150,6 @@ def _put(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def shared_elements(layers: Sequence[nn.Module], ranks: int) -> tuple[int, int]:
-    """What a process keeps of all layers, and what the rooms take besides."""
+    """Return the elements that a process keeps of all layers, and those of the gather buffers in addition."""
     sizes = [_share(_spans(layer), ranks) for layer in layers]
     return sum(sizes), ROOMS * max(sizes) * ranks
