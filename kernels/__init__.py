@@ -1,1 +1,1 @@
-"""One file per operation: its contract and its dispatch. Knows no model."""
+"""One file per operation: its contract and the dispatch to its implementations. Independent of models."""

@@ -1,10 +1,10 @@
-"""Rules of acceptance that give something up: block verification and typical acceptance.
+"""Acceptance rules that relax exactness: block verification and typical acceptance.
 
-What they give up: infer/speculation/lossy.py.
+infer/speculation/lossy.py says what each of them gives up.
 
-Laws are probabilities in fp32 and stay where they are; what is decided for a request is a few numbers. Coins and the
-noise of a draw have the same bits everywhere, as the choice rule's have (kernels/noise.py), sums over a vocabulary are
-fp64: on the same laws a GPU decides what a CPU does, but for sums that meet a coin to within fp64's rounding.
+Target distributions (`laws`) are fp32 probabilities and stay on their device; a decision is a few numbers per request.
+Coins and sampling noise have the same bits on every device (kernels/noise.py) and sums over the vocabulary are fp64, so
+a GPU decides as a CPU does on the same distributions, unless a sum is within fp64 rounding of a coin.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from kernels.triton import in_use
 
 COINS = 0x2545F491
 GOLDEN = 0x9E3779B1
-LEAST = 2.0**-126  # below it fp32 has no normal numbers, and weights count as zero
+LEAST = 2.0**-126  # the smallest normal fp32 number; smaller weights count as zero
 TYPICAL_EPSILON, TYPICAL_DELTA = 0.3, 0.09  # of Medusa's utils.py
 
 
 def stream(purpose: int, root: int) -> int:
-    """What to xor a seed's upper half with, for noise of one purpose in the step whose root stands at `root`."""
+    """Return what to xor a seed's upper half with, for noise of one purpose in a step with its root at `root`."""
     return (purpose + root * GOLDEN) & MASK32
 
 
 def coin(seed: int, root: int, index: int) -> float:
-    """Uniform in (0, 1), by seed, step and place in the step."""
+    """Return a uniform number in (0, 1), determined by the seed, the root's position and the index in the step."""
     high = (seed >> 32) ^ stream(COINS, root)
     word = mix32(mix32(mix32(torch.tensor([seed & MASK32])) ^ high) ^ index)
     return (float(word) + 0.5) * 2.0**-32
 
 
 def draw(weights: Tensor, seed: int, position: int) -> int:
-    """A token by its weight `[V]` (any scale), under the noise of the target's own choice at `position`."""
+    """Sample a token from unnormalised weights `[V]`, with the noise that the target's choice at `position` uses."""
     weights = weights.float()
     noise = gumbel_noise(
         torch.tensor([seed & MASK32]),
@@ -55,12 +55,12 @@ def block(
     seeds: Sequence[int],
     roots: Sequence[int],
 ) -> list[tuple[int, int]]:
-    """Block verification (arXiv 2403.10444) of one chain per request, K drafted tokens after a root at its position.
+    """Verify one chain per request by block verification (arXiv 2403.10444): K drafted tokens after a root.
 
-    laws `[R, V]`: the target's after the root and after each drafted token, K + 1 rows of each request, one request
-    after another. drawn[b] `[K, V]`: the laws that its tokens were drawn from; None if they were not drawn but certain.
-    The drafts' noise must be independent of the coins and of the target's noise. Answers, per request, how many drafted
-    tokens are accepted, and the token after them.
+    laws `[R, V]`: the target's distributions after the root and after each drafted token, K + 1 rows per request, one
+    request after another. drawn[b] `[K, V]`: the distributions that b's tokens were sampled from; None if they were
+    chosen deterministically. roots: their positions. The drafts' noise must be independent of the coins and of the
+    target's noise. Returns, per request, the number of accepted drafted tokens and the token after them.
     """
     if in_use(laws.device):
         from kernels.triton import acceptance as gpu
@@ -71,7 +71,7 @@ def block(
 
 
 def block_of(target: Tensor, draft: Tensor | None, tokens: Sequence[int], seed: int, root: int) -> tuple[int, int]:
-    """Of one request: target `[K + 1, V]`, draft `[K, V]`."""
+    """Block verification of one request: target `[K + 1, V]`, draft `[K, V]`."""
     K, target = len(tokens), target.double()
     if draft is None:
         draft = torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.int64), target.shape[1])
@@ -91,16 +91,16 @@ def block_of(target: Tensor, draft: Tensor | None, tokens: Sequence[int], seed: 
     residual = target[K]
     if accepted < K:
         residual = weights[accepted] * target[accepted] - draft[accepted]
-        if float(residual.max()) < LEAST:  # the laws agree to the last bit: nothing is left to correct
+        if float(residual.max()) < LEAST:  # the distributions agree bit for bit, so there is no residual
             residual = target[accepted]
     return accepted, draw(residual, seed, root + accepted)
 
 
 def likely(laws: Tensor, above: Tensor, tokens: Tensor) -> Tensor:
-    """Typical acceptance (Medusa, arXiv 2401.10774): whether a drafted token is likely enough where it stands.
+    """Return which drafted tokens typical acceptance (Medusa, arXiv 2401.10774) accepts, bool `[M]`.
 
-    laws `[R, V]`; above `[M]`: the row of each token's parent; tokens `[M]`. bool `[M]`: whether the token's
-    probability there exceeds min(epsilon, delta * exp(-entropy)), the entropy being that of the row.
+    laws `[R, V]`; above `[M]`: the row of each token's parent; tokens `[M]`. A token is accepted if its probability in
+    that row exceeds min(epsilon, delta * exp(-entropy of the row)).
     """
     probability = laws[above, tokens].double()
     if in_use(laws.device):
@@ -114,6 +114,6 @@ def likely(laws: Tensor, above: Tensor, tokens: Tensor) -> Tensor:
 
 
 def entropy_of(laws: Tensor) -> Tensor:
-    """fp64 `[R]`."""
+    """Return the entropy of each row, in nats, fp64 `[R]`."""
     logs = exact_log(laws.clamp(min=LEAST))
     return -(laws.double() * logs.double()).sum(-1)

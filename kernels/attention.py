@@ -1,13 +1,12 @@
-"""Paged attention for plain decoding, chains, trees and prefill chunks: one contract, three forms.
+"""Paged attention for plain decoding, chains, trees and prefill chunks: one contract, three implementations.
 
-Contract: a row's bits depend on its own request's keys alone, in order of position - not on how many rows its request
-verifies, on the shape of the draft, nor on the batch. Softmax and sums are fp32. `plan_attention` addresses a step's
-rows once; the plan is then called per layer with the rotated q, k, v of these rows: it writes k and v into the cache
-and answers what the rows see.
+Contract: a row's output bits depend only on the keys of its own request, in order of position - not on how many rows
+its request verifies, on the shape of the draft, or on the batch. Softmax and sums are fp32. `plan_attention` computes
+the addresses of a step's rows once; the plan is then called per layer with the rotated q, k, v of these rows: it writes
+k and v into the cache and returns the attention output.
 
-On a CUDA device the Triton kernels do it (kernels/triton/attention.py), on a CPU the C kernel
-(kernels/cpu/attention.c); the torch form (kernels/tiles.py) serves machines without a C compiler, and sizes that the
-others do not take.
+CUDA devices use Triton kernels (kernels/triton/attention.py), CPUs a C kernel (kernels/cpu/attention.c); the torch
+implementation (kernels/tiles.py) is for machines without a C compiler and for sizes that the others do not support.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ class PagedAttention(Protocol):
     ) -> Tensor:
         """q `[R, nh, D]`, k and v `[R, nkv, D]`, cache `[2, nkv, slots, D]` of one layer -> `[R, nh * D]`.
 
-        With `window` a row sees only the last that many of its keys.
+        With `window` a row sees only the last `window` of its keys.
         """
         ...
 
 
 @runtime_checkable
 class ProjectedAttention(PagedAttention, Protocol):
-    """A form that takes a layer's projections as they are, and norms, rotates and writes them in one go."""
+    """An implementation that takes a layer's raw projections and fuses QK norm, rotation and the cache write."""
 
     def project(
         self,
@@ -56,7 +55,7 @@ class ProjectedAttention(PagedAttention, Protocol):
 
 @runtime_checkable
 class DecodingAttention(PagedAttention, Protocol):
-    """A form over which all layers of a decoder run in one call (kernels/decoder.py)."""
+    """An implementation with which all layers of a decoder run in one call (kernels/decoder.py)."""
 
     def decode(
         self,
@@ -67,7 +66,7 @@ class DecodingAttention(PagedAttention, Protocol):
         entering: Sequence[int],
         tokens: Tensor | None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """caches: of every layer; the rest as in the decoder's call."""
+        """Run all layers. caches: one per layer; the rest as in the decoder's call."""
         ...
 
 
@@ -79,7 +78,10 @@ def plan_attention(
     dtype: torch.dtype,
     cache_dtype: torch.dtype | None = None,
 ) -> PagedAttention:
-    """`dtype` of q, k, v and the answer; `cache_dtype`: the cache's, if it is another one: fp8 (kernels/move.py)."""
+    """Return the attention plan of a step.
+
+    `dtype` is that of q, k, v and the output, `cache_dtype` the cache's if different: fp8 (kernels/move.py).
+    """
     if in_use(rows.table.device):
         from kernels.triton import attention as gpu
 
@@ -98,9 +100,9 @@ def assert_rows_independent(
     device: torch.device,
     cache_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Probes the contract on this machine: a row alone, among 2 to 300, beside another request, in a tree; answers it.
+    """Check the contract on this machine: a row alone, among up to 300 rows, beside another request, and in a tree.
 
-    Raises ValueError if it fails.
+    Returns the row's output. Raises ValueError if its bits differ.
     """
     generator = torch.Generator().manual_seed(0)
     page_size, length = 16, 2 * KV_TILE + 40
@@ -116,7 +118,7 @@ def assert_rows_independent(
         return plan(q[index], k[index], v[index], cache, head_dim**-0.5)
 
     def last_row(width: int, beside: int) -> Tensor:
-        """The output at the last position when it is verified among `width` rows, `beside` rows of a second request."""
+        """Return the last position's output, verified among `width` rows, with `beside` rows of a second request."""
         counts = [width] + ([beside] if beside else [])
         starts = [length - width] + ([9] if beside else [])
         rows = AttentionRows.blocks(table[: len(counts)], starts, counts, page_size=page_size)
@@ -124,7 +126,7 @@ def assert_rows_independent(
         return attend(rows, index)[width - 1]
 
     def tree_row() -> Tensor:
-        """The same position as the deepest node of a tree whose other nodes lie between it and its ancestors."""
+        """Return the same position's output as the deepest node of a tree with other nodes between its ancestors."""
         parents = [-1, 0, 0, 1, 2, 2, 5]  # the last three positions are nodes 2, 5 and 6 under the root
         words = [1]
         for node, parent in enumerate(parents[1:], start=1):

@@ -1,13 +1,13 @@
-"""From logits to a token by one rule, greedy or sampled: argmax over v of log p'(v) + g(seed, position, v).
+"""Sampling: the choice of a token from logits, greedy or sampled, as argmax over v of log p'(v) + g(seed, position, v).
 
 p' is the distribution after temperature, min-p, top-k and top-p; g is Gumbel noise from a counter-based hash of (seed,
-position, token id), so the choice depends on the row's logits, parameters and seed alone - never on the batch, on what
-was drafted, or on a generator's state (arXiv 2408.07978, 2506.05632). At temperature 0 there is no noise. Ties go to
+position, token id), so the choice depends on the row's logits, parameters and seed alone - never on the batch, on the
+drafted tokens, or on a generator's state (arXiv 2408.07978, 2506.05632). At temperature 0 there is no noise. Ties go to
 the lowest token id.
 
-The noise, the division by the temperature, min-p and top-k have the same bits everywhere (kernels/noise.py), so on the
-same logits a GPU chooses what a CPU does. Top-p adds probabilities: where the sum meets top_p to within fp32's rounding
-a device may count one token in or out.
+The noise, the division by the temperature, min-p and top-k have the same bits everywhere (kernels/noise.py), so a GPU
+and a CPU choose the same token from the same logits. Top-p sums probabilities: if a sum is within fp32 rounding of
+top_p, devices may differ by one token in the set.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kernels.cpu.library import KINDS, LANES, library
 from kernels.noise import exact_log, gumbel_noise
 from kernels.triton import in_use
 
-MOST_BEST = 64  # columns of a row that kernels rank; more of them, which hardly a draft wants, torch does
+MOST_BEST = 64  # most columns per row that the kernels rank; torch ranks larger counts, which drafts rarely need
 
 
 @dataclass
 class ChoiceParameters:
     """Per row, `[R]`: temperature, top_k (0 = off), top_p (1 = off), min_p (0 = off), the seed's 32-bit halves.
 
-    `restricts` false says that no row asks for top-k, top-p or min-p, which on a GPU spares looking.
+    `restricts` False: no row uses top-k, top-p or min-p; a GPU need not inspect the tensors to find out.
     """
 
     temperature: Tensor
@@ -46,11 +46,11 @@ class ChoiceParameters:
 
 
 def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Logits `[R, V]` (already divided by the temperature) with -inf outside min-p, then top-k, then top-p of the rest.
+    """Set logits `[R, V]` (already divided by the temperature) to -inf outside min-p, then top-k, then top-p.
 
-    min-p (arXiv 2407.01082) leaves out what is less likely than that share of the likeliest. Top-p keeps the smallest
-    set of most likely tokens whose probability reaches it, the last one included. Tokens that tie with the last one
-    kept stay too, so that no set depends on a sort's order.
+    min-p (arXiv 2407.01082) removes tokens less likely than min_p times the most likely one. Top-p keeps the smallest
+    set of most likely remaining tokens whose total probability reaches top_p. Tokens that tie with the last one kept
+    are kept too, so that no set depends on a sort's order.
     """
     if bool((min_p > 0).any()):
         least = logits.amax(-1) + torch.where(min_p > 0, exact_log(min_p), -torch.inf)
@@ -78,10 +78,10 @@ def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
 def choose(
     logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor | None = None
 ) -> Tensor:
-    """The chosen column of each row: logits `[R, V]`, positions `[R]` -> `[R]` int64.
+    """Return the chosen column of each row: logits `[R, V]`, positions `[R]` -> `[R]` int64.
 
     `parameters` None: every row is greedy. `token_ids` `[V]` are the target ids of the columns (a draft vocabulary), so
-    that a drafter meets the target's noise; by default columns are target ids.
+    that a drafter uses the target's noise; by default columns are target ids.
     """
     if in_use(logits.device):
         from kernels.triton import choose as gpu
@@ -99,8 +99,9 @@ def choose(
 def _native_arguments(
     logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor | None
 ) -> tuple[CDLL, list[Tensor | None], tuple[int, ...]] | None:
-    """The kernels in C, which spare some sixty small operations and the noise's memory, and what they are told before
-    and after what they answer with. None for what they do not take.
+    """Return the C library and the arguments before and after the output pointers; None if it does not support these.
+
+    The C kernels replace some sixty small operations and need no memory for the noise.
     """
     native, (count, size) = library(), logits.shape
     if native is None or logits.device.type != "cpu" or (parameters is not None and parameters.restricts):
@@ -124,9 +125,9 @@ def _address(tensor: Tensor | None) -> int | None:
 def choose_best(
     logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The `count` columns of each row that the rule ranks first, `[R, count]` int64, for a draft's children.
+    """Return the `count` columns of each row that the rule ranks first, `[R, count]` int64, as children of draft nodes.
 
-    And how likely each is under the rule's keys, `[R, count]` log-probabilities. Arguments as for `choose`.
+    Also returns their log-probabilities under a softmax of the rule's keys, `[R, count]`. Arguments as for `choose`.
     """
     if in_use(logits.device) and count <= MOST_BEST:
         from kernels.triton import choose as gpu
@@ -151,7 +152,7 @@ def choose_best(
 def choice_keys(
     logits: Tensor, parameters: ChoiceParameters | None, positions: Tensor, token_ids: Tensor | None = None
 ) -> Tensor:
-    """What `choose` takes the largest of, `[R, V]`: the rule written out in torch. Arguments as there."""
+    """Return the keys `[R, V]` of which `choose` takes the argmax: the rule in plain torch. Arguments as there."""
     if parameters is None:
         return logits
     keys = law(logits, parameters)
@@ -164,7 +165,7 @@ def choice_keys(
 
 
 def law(logits: Tensor, parameters: ChoiceParameters | None) -> Tensor:
-    """Logits `[R, V]` of the law p' that a row is sampled from (a greedy row's own logits), in fp32 and new memory."""
+    """Return the logits `[R, V]` of the warped distribution p' (of a greedy row, unchanged), in fp32 and new memory."""
     law = logits.float().clone()
     if parameters is None:
         return law
@@ -182,9 +183,10 @@ def law(logits: Tensor, parameters: ChoiceParameters | None) -> Tensor:
 
 
 def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities under a softmax of logits `[R, V]`: of `tokens` `[R]`, and the `top` largest.
+    """Compute log-probabilities under a softmax of logits `[R, V]`: of `tokens` `[R]`, and the `top` largest.
 
-    Answers each token's own `[R]`, its rank counted from 1 `[R]`, and ids and values `[R, top]`, ties by lowest id.
+    Returns each token's log-probability `[R]`, its rank counted from 1 `[R]`, and the ids and values of the largest,
+    `[R, top]` each, ties by lowest id.
     """
     if in_use(logits.device):
         from kernels.triton import choose as gpu

@@ -1,7 +1,7 @@
-"""All layers of a decoder or a head at once, for serving. Contract: the bits of the operations that it joins.
+"""Fused decoder: all layers of a decoder or head in one call, for serving, with the bits of the separate operations.
 
-It exists on a CPU alone (kernels/cpu/decoder.c), where an operation's call costs more than its work on few rows. What
-it does not take (experts, parts of divided layers, other sizes and dtypes) runs operation by operation.
+CPU only (kernels/cpu/decoder.c), where on few rows the call of an operation costs more than its arithmetic. Layers that
+it does not support (experts, tensor-parallel shards, other sizes and dtypes) run operation by operation.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ __all__ = ["LayerParts", "NativeDecoder", "join_layers"]
 
 
 class LayerParts(NamedTuple):
-    """Norm, attention with rotary embedding, norm and gated MLP, each half added to the residual stream.
+    """A layer: norm, attention with rotary embedding, norm and gated MLP, each half added to the residual stream.
 
-    Attention reads the layer's input normed; as it is; or normed, with an embedding normed by itself before it.
+    Attention reads the normed input; the raw input, without `input_norm`; or, with `token_norm`, the concatenation of
+    the normed token embedding and the normed input.
     """
 
     input_norm: Tensor | None  # [H]
@@ -32,14 +33,14 @@ class LayerParts(NamedTuple):
     gate_up: PackedLinear
     down: PackedLinear
     window: int | None = None
-    token_norm: Tensor | None = None  # [H], of the embedding
-    residual_normed: bool = False  # the normed input is what the halves are added to
-    attended_norm: Tensor | None = None  # [H], of what attention adds to the stream
-    mlp_norm: Tensor | None = None  # [H], of what the MLP adds to it
-    centred: bool = False  # of all norms: kernels.elementwise.rms_norm
-    gelu: bool = False  # what gates the MLP; otherwise SiLU
+    token_norm: Tensor | None = None  # [H], of the token embedding
+    residual_normed: bool = False  # the residual stream is the normed input
+    attended_norm: Tensor | None = None  # [H], of attention's output before it is added
+    mlp_norm: Tensor | None = None  # [H], of the MLP's output before it is added
+    centred: bool = False  # for all norms: kernels.elementwise.rms_norm
+    gelu: bool = False  # the MLP is gated by GELU instead of SiLU
     scale: float | None = None  # of attention's scores; None: 1/sqrt(D)
-    rotary: int = 0  # which of the rotary tables it reads
+    rotary: int = 0  # index of the rotary table
 
     @property
     def linears(self) -> tuple[PackedLinear, ...]:
@@ -49,7 +50,7 @@ class LayerParts(NamedTuple):
 def join_layers(
     layers: Sequence[LayerParts], final_norm: Tensor | None, eps: float, head_dim: int
 ) -> NativeDecoder | None:
-    """`eps` of all norms, `final_norm` `[H]` or none. None if no kernel takes these layers."""
+    """Return the fused decoder, None if no kernel supports these layers. `eps` is of all norms, `final_norm` `[H]`."""
     if layers[0].post_norm.device.type != "cpu" or not supported(layers, final_norm, head_dim):
         return None
     return NativeDecoder(layers, final_norm, eps, head_dim)

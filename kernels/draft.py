@@ -1,5 +1,6 @@
-"""Chains and trees of tokens with a recurrent head, a level at a time: one call where a kernel runs all of it (on a
-CPU, kernels/cpu/draft.c). Elsewhere a level is the head's own step, its logits and the choice, one after another.
+"""Fused drafting of chains and trees with a recurrent head: one call per level, on a CPU (kernels/cpu/draft.c).
+
+Elsewhere a level is three calls: the head's step, its logits and the choice.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ __all__ = ["DraftParts", "NativeChains", "NativeDraft", "NativeTrees", "join_dra
 
 
 class DraftParts(NamedTuple):
-    """A head that makes each state of the token before it and the state before that. It reads them beside each other,
-    with `joined` through a linear layer.
+    """A recurrent head: it computes each state from the previous token's embedding and the previous state.
+
+    Its layers read both concatenated, or with `joined` projected by a linear layer.
     """
 
     decoder: NativeDecoder
@@ -33,7 +35,7 @@ class DraftParts(NamedTuple):
 
 
 def join_draft(parts: DraftParts) -> NativeDraft | None:
-    """None if no kernel takes these parts."""
+    """Return the fused draft of a head, None if no kernel supports these parts."""
     if in_use(parts.embedding.device) or not supported(parts):
         return None
     return NativeDraft(parts)

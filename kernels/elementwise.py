@@ -1,8 +1,8 @@
 """The row-wise operations of a decoder layer: RMSNorm, rotary embedding, gated SiLU or GELU.
 
-Without gradients a CUDA device runs the Triton forms (kernels/triton/elementwise.py), a CPU those in C
-(kernels/cpu/rows.c): torch's own need five to eight calls each, which cost more than the arithmetic. With gradients, on
-other devices, for odd sizes or mixed dtypes it is torch.
+Without gradients CUDA devices use Triton kernels (kernels/triton/elementwise.py) and CPUs C kernels
+(kernels/cpu/rows.c): torch needs five to eight calls for each, which cost more than the arithmetic. torch is used with
+gradients, on other devices, and for odd sizes or mixed dtypes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kernels.triton import INTERPRETED, in_use
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centred: bool = False) -> Tensor:
-    """x `[..., H]` over its root mean square (arXiv 1910.07467), statistics in fp32 as HF's Llama computes them.
+    """Divide x `[..., H]` by its root mean square (arXiv 1910.07467) and scale it; fp32 statistics, as in HF's Llama.
 
-    With `centred` as HF's Gemma: the scale is 1 + weight, and in 16 bits only the product is rounded.
+    With `centred` as in HF's Gemma: the scale is 1 + weight, and in 16 bits only the product is rounded.
     """
     size = x.shape[-1]
     native = _native(size, x, weight)
@@ -43,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centred: bool = False) ->
 def add_rms_norm(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, centred: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of x + delta, both `[..., H]`, and that sum itself, in one pass over them."""
+    """Return `rms_norm` of x + delta, both `[..., H]`, and the sum, in one pass."""
     if _in_triton(x, delta, weight):
         from kernels.triton import elementwise as gpu
 
@@ -54,7 +54,7 @@ def add_rms_norm(
 
 
 def norm_beside(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` of x and of y, both `[..., H]`, beside each other `[..., 2 H]`: what an EAGLE-3 layer reads."""
+    """Return `rms_norm` of x and of y, both `[..., H]`, concatenated `[..., 2 H]`: the input of an EAGLE-3 layer."""
     if _in_triton(x, y, x_weight, y_weight):
         from kernels.triton import elementwise as gpu
 
@@ -65,9 +65,9 @@ def norm_beside(x: Tensor, y: Tensor, x_weight: Tensor, y_weight: Tensor, eps: f
 def embed_norm_gelu(
     x: Tensor, ids: Tensor, table: Tensor, factor: float, weight: Tensor, bias: Tensor, eps: float
 ) -> Tensor:
-    """gelu(rms_norm(x + factor * table[ids]) + bias), a step of an MLP speculator.
+    """Return gelu(rms_norm(x + factor * table[ids]) + bias), one step of an MLP speculator.
 
-    x `[..., H]`, ids `[...]`, table `[V, H]`, in whose dtype it is computed.
+    x `[..., H]`, ids `[...]`, table `[V, H]`; computed in the table's dtype.
     """
     x = x.to(table.dtype)
     if _in_triton(x, table, weight, bias):
@@ -78,12 +78,12 @@ def embed_norm_gelu(
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`[..., 2 I]`, gate and up beside each other -> silu(gate) * up `[..., I]`."""
+    """`[..., 2 I]`, gate and up concatenated -> silu(gate) * up `[..., I]`."""
     return _gate_mul(gate_up, gelu=False)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """`silu_mul` with GELU, in its approximation by tanh (arXiv 1606.08415), in place of SiLU."""
+    """As `silu_mul`, with the tanh approximation of GELU (arXiv 1606.08415) in place of SiLU."""
     return _gate_mul(gate_up, gelu=True)
 
 
@@ -105,7 +105,7 @@ def _gate_mul(gate_up: Tensor, *, gelu: bool) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x `[..., heads, D]`, its two halves rotated against each other by `cos`, `sin` `[..., 1, D]`."""
+    """Apply rotary embedding to x `[..., heads, D]`, whose two halves form the pairs; `cos`, `sin` `[..., 1, D]`."""
     heads, dim = x.shape[-2:]
     native = _native(dim // 2, x, cos, sin)
     if native is None or x.ndim != 3 or x.stride()[1:] != (dim, 1):
@@ -119,21 +119,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`[..., H]` -> `[R, H]`, each row without gaps."""
+    """`[..., H]` -> `[R, H]`, each row contiguous."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _in_triton(*tensors: Tensor) -> bool:
     first = tensors[0]
-    if first.device.type == "cpu" and not INTERPRETED:  # asked for some seventy times a step
+    if first.device.type == "cpu" and not INTERPRETED:  # a fast exit: called some seventy times per step
         return False
     plain = first.is_floating_point() and all(tensor.dtype is first.dtype for tensor in tensors)
     return plain and not torch.is_grad_enabled() and in_use(first.device)
 
 
 def _native(size: int, *tensors: Tensor) -> ctypes.CDLL | None:
-    """The C library if it takes these: on the CPU, one dtype it knows, rows of whole vectors, no gradient wanted."""
+    """Return the C library if it supports these: on a CPU, one supported dtype, rows of whole vectors, no gradients."""
     first = tensors[0]
     if first.device.type != "cpu" or size % LANES or first.dtype not in KINDS or torch.is_grad_enabled():
         return None

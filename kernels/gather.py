@@ -1,4 +1,4 @@
-"""Some rows of several tensors beside each other: the features of accepted rows, as a head reads them."""
+"""Gathers rows of several tensors and concatenates them: the features of accepted rows, as a head reads them."""
 
 from __future__ import annotations
 

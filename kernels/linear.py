@@ -1,10 +1,10 @@
 """Linear layers for serving. Contract: the bits of a row do not depend on how many rows share the call.
 
-On a CUDA device it is one Triton kernel with one order along K (kernels/triton/linear.py), for a prompt's rows as for
-one. On a CPU it is one in C (kernels/cpu/linear.c). Where that does not read weights of the rows' own dtype (fp16, a
-processor without AVX-512), they are prepacked for oneDNN, whose rows agree for every count
->= 2 (probed at start-up by `assert_row_invariant`), so a single row is padded to two. Elsewhere, and in fp16, rows go
-through in blocks of one fixed size, so that every call of the library has the same shape.
+CUDA devices use one Triton kernel with a fixed summation order along K (kernels/triton/linear.py) for any number of
+rows. CPUs use a C kernel (kernels/cpu/linear.c). If it cannot read unquantised weights (fp16, or a processor without
+AVX-512), they are prepacked for oneDNN, whose rows agree for every number of rows >= 2 (checked at start-up by
+`assert_row_invariant`), so a single row is padded to two. Elsewhere, and in fp16, rows are processed in blocks of a
+fixed size, so that every library call has the same shape.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ ONEDNN = (torch.float32, torch.bfloat16)
 class PackedLinear:
     """`y = x Wᵀ + b` for x `[..., K]`, W `[N, K]`; row-invariant in the sense above if `exact`. fp32, bf16 and fp16.
 
-    `weight_format`: int8 and fp8 hold a weight in 8 bits, int4 in 4 (kernels/quantise.py). Where no kernel reads these
-    (fp16 on a CPU, sizes that are no multiple of 8, no C compiler), they are widened again, which saves no memory.
-    Raises ValueError for int4 if no group of weights divides K.
+    `weight_format`: int8 and fp8 store a weight in 8 bits, int4 in 4 (kernels/quantise.py). Where no kernel reads these
+    (fp16 on a CPU, sizes that are no multiple of 8, no C compiler), they are dequantised again, which saves no memory.
+    Raises ValueError for int4 if no group size divides K.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PackedLinear:
         self.bytes = sum(own.numel() * own.element_size() for own in (weight, self._scale) if own is not None)
 
     def whole_weight(self) -> Tensor | None:
-        """`[N, K]` as it was given; None if it is held in fewer bits."""
+        """Return the weight `[N, K]` as it was passed in; None if it is quantised."""
         if self.weight_format != "same":
             return None
         if self.native is not None:
@@ -96,14 +96,14 @@ class PackedLinear:
 
 
 def reads_narrow(inputs: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a kernel reads weights of 8 and 4 bits as they are stored, for rows of `dtype`; else they are widened."""
+    """Return whether a kernel reads 8- and 4-bit weights directly for rows of `dtype`; if not, they are dequantised."""
     return in_use(device) or supported(inputs, dtype, device, "int8")
 
 
 def assert_row_invariant(linear: PackedLinear, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Probes the contract on this machine: 1 to 64 rows against a prompt's 200, which it answers.
+    """Check the contract on this machine: 1 to 64 rows against the same rows among 200.
 
-    Raises ValueError if it fails.
+    Returns the output of the 200 rows. Raises ValueError if bits differ.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, linear.in_features, generator=generator).to(device, dtype)

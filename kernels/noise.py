@@ -1,9 +1,9 @@
-"""Gumbel noise by (seed, position, token id), with the same bits on every device and in every form.
+"""Gumbel noise by (seed, position, token id), with the same bits on every device and in every implementation.
 
-A counter-based hash gives 32 bits; two logarithms turn them into noise. Libraries differ in a logarithm's last bit from
-one processor to the next, so it is computed here from additions, multiplications and shifts of the bits alone, each
-rounded by itself: IEEE fixes those. What runs it must not fuse them (C: `fp-contract=off`; Triton:
-`enable_fp_fusion=False`). The polynomial was fitted by us; its relative error is below 2^-23.
+A counter-based hash gives 32 bits; two logarithms turn them into noise. Libraries' logarithms differ in the last bit
+between processors, so it is computed here from additions, multiplications and bit shifts alone, each rounded by itself,
+whose results IEEE 754 defines. They must not be fused (C: `fp-contract=off`; Triton: `enable_fp_fusion=False`). The
+polynomial was fitted for this project; its relative error is below 2^-23.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOT_HALF_BITS = 0x3F3504F3  # of sqrt(1/2)
 
 
 def mix32(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers in which every input bit moves every output bit (finaliser of MurmurHash3)."""
+    """A bijection of 32-bit integers in which every input bit affects every output bit (finaliser of MurmurHash3)."""
     x = x ^ (x >> 16)
     x = (x * 0x85EBCA6B) & MASK32
     x = x ^ (x >> 13)
@@ -39,14 +39,14 @@ def mix32(x: Tensor) -> Tensor:
 
 
 def row_keys(seed_low: Tensor, seed_high: Tensor, positions: Tensor) -> Tensor:
-    """`[R]` each -> what a row's noise depends on besides the token id, `[R]` int64 below 2^32."""
+    """Hash everything that a row's noise depends on except the token id: `[R]` each -> `[R]` int64 below 2^32."""
     return mix32(mix32(mix32(seed_low) ^ seed_high) ^ (positions & MASK32))
 
 
 def gumbel_noise(seed_low: Tensor, seed_high: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """g(seed, position, v) in fp32: seeds and positions `[R]`, token_ids `[V]` -> `[R, V]`.
+    """Return g(seed, position, v) in fp32: seeds and positions `[R]`, token_ids `[V]` -> `[R, V]`.
 
-    The row's key passes the mixer three times and the token id is mixed with it twice, so neighbouring seeds,
+    A row's key takes three rounds of `mix32` and the token id is mixed with it in two more, so neighbouring seeds,
     positions and ids give unrelated noise.
     """
     keys = row_keys(seed_low, seed_high, positions)
@@ -60,34 +60,34 @@ def gumbel_noise(seed_low: Tensor, seed_high: Tensor, positions: Tensor, token_i
 
 
 def noise_words(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """32 random bits each: keys `[R]`, token_ids `[V]` -> `[R, V]` int64."""
+    """Return 32 random bits per row and token: keys `[R]`, token_ids `[V]` -> `[R, V]` int64."""
     keys = keys[:, None]
     return mix32(((mix32(token_ids & MASK32) + keys * 0x9E3779B1) & MASK32) ^ keys)
 
 
 def gumbel_of(words: Tensor) -> Tensor:
-    """-log(-log(1 - u)) with u = (word + 1/2) / 2^32, kept below 1."""
+    """Return -log(-log(1 - u)) with u = (word + 1/2) / 2^32, kept below 1."""
     u = ((words.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     fraction, exponent = split(1 - u)
-    near = u < 0.25  # 1 - u would lose the small u, which are the large noise
+    near = u < 0.25  # small u are large noise, and 1 - u would lose their precision
     exponential = -log_of(torch.where(near, -u, fraction), torch.where(near, 0.0, exponent))
     return -exact_log(exponential)
 
 
 def exact_log(x: Tensor) -> Tensor:
-    """The natural logarithm of positive, normal fp32."""
+    """Return the natural logarithm of positive, normal fp32 numbers."""
     return log_of(*split(x))
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """f and e in fp32 with x = (1 + f) 2^e and sqrt(1/2) <= 1 + f < sqrt(2)."""
+    """Return f and e in fp32 with x = (1 + f) 2^e and sqrt(1/2) <= 1 + f < sqrt(2)."""
     bits = x.view(torch.int32)
     exponent = (bits - ROOT_HALF_BITS) >> 23
     return (bits - (exponent << 23)).view(torch.float32) - 1, exponent.float()
 
 
 def log_of(f: Tensor, exponent: Tensor) -> Tensor:
-    """log((1 + f) 2^exponent). The order of these operations is the contract."""
+    """Return log((1 + f) 2^exponent). The order of these operations is part of the contract."""
     value = torch.full_like(f, LOG_POLYNOMIAL[-1])
     for coefficient in LOG_POLYNOMIAL[-2::-1]:
         value = value * f + coefficient

@@ -1,7 +1,7 @@
-"""Weights in 8 or 4 bits: nearest multiples of a scale, symmetric about zero.
+"""Quantised weights in 8 or 4 bits: nearest multiples of a scale, symmetric about zero.
 
-A scale belongs to an output feature (int8, fp8) or, of 4 bits, which are too few for a whole row, to a group of weights
-beside each other in it.
+Scales are per output feature (int8, fp8) or, for int4, which is too coarse for one scale per row, per group of
+neighbouring weights in a row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GROUPS = (128, 64, 32)  # the first that divides a row
 
 
 def group_size(inputs: int) -> int:
-    """Weights of a row of `inputs` that share a scale in int4. Raises ValueError if no group divides it."""
+    """Return how many weights of a row of `inputs` share a scale in int4. Raises ValueError if no group divides it."""
     for size in GROUPS:
         if inputs % size == 0:
             return size
@@ -30,17 +30,17 @@ def group_size(inputs: int) -> int:
 
 
 def narrow_bytes(outputs: int, inputs: int, weight_format: NarrowFormat) -> int:
-    """Of a weight `[outputs, inputs]` with its scales."""
+    """Return the size of a quantised weight `[outputs, inputs]` with its scales, in bytes."""
     if weight_format == "int4":
         return outputs * (inputs // 2 + 4 * inputs // group_size(inputs))
     return outputs * (inputs + 4)
 
 
 def quantise(weight: Tensor, weight_format: NarrowFormat) -> tuple[Tensor, Tensor]:
-    """weight `[N, K]` -> its nearest multiples, int8 (of int4 too, from -7 to 7) or float8_e4m3fn, and fp32 scales.
+    """Quantise weight `[N, K]` to int8 (int4 too, from -7 to 7) or float8_e4m3fn; also returns fp32 scales.
 
-    Scales are `[N]`, of int4 `[N, K / group]`: the largest weight that one covers becomes the format's largest. Where
-    all are zero it is 1.
+    Scales are `[N]`, for int4 `[N, K / group]`; each maps the largest weight it covers to the format's largest value.
+    Where all weights are zero it is 1.
     """
     own = weight.float()
     if weight_format == "int4":
@@ -52,12 +52,12 @@ def quantise(weight: Tensor, weight_format: NarrowFormat) -> tuple[Tensor, Tenso
 
 
 def widen(stored: Tensor, scale: Tensor) -> Tensor:
-    """What `quantise` answered as fp32 `[N, K]`."""
+    """Dequantise the output of `quantise` to fp32 `[N, K]`."""
     groups = stored.view(*scale.shape, -1) if scale.ndim == 2 else stored
     return (groups.float() * scale[..., None]).view(stored.shape)
 
 
 def pack_nibbles(stored: Tensor) -> Tensor:
-    """int4's `[N, K]` -> `[N, K / 2]`: a group's first half in the low nibbles of its bytes, its second in the high."""
+    """Pack int4 `[N, K]` -> `[N, K / 2]`: a group's first half in the low nibbles of its bytes, the second in high."""
     low, high = stored.unflatten(1, (-1, group_size(stored.shape[1]))).chunk(2, dim=2)
     return (low & 15 | high << 4).flatten(1)

@@ -1,4 +1,4 @@
-"""Residual layers of several heads at once: `x + silu(W x + b)`, each head with weights of its own (Medusa).
+"""Residual layers of several heads in one call: `x + silu(W x + b)` with separate weights per head (Medusa).
 
 Contract: a row's bits depend on that row and its head's weights alone, not on how many rows or heads share the call.
 """

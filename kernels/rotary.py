@@ -1,4 +1,4 @@
-"""What becomes of projections before attention reads them: QK norm, rotary embedding, keys and values in their slots.
+"""Prepares QKV projections for attention: QK norm, rotary embedding, and writing keys and values to their cache slots.
 
 Contract: a row's bits depend on that row alone; its keys and values go to its own slot, and no other slot changes.
 """

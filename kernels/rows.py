@@ -1,4 +1,4 @@
-"""Which rows a step adds to which requests, and what each of them sees: the address side of paged attention."""
+"""The rows of a step for paged attention: their requests, their addresses in the KV cache, and the keys they see."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass
 class AttentionRows:
-    """R rows, those of one request beside each other. A place is a position's room in the request's pages.
+    """R rows, grouped by request. A place is an index into the slots of a request's pages.
 
-    A row lies at place `committed + offset` of its request and sees the `committed` places before the step's rows;
-    besides, with `words`, the places `committed + j` for every set bit j (its ancestors and itself), else the places
-    of the rows before it and its own. Without words a request's offsets must be 0, 1, 2, ... Nobody sees the places
+    A row lies at place `committed + offset` of its request and sees the `committed` places before the step's rows. With
+    the tree mask `words` it also sees the places `committed + j` for every set bit j (its ancestors and itself),
+    without it those of the request's earlier rows and its own; offsets must then be 0, 1, 2, ... No row sees the places
     before `first`.
     """
 
@@ -25,8 +25,8 @@ class AttentionRows:
     offset: Tensor  # [R]
     words: Tensor | None  # [R] int64
     page_size: int
-    longest: int  # at least the number of keys that any row sees
-    counts: tuple[int, ...]  # rows of each request that has any, as they lie: what a grid is made from, without a copy
+    longest: int  # upper bound on the number of keys that a row sees
+    counts: tuple[int, ...]  # number of rows of each request with rows, in order; on the host, for launch grids
     first: int = 0
 
     @classmethod
@@ -40,30 +40,30 @@ class AttentionRows:
         words: Tensor | None = None,
         first: int = 0,
     ) -> AttentionRows:
-        """`counts[b]` rows of request b at offsets 0, 1, ...; `words` `[R]`, None for rows that each see all before."""
+        """Make `counts[b]` rows of request b at offsets 0, 1, ...; tree mask `words` `[R]`, None for causal rows."""
         device = table.device
         blocks = list(enumerate(zip(committed, counts, strict=True)))
         total = sum(counts)
-        room = [0] * (total % 2)  # so that each begins at a multiple of 16 bytes, as Triton's kernels are compiled for
+        room = [0] * (total % 2)  # padding: Triton kernels are compiled for addresses that are multiples of 16 bytes
         fields = [
             [b for b, (_, count) in blocks for _ in range(count)] + room,
             [start for _, (start, count) in blocks for _ in range(count)] + room,
             [j for count in counts for j in range(count)] + room,
         ]
-        # one tensor, since each takes its time
+        # a single tensor, since creating each one takes time
         request, start, offset = torch.tensor(fields, device=device)[:, :total]
         longest = max(start + count for _, (start, count) in blocks)
         rows = tuple(count for count in counts if count)
         return cls(table, request, start, offset, words, page_size, longest, rows, first)
 
     def next(self) -> AttentionRows:
-        """Of chains, one row of each request: the row after it, which sees this one too."""
+        """Return the next row of each chain, which also sees this one. Needs one row per request and no tree mask."""
         assert self.words is None
         assert len(self.counts) == len(self.request)
         return replace(self, committed=self.committed + 1, longest=self.longest + 1)
 
     def kept(self, index: Tensor) -> AttentionRows:
-        """Of these, one row of each request, the requests `index` `[K]` alone."""
+        """Return only the rows of the requests `index` `[K]`. Needs one row per request."""
         assert len(self.counts) == len(self.request)
         left = len(index)
         own = {"request": self.request[:left], "offset": self.offset[:left], "counts": self.counts[:left]}
@@ -75,7 +75,7 @@ class AttentionRows:
 
     @cached_property
     def slots(self) -> Tensor:
-        """[R] where each row's own key and value go: page * page_size + offset in the page."""
+        """[R] slot of each row's key and value: page * page_size + offset in the page."""
         places = self.places
         page = self.table[self.request, places // self.page_size]
         return page * self.page_size + places % self.page_size

@@ -1,7 +1,7 @@
-"""What comes before the temperature: penalties, bias and masks on the logits of one request's rows, in one pass.
+"""Logits processors before the temperature: penalties, bias and masks on the logits of one request's rows, in one pass.
 
-Contract: a row is shaped by its own prefix alone, so that a drafted token counts for the rows below it and for no
-other; fp32, each operation rounded by itself, with the same bits in every form. A forbidden column is -inf.
+Contract: a row's logits depend on its own prefix alone, so a drafted token counts only for rows whose path contains it;
+fp32, each operation rounded by itself, with the same bits in every implementation. A forbidden column is -inf.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from torch import Tensor
 from kernels.triton import in_use
 
 FORBIDDEN = float("-inf")
-WORD = 32  # columns of a mask's word
+WORD = 32  # columns per word of a mask
 
 
 @dataclass
 class Shaping:
-    """Of n rows over V columns; None for what nothing is asked of. Penalties need `output`.
+    """Logits processing of n rows over V columns; None for what is not used. Penalties need `output`.
 
-    Repetition is CTRL's (arXiv 1909.05858): towards the unlikely side of zero, for what stands in prompt or output.
+    Repetition is CTRL's (arXiv 1909.05858): for tokens in prompt or output, positive logits are divided by it, others
+    multiplied.
     """
 
     repetition: float = 1.0
     presence: float = 0.0
     frequency: float = 0.0
-    prompt: Tensor | None = None  # [V] bool, what stands in the prompt
-    output: Tensor | None = None  # [V] fp32, how often in the output
-    drafted: Tensor | None = None  # [n, D] int64 tokens drafted on the way to each row, -1 where there are none
+    prompt: Tensor | None = None  # [V] bool, tokens in the prompt
+    output: Tensor | None = None  # [V] fp32, counts of tokens in the output
+    drafted: Tensor | None = None  # [n, D] int64 drafted tokens on the path to each row, padded with -1
     bias: Tensor | None = None  # [V] fp32
     allowed: Tensor | None = None  # [n, ceil(V / 32)] int32: bit c % 32 of word c // 32 for column c
 
@@ -39,7 +40,7 @@ class Shaping:
 
 
 def shape(logits: Tensor, shaping: Shaping) -> Tensor:
-    """logits `[n, V]` -> the shaped ones `[n, V]`, fp32 in new memory."""
+    """Apply `shaping` to logits `[n, V]` -> `[n, V]`, fp32 in new memory."""
     if in_use(logits.device):
         from kernels.triton.shape import shape as fused
 
@@ -48,7 +49,7 @@ def shape(logits: Tensor, shaping: Shaping) -> Tensor:
 
 
 def shape_in_torch(logits: Tensor, shaping: Shaping) -> Tensor:
-    """`shape` written out: what the kernel is held to."""
+    """The same as `shape` in plain torch: the reference for the kernel."""
     out = logits.float().clone()
     if shaping.penalises:
         out = penalise(out, shaping)
@@ -74,13 +75,13 @@ def penalise(logits: Tensor, shaping: Shaping) -> Tensor:
 
 
 def unpacked(words: Tensor, columns: int) -> Tensor:
-    """words `[..., W]` int32 -> bool `[..., columns]`."""
+    """Unpack words `[..., W]` int32 -> bool `[..., columns]`."""
     bits = (words[..., None] >> torch.arange(WORD, dtype=torch.int32, device=words.device)) & 1
     return bits.flatten(-2)[..., :columns].bool()
 
 
 def packed(allowed: Tensor) -> Tensor:
-    """bool `[..., V]` -> int32 words `[..., ceil(V / 32)]`; what a last word has past V is 0."""
+    """Pack bool `[..., V]` -> int32 words `[..., ceil(V / 32)]`; bits past V are 0."""
     missing = -allowed.shape[-1] % WORD
     bits = torch.nn.functional.pad(allowed, (0, missing)).unflatten(-1, (-1, WORD)).long()
     words = (bits << torch.arange(WORD, device=allowed.device)).sum(-1)

@@ -1,9 +1,9 @@
-"""Paged attention in torch, for devices and machines without a kernel of their own.
+"""Paged attention in torch, for devices and machines without a native kernel.
 
 Keys are read in tiles of KV_TILE positions at fixed offsets, each tile one matrix product of fixed inner shape; partial
-results are combined in tile order by their log-sum-exp. A masked key weighs exactly zero. Rows that see one sequence
-(a prompt, a chain) share its tiles; a tree's row gathers its own ancestors in order of position, which costs a gather
-per row and keeps the bits of plain decoding.
+results are combined in tile order by their log-sum-exp. A masked key weighs exactly zero. Rows that see the same
+sequence (a prompt, a chain) share its tiles; each row of a tree gathers its ancestors in order of position, which costs
+a gather per row and preserves the bits of plain decoding.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kernels.move import read_slots, write_slots
 from kernels.rows import AttentionRows
 
 KV_TILE = 256
-MIN_GEMM_ROWS = 8  # a product of fewer rows takes another path in the CPU's library (probed: fewer than 4 differ)
-MASKED = -1e30  # finite, so that a tile in which a row sees nothing yields weight 0 and no NaN
+MIN_GEMM_ROWS = 8  # with fewer rows the CPU's library takes another code path (measured: fewer than 4 differ)
+MASKED = -1e30  # finite, so that a tile without visible keys yields weight 0 and no NaN
 WORD_BITS = 64
 
 
 class TiledAttention:
-    """The plan of one step: G sequences of keys, N rows at most on each, S tiles in all."""
+    """The plan of one step: G sequences of keys with at most N rows each, S tiles in total."""
 
     def __init__(self, rows: AttentionRows, num_heads: int, num_kv_heads: int) -> None:
         device, group = rows.table.device, num_heads // num_kv_heads
@@ -58,7 +58,7 @@ class TiledAttention:
         self._biases: dict[int | None, Tensor] = {}
         local = torch.arange(self._width, device=device)
         starts = torch.arange(len(counts), device=device)[:, None] * self._width
-        self._rows = (starts + local)[local < counts[:, None]]  # [R] where row r stands in [G * N]
+        self._rows = (starts + local)[local < counts[:, None]]  # [R] index of row r in [G * N]
         self._slots = rows.slots
         step = torch.arange(int(tiles.max()), device=device)
         self._valid = step < tiles[:, None]  # [G, T]
@@ -84,7 +84,7 @@ class TiledAttention:
         return out.index_select(0, self._rows).to(dtype)
 
     def _bias(self, window: int | None) -> Tensor:
-        """[nkv * S, N * group, KV_TILE] what hides the keys that a row does not see; the same for most layers."""
+        """Additive mask [nkv * S, N * group, KV_TILE] of the keys that a row does not see; cached, shared by layers."""
         if window not in self._biases:
             key, limit = self._key[:, None, :], self._limit[:, :, None]
             hidden = key >= limit
@@ -95,7 +95,7 @@ class TiledAttention:
         return self._biases[window]
 
     def _combine(self, out: Tensor, scores: Tensor) -> Tensor:
-        """Combines the tiles of a sequence, each normalised in itself, by their log-sum-exp."""
+        """Combine the separately normalised tiles of each sequence by their log-sum-exp."""
         G, T = self._merge.shape
         kv_heads, flat = self._kv_heads, self._merge.flatten()
         valid = self._valid[None, :, :, None]
@@ -107,7 +107,7 @@ class TiledAttention:
 
 
 def places_of_bits(words: Tensor) -> tuple[Tensor, Tensor]:
-    """words `[R]` -> `[R, 64]` the index of the n-th set bit (0 past the last), and `[R]` how many are set."""
+    """words `[R]` -> index of the n-th set bit `[R, 64]` (0 past the last), and number of set bits `[R]`."""
     index = torch.arange(WORD_BITS, device=words.device)
     bits = (words[:, None] >> index) & 1
     rank = bits.cumsum(1) - 1

@@ -1,15 +1,15 @@
 """Attention of EAGLE-3's training-time test (arXiv 2503.01840), forward and backward: a causal block and diagonals.
 
 A head is unrolled over its own states. At step s a row, which stands for a slot of the sequence, sees the step-0 keys
-of its slot and of those before it, in its own document, and of every later step the one key that its own slot made:
-what a chain draft finds in its cache. P-EAGLE's rows of one slot see the same.
+of its slot and of earlier slots in its document, and from every later step only the key of its own slot: the keys that
+a chain draft has in its KV cache. In P-EAGLE all rows of one slot see the same keys.
 
-Contract: the softmax runs over both kinds of keys together and is fp32. Gradients are those of the dense form; the
-first step's keys gather theirs from all rows that see them, in one order, so that a run repeats its bits.
+Contract: one fp32 softmax runs over both kinds of keys. Gradients are those of the dense form; those of step-0 keys are
+summed over all rows that see them in a fixed order, so that runs are bitwise reproducible.
 
-The torch form holds all scores, `[B, nh, M, T + s]` per step. On a CUDA device a Triton kernel holds tiles of them
-(kernels/triton/ttt_attention.py). Rows of one document each, at step 0, are plain causal attention, for which torch has
-a kernel.
+The torch implementation materialises all scores, `[B, nh, M, T + s]` per step; on CUDA devices a Triton kernel holds
+only tiles of them (kernels/triton/ttt_attention.py). Step 0 with one document per row is plain causal attention, for
+which torch's kernel is used.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def ttt_attention(
     slots: Tensor | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """q `[B, M, nh, D]` of this step's rows -> `[B, M, nh, D]`, in q's dtype or that of autocast.
+    """Compute attention for q `[B, M, nh, D]`, this step's rows -> `[B, M, nh, D]`, in q's dtype or that of autocast.
 
-    keys and values: of step 0 `[B, T, nkv, D]`, of each later step until this one `[B, M, nkv, D]`. `slots` `[M]` or
+    keys and values: of step 0 `[B, T, nkv, D]`, of each later step up to this one `[B, M, nkv, D]`. `slots` `[M]` or
     `[B, M]`: the slot of each row, in any order; None: row m is slot m. starts `[B, T]`: the slot at which each slot's
     document begins; None: each row of the batch is one document.
     """
@@ -47,7 +47,7 @@ def ttt_attention(
 
 
 def bounds(shape: torch.Size, slots: Tensor | None, starts: Tensor | None, device: torch.device) -> list[Tensor]:
-    """First step-0 key that each row sees, and the one after its last, `[B, M]` int32; shape `[B, T]`."""
+    """Return the first step-0 key that each row sees and the end of its range, `[B, M]` int32 each; shape `[B, T]`."""
     batch, length = shape
     slots = (torch.arange(length, device=device) if slots is None else slots).expand(batch, -1)
     first = torch.zeros_like(slots) if starts is None else starts.gather(1, slots)
@@ -55,9 +55,9 @@ def bounds(shape: torch.Size, slots: Tensor | None, starts: Tensor | None, devic
 
 
 def visible(starts: Tensor, slots: Tensor | None = None) -> Tensor:
-    """bool `[B, 1, M, T]`: what each slot of packed documents sees: itself and what is before it in its own.
+    """Return the mask of packed documents, bool `[B, 1, M, T]`: a slot sees itself and earlier slots of its document.
 
-    starts `[B, T]`: the slot at which a slot's document begins. With `slots` `[M]` or `[B, M]` the rows of these alone.
+    starts `[B, T]`: the slot at which a slot's document begins. With `slots` `[M]` or `[B, M]` only the rows of these.
     """
     first, end = bounds(starts.shape, slots, starts, starts.device)
     columns = torch.arange(starts.shape[1], device=starts.device)
@@ -72,7 +72,7 @@ def repeat_kv(x: Tensor, groups: int) -> Tensor:
 def dense(
     q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor | None, starts: Tensor | None
 ) -> Tensor:
-    """As `ttt_attention`, in torch. Query heads of one KV head are rows of one product."""
+    """As `ttt_attention`, in torch. Query heads of one KV head share a matrix product."""
     T, groups, scale = keys[0].shape[1], q.shape[2] // keys[0].shape[2], q.shape[3] ** -0.5
     q, k, v = (x.transpose(1, 2) for x in (q, keys[0], values[0]))  # [B, heads, T, D]
     plain = slots is None and starts is None

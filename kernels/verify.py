@@ -1,7 +1,7 @@
-"""Verification of a draft tree: which path of drafted tokens equals the target's own choices. No walk, no linked lists.
+"""Verification of a draft tree: finds the path of drafted tokens that equals the target's choices, without a tree walk.
 
-ok[0] = true, ok[i] = token[i] == choice[parent[i]]; a node lives if all its ancestors are ok; the deepest living node
-ends the accepted path. Siblings carry distinct tokens, so that node is unique.
+ok[0] = true, ok[i] = token[i] == choice[parent[i]]; a node is accepted if it and all its ancestors are ok; the deepest
+accepted node ends the accepted path. Siblings have distinct tokens, so that node is unique.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.cpu.library import library
 from kernels.triton import in_use
 
-NATIVE = [torch.int64, torch.int32, torch.int32, torch.int64, torch.int64, torch.int64]  # what the C form takes
+NATIVE = [torch.int64, torch.int32, torch.int32, torch.int64, torch.int64, torch.int64]  # dtypes of the C kernel
 
 
 def accept(
@@ -24,18 +24,18 @@ def accept(
     choice: Tensor,
     likely: Tensor | None = None,
 ) -> Tensor:
-    """All `[B, N]` (token, parent, depth, ancestors of a DraftTree, the target's choice per row), length `[B]`.
+    """Return the index of the last accepted node of each request, `[B]` (0 if no drafted token was accepted).
 
-    Nodes that are `likely` `[B, N]` bool are ok besides (typical acceptance): of paths of one length the one that ends
-    at the lowest node is taken. Returns `[B]`, the index of the last accepted node of each request (0 when no drafted
-    token was accepted).
+    All `[B, N]` (token, parent, depth, ancestors of a DraftTree, the target's choice per row), length `[B]`. Nodes
+    marked `likely` `[B, N]` bool are ok as well (typical acceptance); of equally long paths, the one that ends at the
+    lowest node is taken.
     """
     if in_use(token.device):
         from kernels.triton import verify
 
         return verify.accept(token, parent, depth, ancestors, length, choice, likely)
     native = library() if token.device.type == "cpu" else None
-    if native is not None:  # some twenty operations on a few numbers each
+    if native is not None:  # replaces some twenty torch operations on a few numbers each
         fields = [x.contiguous() for x in (token, parent, depth, ancestors, length, choice)]
         assert [x.dtype for x in fields] == NATIVE
         marks = None if likely is None else likely.contiguous()
@@ -49,7 +49,7 @@ def accept(
         ok |= likely
     ok[:, 0] = True
     ok &= nodes < length[:, None]
-    ok_word = (ok.long() << nodes).sum(1)  # bit 63 makes the word negative, which the mask below does not mind
+    ok_word = (ok.long() << nodes).sum(1)  # bit 63 makes the word negative, which does not affect the mask below
     alive = (ancestors & ~ok_word[:, None]) == 0
     alive &= nodes < length[:, None]
     return torch.where(alive, depth, -1).argmax(1)

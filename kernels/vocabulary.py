@@ -1,16 +1,16 @@
-"""A draft's loss over the vocabulary, the LM head included: logits exist for a block of rows, while it is in cache.
+"""A draft's loss over the vocabulary, fused with the LM head: logits exist only for a block of rows, while in cache.
 
 Contract: for N rows x `[N, S]` and an LM head W `[V, S]` the cost of row i is KL(p || softmax(W x)), p a teacher's row,
 or the cross-entropy with a label. Products are in W's dtype with fp32 sums; logits and their gradient are rounded to it
-between product and softmax, which is fp32 itself, as are costs and statistics. Gradients of the weighted sum of costs
-are made in the same pass, so the backward pass only scales them; it can be called once. A teacher's row is read by as
-many rows as it teaches: its logits are made once, and its probabilities never exist.
+between product and softmax; the softmax, costs and statistics are fp32. Gradients of the weighted sum of costs are
+computed in the forward pass, so the backward pass only scales them; it can be called once. Several rows may share a
+teacher's row: its logits are computed once, and its probabilities are never materialised.
 
-A row's cost depends on that row alone. Terms of probability zero are zero, whatever the logit; a row that holds NaN, or
-whose largest logit is not finite, costs NaN and so does its gradient.
+A row's cost depends on that row alone. Terms of probability zero are zero, whatever the logit. The cost and gradient of
+a row that contains NaN, or whose largest logit is not finite, are NaN.
 
-In C on a CPU (kernels/cpu/vocabulary.c). Elsewhere, and without a compiler, callers make logits and probabilities with
-torch: `supported` says so.
+Implemented in C for the CPU (kernels/cpu/vocabulary.c). On other devices, and without a compiler, `supported` returns
+False and callers compute logits and probabilities with torch.
 """
 
 from __future__ import annotations
@@ -23,40 +23,43 @@ from torch import Tensor
 from kernels.cpu.library import KINDS, library
 from kernels.cpu.vocabulary import loss_rows, teach_rows
 
-BLOCK_ELEMENTS = 2**23  # logits between product and softmax: 16 MB in bf16
-KEPT_ELEMENTS = 2**26  # gradients of logits that wait for the LM head's: 128 MB in bf16
+BLOCK_ELEMENTS = 2**23  # logits per block: 16 MB in bf16
+KEPT_ELEMENTS = 2**26  # logit gradients kept for one product into the LM head's gradient: 128 MB in bf16
 
 
 class TeacherLogits(NamedTuple):
-    """The distribution exp(logits - log_z) over V columns, R rows of it."""
+    """R rows of the teacher's distribution exp(logits - log_z) over V columns."""
 
     logits: Tensor  # [R, V] fp32 or bf16
     log_z: Tensor  # [R] fp32
     negentropy: Tensor  # [R] Σ p log p
-    mass: Tensor  # [R] by which p is multiplied where it is compared with the draft's: Σ min(q, mass p)
+    mass: Tensor  # [R] factor on p in its overlap with the draft's distribution q: Σ min(q, mass p)
 
 
 class Choices(NamedTuple):
     choice: Tensor  # int64 [R], argmax over all columns
-    draft_choice: Tensor  # int64 [R], the place of the argmax among those of the draft vocabulary
+    draft_choice: Tensor  # int64 [R], argmax over the draft vocabulary, as an index into it
 
 
 class Costs(NamedTuple):
-    """What N rows cost."""
+    """Costs and statistics of N rows."""
 
-    total: Tensor  # Σ weights cost, which alone can be differentiated
+    total: Tensor  # Σ weights cost, the only differentiable field
     cost: Tensor  # [N]
     best: Tensor  # int64 [N], the draft's argmax
     overlap: Tensor | None  # [N] Σ min(q, mass p)
 
 
 def supported(device: torch.device, dtype: torch.dtype) -> bool:
-    """On meta, where shapes alone are told, what holds on a CPU."""
+    """Return whether `linear_loss` supports this device and dtype. Meta tensors count as CPU tensors."""
     return device.type in ("cpu", "meta") and dtype in KINDS and library() is not None
 
 
 def teacher_logits(logits: Tensor, ids: Tensor | None) -> tuple[TeacherLogits, Choices]:
-    """Of a target's logits `[R, V]`, over the draft vocabulary `ids` `[Vd]`, None for all: `mass` is what it holds."""
+    """Make a teacher from a target's logits `[R, V]`, restricted to the draft vocabulary `ids` `[Vd]`, None for all.
+
+    `mass` is the probability of the draft vocabulary.
+    """
     whole, drafted, kept = teach_rows(logits, ids)
     log_z = drafted.most + drafted.sum.log()
     negentropy = drafted.dot / drafted.sum - drafted.sum.log()
@@ -75,10 +78,11 @@ def linear_loss(
     narrow: Tensor | None = None,
     overlap: bool = True,
 ) -> Costs:
-    """Costs of x `[N, S]` through W `[V, S]`, weighted by `weights` `[N]`.
+    """Compute the costs of x `[N, S]` through W `[V, S]`, weighted by `weights` `[N]`.
 
     `rows` int64 `[N]`: the teacher's row of each. With `label` int64 `[N]` the cost is the cross-entropy with these
-    columns, 0 below 0; else KL to the teacher. `narrow`: W in the dtype of the products. `overlap` needs a teacher.
+    columns, 0 for negative labels; else KL to the teacher. `narrow`: W in the dtype of the products. `overlap` needs a
+    teacher.
     """
     assert teacher is not None or (label is not None and not overlap)
     narrow = weight.detach() if narrow is None else narrow
@@ -90,7 +94,7 @@ def linear_loss(
 
 
 class LinearLoss(torch.autograd.Function):
-    """As `linear_loss`; the gradients of its first answer, up to a factor, are made in the forward pass."""
+    """As `linear_loss`; gradients of the first output, up to a factor, are computed in the forward pass."""
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
@@ -99,7 +103,7 @@ class LinearLoss(torch.autograd.Function):
     ):  # fmt: skip
         states = x.to(narrow.dtype).contiguous()
         if teacher is not None and label is not None and not overlap:
-            teacher = None  # nobody reads it
+            teacher = None  # not used
         of_states = x.new_empty(x.shape) if gradient else None
         of_weight = weight.new_zeros(weight.shape) if gradient and weight.requires_grad else None
         parts = []
@@ -138,7 +142,7 @@ def block_costs(
     *,
     overlap: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Cost, argmax and overlap (empty without) of logits `[N, V]`, which with `factor` become their gradient."""
+    """Return cost, argmax and overlap (or empty) of logits `[N, V]`; with `factor` their gradient overwrites them."""
     if logits.is_meta:
         cost = torch.empty(len(logits), device="meta")
         return cost, cost.long(), cost.clone() if overlap else cost[:0]
@@ -156,6 +160,6 @@ def block_costs(
 
 
 def spans(count: int, size: int) -> list[slice]:
-    """0 .. count in equal parts of `size` at most (one, if that is less): a short last one would cost as a long one."""
+    """Split 0 .. count into equal parts of at most max(1, `size`): a short last part costs as much as a full one."""
     parts = max(1, -(-count // max(1, size)))
     return [slice(count * part // parts, count * (part + 1) // parts) for part in range(parts)]

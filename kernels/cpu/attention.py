@@ -1,4 +1,4 @@
-"""Paged attention in C (attention.c): a row's keys are met in order of position, so no shape changes its bits."""
+"""Paged attention in C (attention.c): keys are processed in order of position, so a row's bits depend on no shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.cpu.library import KINDS, LANES, library, openmp
 from kernels.rows import AttentionRows
 
 if TYPE_CHECKING:
-    from kernels.cpu.decoder import NativeDecoder  # which is built on what is here
+    from kernels.cpu.decoder import NativeDecoder  # it imports this module
 
 HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)  # the cases compiled into attention.c
 PARALLEL_WORK = 2**18  # multiply-adds below which waking a second thread costs more than it saves
@@ -41,7 +41,7 @@ def supported(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class NativeAttention:
-    """The plan of one step: addresses once, then one call per layer."""
+    """The plan of one step: addresses are computed once, then there is one call per layer."""
 
     def __init__(self, rows: AttentionRows, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         found = library()
@@ -57,7 +57,7 @@ class NativeAttention:
         work = count * num_heads * rows.longest * head_dim
         threads = torch.get_num_threads() if runtime is not None and work > PARALLEL_WORK else 1
         scratch = torch.empty(threads * found.attention_scratch(longest))
-        self._keep = (table, request, committed, offset, words, scratch)  # alive while C points at them
+        self._keep = (table, request, committed, offset, words, scratch)  # keeps them alive: C holds pointers to them
         self._shape = count, num_heads * head_dim
         self._arguments = Arguments(
             table=table.data_ptr(),

@@ -1,4 +1,4 @@
-"""All layers of a decoder's forward in one call of C (decoder.c), in the bits of the kernels that it calls."""
+"""All layers of a decoder's forward pass in one call of C (decoder.c), with the bits of the separate kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kernels.decoder import LayerParts
     from kernels.linear import PackedLinear
 
-ALIGNED = 64  # bytes, a line of the cache
+ALIGNED = 64  # bytes, a cache line
 
 
 class Layer(ctypes.Structure):
@@ -52,7 +52,7 @@ class Arguments(ctypes.Structure):
 
 
 def supported(layers: Sequence[LayerParts], final_norm: Tensor | None, head_dim: int) -> bool:
-    """Whether decoder.c takes these: linears read by linear.c as they come, sizes of whole vectors, one dtype."""
+    """Return whether decoder.c supports these: linears that linear.c reads directly, whole vectors, one dtype."""
     dtype = layers[0].post_norm.dtype
     if final_norm is not None and final_norm.dtype is not dtype:
         return False
@@ -72,8 +72,9 @@ def supported(layers: Sequence[LayerParts], final_norm: Tensor | None, head_dim:
 
 
 class NativeDecoder:
-    """Of layers that are `supported`, all of one shape but for what attention reads; their tensors must stay where
-    they are.
+    """A decoder of `supported` layers, all of one shape except for the input of attention.
+
+    Their tensors must not move in memory.
     """
 
     def __init__(self, layers: Sequence[LayerParts], final_norm: Tensor | None, eps: float, head_dim: int) -> None:
@@ -139,10 +140,11 @@ class NativeDecoder:
         entering: Sequence[int] = (),
         tokens: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """x `[R, H]`, which becomes the stream after the last layer; rotary: cos and sin `[R, 1, D]`, or
-        `[T, R, 1, D]` of several tables; tokens `[R, H]`: the embeddings beside x, for a layer with a `token_norm`.
+        """Run all layers on x `[R, H]`, which is overwritten with the residual stream after the last layer.
 
-        Answers the stream after the final norm, if there is one, and those before the layers `entering`, `[R, H]` each.
+        rotary: cos and sin `[R, 1, D]`, or `[T, R, 1, D]` for several tables. tokens `[R, H]`: the token embeddings,
+        for a layer with a `token_norm`. Returns the stream after the final norm, if there is one, and the streams
+        before the layers `entering`, `[R, H]` each.
         """
         assert x.is_contiguous()
         assert tokens is None or tokens.is_contiguous()
@@ -159,9 +161,9 @@ class NativeDecoder:
     def begin(
         self, rows: int, attention: paged.Arguments, caches: Sequence[Tensor], streams: Mapping[int, Tensor]
     ) -> tuple[Arguments, tuple[object, ...]]:
-        """What a call needs besides x, hidden, tokens, cos and sin; and what must be kept until it is done.
+        """Return a call's arguments without x, hidden, tokens, cos and sin, and the objects to keep alive meanwhile.
 
-        The same serves further calls of as many `rows` or fewer, if rows and threads are set for them.
+        They can be reused for calls with at most `rows` rows, if rows and threads are set for each.
         """
         a, threads = Arguments.from_buffer_copy(self._arguments), self.threads(rows)
         sizes = [
@@ -184,7 +186,7 @@ class NativeDecoder:
 
 
 def one_after_another(sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """Memory for so many bytes each, and where each begins: at a line of the cache."""
+    """Allocate parts of these sizes in bytes; return the memory and each part's address, aligned to cache lines."""
     starts = list(accumulate((size + -size % ALIGNED for size in sizes), initial=0))
     room = torch.empty(starts[-1] + ALIGNED, dtype=torch.uint8)
     base = room.data_ptr() + -room.data_ptr() % ALIGNED

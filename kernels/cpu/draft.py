@@ -1,4 +1,4 @@
-"""Levels of chains and trees with a recurrent head in C (draft.c), one call each."""
+"""Drafting of chains and trees with a recurrent head in C (draft.c), one call per level."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kernels.rows import AttentionRows
 if TYPE_CHECKING:
     from kernels.draft import DraftParts
 
-NUMBERS = ("ids", "positions", "committed", "offset", "request")  # of a row
+NUMBERS = ("ids", "positions", "committed", "offset", "request")  # integers of each row
 
 
 class Arguments(ctypes.Structure):
@@ -47,7 +47,7 @@ class Branch(ctypes.Structure):
 
 
 def supported(parts: DraftParts) -> bool:
-    """Whether draft.c takes these: all of one dtype and on the host, linears read by linear.c as they come."""
+    """Return whether draft.c supports these parts: one dtype, on the CPU, linears that linear.c reads directly."""
     dtype, found = parts.decoder.dtype, [own for own in (parts.joined, parts.lm_head) if own is not None]
     if any(own.native is None or own.native.arguments is None or own.native.dtype is not dtype for own in found):
         return False
@@ -62,7 +62,7 @@ def padded(tensor: Tensor, *pads: int) -> Tensor:
 
 
 class NativeDraft:
-    """Of parts that are `supported`; their tensors must stay where they are."""
+    """A head of `supported` parts, whose tensors must not move in memory."""
 
     def __init__(self, parts: DraftParts) -> None:
         found = library()
@@ -86,8 +86,9 @@ class NativeDraft:
 
 
 class Begun:
-    """A draft for C requests, whose first level begins with what waits to be read. All that C reads and writes of it
-    lies here.
+    """A draft in progress for C requests, whose first level also prefills the unread rows.
+
+    Owns all of the draft's memory that C reads and writes.
     """
 
     def __init__(
@@ -105,16 +106,16 @@ class Begun:
         count: int = 1,
         places: int = 0,
     ) -> None:
-        """ids, positions `[R]`, state `[R, H]` and `rows`: what waits to be read, of each request one row at least.
+        """ids, positions `[R]`, state `[R, H]` and `rows`: the unread rows, at least one per request.
 
-        caches: of the head's layers. parameters `[C]` restrict nothing. `levels`: as many as will be drafted, or more;
-        that many positions more are in the rotary table. Of a request no more than `width` rows go on from a level, of
-        each `count` best tokens are looked at, and keys of rows lie at `places` places after its root's, or `levels`.
+        caches: of the head's layers. parameters `[C]` without top-k, top-p and min-p. `levels`: upper bound on the
+        levels drafted; the rotary table must cover that many more positions. Per request at most `width` rows continue
+        from a level, each with its `count` best tokens; keys take max(`levels`, `places`) places after the root's.
         """
         assert parameters is None or not parameters.restricts
         self._native, parts, size = native, native.parts, state.element_size()
         (read, hidden), chains = state.shape, len(rows.counts)
-        going = width * chains  # rows of a level
+        going = width * chains  # most rows of a level after the first
         most = max(read, going)
         self._chains, self._rows = chains, read
         # Copies, with room for the rows of further levels.
@@ -146,7 +147,7 @@ class Begun:
             first=rows.first,
         )
         self._decoder, self._held = parts.decoder.begin(most, self._attention, caches, {})
-        # Of the first level's rows each request's last one goes on.
+        # From the first level's rows, each request's last one continues.
         self._last, self._ends = last, self._numbers[:, last]
         self._kept = paged.Arguments.from_buffer_copy(self._attention)
         self._kept.rows, first, step = chains, self._ends.data_ptr(), chains * self._ends.element_size()
@@ -175,17 +176,17 @@ class Begun:
         a.temperature = self._temperature.data_ptr()
 
     def read(self) -> None:
-        """Instead of drafting: only what later rows see of these is made."""
+        """Prefill the unread rows without drafting: compute only what later rows need of them."""
         self._kept.rows = 0
         self._native.read(self._ready(0))
 
     def _first(self, count: int) -> None:
-        """Reads what waits, and looks at the `count` best tokens of each request's last row; 0: at its choice."""
+        """Prefill the unread rows and find the `count` best tokens of each request's last row; 0: only its choice."""
         self._native.draft(self._ready(count))
         self._rows, self._decoder.kept = self._chains, None
 
     def _ready(self, count: int) -> int:
-        """Where C finds the arguments, for the rows that there are now."""
+        """Set the arguments for the current number of rows and return their address."""
         a, native = self._arguments, self._native
         a.chains, a.count, a.rows = self._chains, count, self._rows
         self._attention.rows = self._rows
@@ -196,10 +197,10 @@ class Begun:
 
 
 class NativeChains(Begun):
-    """One draft of C chains."""
+    """A draft of C chains."""
 
     def draft(self, *, likely: bool) -> tuple[list[int], list[float] | None]:
-        """One more token of each chain (target ids); with `likely` how likely the head finds it, log-probabilities."""
+        """Draft one more token of each chain (target ids); with `likely` also return its log-probability."""
         self._first(1 if likely else 0)
         tokens = self._numbers[0, : self._chains].tolist()
         if not likely:
@@ -207,7 +208,7 @@ class NativeChains(Begun):
         return tokens, [-math.log(mass) for mass in self._masses[: self._chains].tolist()]
 
     def keep(self, places: Sequence[int]) -> None:
-        """Only these chains go on, in this order: ascending."""
+        """Continue only the chains at `places`, which are ascending."""
         index, count = torch.tensor(places), len(places)
         for own in (self._numbers, self._seeds):
             own[:, :count] = own[:, index]
@@ -217,13 +218,16 @@ class NativeChains(Begun):
 
 
 class NativeTrees(Begun):
-    """One draft of C trees, as infer/speculation/tree_shapes.py grows them: no more than `width` nodes of a level are
-    run, `places` in all.
+    """A draft of C trees, grown as in infer/speculation/tree_shapes.py.
+
+    At most `width` nodes of a level are run through the head, `places` in total.
     """
 
     def children(self, level: int, fan_out: int) -> tuple[Tensor, Tensor]:
-        """Of the M nodes of each request that were run last, the root at first, the best children under the noise that
-        the target will meet: target ids and log-probabilities `[C, M, R]`, R as large as the vocabulary lets it be.
+        """Return the best children of the M nodes per request that were run last (at level 1, the root).
+
+        They are ranked with the target's noise: target ids and log-probabilities `[C, M, R]`, R being `fan_out` or the
+        size of the draft vocabulary if that is smaller.
         """
         count = min(fan_out, self._native.parts.lm_head.out_features)
         if level == 1:
@@ -241,7 +245,7 @@ class NativeTrees(Begun):
         return self._native.ids[self._columns[: nodes * count]].view(shape), values
 
     def run(self, level: int, parent: Tensor, token: Tensor) -> None:
-        """These nodes `[C, M']` are grown from next; `parent` is each one's place among the M. Done with `children`."""
+        """Set the nodes `[C, M']` to grow from, which `children` runs; `parent` is each one's index among the M."""
         self._next = level, parent.contiguous(), token.contiguous()
 
     def _run(self, count: int) -> None:

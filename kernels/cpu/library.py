@@ -1,8 +1,8 @@
 """Builds the C kernels once per machine and loads them.
 
 The C compiler is the machine's (`CC`, cc, gcc or clang). The library is kept in the user's cache folder under a name
-that hashes sources, flags, compiler and processor, so nothing stale is ever loaded. Where there is no compiler, or
-HEADWAY_CPU_KERNELS=torch, the callers fall back to their torch form; scripts/doctor.py says which it is.
+that hashes sources, flags, compiler and processor, so nothing stale is ever loaded. Without a compiler, or with
+HEADWAY_CPU_KERNELS=torch, callers fall back to torch; scripts/doctor.py says which is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
 HERE = Path(__file__).parent
 SOURCES = sorted(HERE.glob("*.[ch]"))
-LANES = 16  # floats that vec.h works on at once; sizes that are no multiple of it go the torch way
+LANES = 16  # floats per vector of vec.h; sizes that are no multiple of it use torch
 SWITCH = "HEADWAY_CPU_KERNELS"
 BUILD_TIMEOUT_S = 120
 
@@ -42,7 +42,7 @@ def cache_folder() -> Path:
 
 
 def processor() -> str:
-    """What -march=native depends on."""
+    """Return a description of the processor that covers what -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -59,7 +59,10 @@ def library_file(cc: str) -> Path:
 
 
 def build(cc: str, file: Path) -> None:
-    """Raises CalledProcessError or OSError. Atomic: two processes that build at once both end with a whole file."""
+    """Compile the library to `file`, atomically, so that processes may build it concurrently.
+
+    Raises CalledProcessError or OSError.
+    """
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle, temporary = tempfile.mkstemp(dir=file.parent, suffix=".so")
     os.close(handle)
@@ -74,7 +77,7 @@ def build(cc: str, file: Path) -> None:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The C kernels, or None where they cannot be had; the reason is logged once."""
+    """Return the C kernels, or None if they are unavailable; the reason is logged once."""
     if os.environ.get(SWITCH) == "torch":
         return None
     cc = compiler()
@@ -123,7 +126,7 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1}  # vec.h
 
 @cache
 def openmp() -> tuple[int, int, int] | None:
-    """Addresses of GOMP_parallel, omp_get_thread_num and GOMP_barrier in the OpenMP runtime that torch brought."""
+    """Return addresses of GOMP_parallel, omp_get_thread_num, GOMP_barrier in torch's OpenMP runtime; None without."""
     for file in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
         runtime = ctypes.CDLL(str(file))
         functions = (runtime.GOMP_parallel, runtime.omp_get_thread_num, runtime.GOMP_barrier)

@@ -1,4 +1,4 @@
-"""Linear layers in C (linear.c): one order along K for every number of rows."""
+"""Linear layers in C (linear.c), with one summation order along K for any number of rows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kernels.cpu.library import KINDS, library, openmp
 from kernels.cpu.memory import zeros
 from kernels.quantise import NarrowFormat, WeightFormat
 
-FORMATS = {"int4": 0, "int8": 1, "fp8": 2, "same": 3}  # linear.c
-PANEL, WIDE_PANEL = 64, 32  # outputs that it works on at once; the second of weights that are not widened
-PACKED_ROWS = 96  # rows that a thread then works on at once
-CHUNK = 64 * PANEL  # outputs packed at a time, which takes 32 bits a weight
+FORMATS = {"int4": 0, "int8": 1, "fp8": 2, "same": 3}  # as in linear.c
+PANEL, WIDE_PANEL = 64, 32  # outputs that linear.c computes at once; the second for unquantised weights
+PACKED_ROWS = 96  # rows that a thread processes at once with unquantised weights
+CHUNK = 64 * PANEL  # outputs packed at a time, since packing needs 32 bits per weight
 PARALLEL_WORK = 2**18  # multiply-adds below which waking a second thread costs more than it saves
 
 
@@ -37,8 +37,10 @@ def supported(inputs: int, dtype: torch.dtype, device: torch.device, weight_form
 
 
 class NativeLinear:
-    """For rows of `dtype`. With a scale, stored `[N, K]` and it, `[N]` or `[N, K / group]`, are as `quantise` answers
-    them; else stored is the weight, in `dtype`.
+    """A linear layer for rows of `dtype`.
+
+    With a scale, `stored` `[N, K]` and `scale` `[N]` or `[N, K / group]` are the output of `quantise`; without one,
+    `stored` is the weight in `dtype`.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class NativeLinear:
             scale = scale.view(self._outputs, -1)
             self._words, self._scale, groups = packed(stored, weight_format), panels(scale), scale.shape[1]
         self._bias = None if bias is None else panels(bias.float()[:, None])
-        self.scratch = 0 if weight_format != "same" else PACKED_ROWS * self._words.shape[1]  # words, of each thread
+        self.scratch = 0 if weight_format != "same" else PACKED_ROWS * self._words.shape[1]  # words per thread
         self._fixed = {
             "words": self._words.data_ptr(),
             "scale": self._scale.data_ptr() if self._scale is not None else None,
@@ -77,16 +79,16 @@ class NativeLinear:
             "parallel": self._runtime and self._runtime[0],
             "self": self._runtime and self._runtime[1],
         }
-        self._own = Arguments(**self._fixed)  # of the calls here; x to scratch are filled in by each
+        self._own = Arguments(**self._fixed)  # for `__call__`, which fills in x, out, rows, scratch and threads
         self.bytes = 4 * (self._words.numel() + (self._scale.numel() if self._scale is not None else 0))
 
     @property
     def arguments(self) -> Arguments | None:
-        """For other C that calls it: all but x, out, rows, scratch and threads. None if rows must be widened first."""
+        """Arguments for C callers, without x, out, rows, scratch and threads; None if rows must first become fp32."""
         return Arguments(**self._fixed) if self._x_dtype is self.dtype else None
 
     def whole_weight(self) -> Tensor:
-        """`[N, K]` as it was given, of a weight without a scale."""
+        """Return the weight `[N, K]` as it was passed in; only for weights without a scale."""
         assert self._scale is None
         words = self._words.transpose(1, 2).flatten(0, 1)[: self._outputs]
         return words.contiguous().view(self.dtype)
@@ -96,11 +98,11 @@ class NativeLinear:
         return torch.get_num_threads() if many else 1
 
     def room(self, rows: int) -> int:
-        """Words of scratch that a call with so many rows needs."""
+        """Return the number of scratch words that a call with this many rows needs."""
         return self.threads(rows) * self.scratch if rows > 1 else 0
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """`[R, K]` -> `[R, N]`."""
+        """Apply the layer: `[R, K]` -> `[R, N]`."""
         rows = rows.to(self._x_dtype).contiguous()
         count = rows.shape[0]
         out = torch.empty(count, self._outputs, dtype=self.dtype)
@@ -112,13 +114,13 @@ class NativeLinear:
 
 
 def panels(values: Tensor, size: int = PANEL) -> Tensor:
-    """`[N, C]` -> `[N / size, C, size]`, the last panel filled with zeros."""
+    """`[N, C]` -> `[N / size, C, size]`, the last panel padded with zeros."""
     filled = F.pad(values, (0, 0, 0, -len(values) % size))
     return filled.unflatten(0, (-1, size)).transpose(1, 2).contiguous()
 
 
 def wide_panels(weight: Tensor) -> Tensor:
-    """`[N, K]` in fp32 or bf16 -> words `[N / 32, K, 32]` or `[N / 32, K / 2, 32]` int32."""
+    """Pack `[N, K]` in fp32 or bf16 -> words `[N / 32, K, 32]` or `[N / 32, K / 2, 32]` int32."""
     count, words = len(weight), weight.contiguous().view(torch.int32)
     found = zeros((-(-count // WIDE_PANEL), words.shape[1], WIDE_PANEL), torch.int32)
     for first in range(0, count, CHUNK):
@@ -128,7 +130,7 @@ def wide_panels(weight: Tensor) -> Tensor:
 
 
 def packed(stored: Tensor, weight_format: NarrowFormat) -> Tensor:
-    """`[N, K]` in 8 bits -> words `[N / 64, K / held, 64]` int32, each of `held` weights, in pairs (linear.c)."""
+    """Pack 8-bit `[N, K]` -> words `[N / 64, K / held, 64]` int32, each of `held` weights, in pairs (linear.c)."""
     bits = 4 if weight_format == "int4" else 8
     held = 32 // bits
     found = zeros((-(-len(stored) // PANEL), stored.shape[1] // held, PANEL), torch.int32)

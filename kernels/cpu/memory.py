@@ -1,5 +1,6 @@
-"""Memory in large pages (Linux): weights and keys are read from end to end in every step, and the processor looks up
-the address of every page. A target's matrices are small beside such a page, so they lie one after another.
+"""Allocation in huge pages (Linux): every step reads all weights and keys, and each page costs an address translation.
+
+A target's matrices are small compared with a huge page, so they are allocated one after another.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-PAGE = 2**21  # bytes; of x86 and, as a rule, of ARM
-CHUNK = 2**26  # asked of the system at a time: what of it is never written takes no memory
-ALIGNED = 64  # bytes of a line of the caches
+PAGE = 2**21  # bytes of a huge page on x86 and usually on ARM
+CHUNK = 2**26  # bytes mapped at a time; parts that are never written take no memory
+ALIGNED = 64  # bytes of a cache line
 
 
 class Memory:
-    """Tensors one after another. A chunk goes back to the system with the last tensor in it."""
+    """Allocates tensors one after another in chunks. A chunk is freed with the last tensor in it."""
 
     def __init__(self) -> None:
         self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
@@ -40,11 +41,11 @@ class Memory:
 
 
 def chunk(size: int) -> Tensor:
-    """`[size]` zeros in bytes, from the beginning of a large page on."""
+    """Allocate `[size]` zero bytes, aligned to a huge page."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
     whole = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # of a system without them: its pages are small
+    with contextlib.suppress(OSError):  # raised by a system without huge pages
         whole.madvise(mmap.MADV_HUGEPAGE)
     found = torch.frombuffer(whole, dtype=torch.uint8)
     return found[-found.data_ptr() % PAGE :][:size]
@@ -56,5 +57,5 @@ def _memory() -> Memory:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """For what lasts and is read again and again."""
+    """Allocate zeros for long-lived tensors that are read repeatedly."""
     return _memory().zeros(shape, dtype) if hasattr(mmap, "MADV_HUGEPAGE") else torch.zeros(*shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Losses over a vocabulary in C (vocabulary.c): rows in cache, no probabilities in memory."""
+"""Losses over the vocabulary in C (vocabulary.c): rows stay in cache, and no probabilities are written to memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TeachArguments(ctypes.Structure):
 
 
 class Statistics(NamedTuple):
-    """Of rows of logits z, `[R]` each."""
+    """Statistics of rows of logits z, `[R]` each."""
 
     most: Tensor  # the largest
     sum: Tensor  # Σ exp(z - most)
@@ -44,7 +44,7 @@ class Statistics(NamedTuple):
 
 
 def _team(rows: int) -> dict[str, int | None]:
-    """Threads of torch's OpenMP runtime for so many rows."""
+    """Return the arguments for parallel execution over this many rows, by torch's OpenMP runtime."""
     runtime = openmp()
     threads = min(rows, torch.get_num_threads()) if runtime else 1
     return {"threads": max(1, threads), "parallel": runtime and runtime[0], "self": runtime and runtime[1]}
@@ -61,8 +61,9 @@ def loss_rows(
     *,
     overlap: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """As vocabulary_loss: largest, sum, dot, overlap and best of logits `[N, V]`; with `factor` `[N]` they become their
-    gradient. All tensors are contiguous.
+    """Call vocabulary_loss: return largest, sum, dot, overlap and best of logits `[N, V]`.
+
+    With `factor` `[N]` the logits are overwritten with their gradient. All tensors are contiguous.
     """
     native, (rows, size) = library(), logits.shape
     assert native is not None
@@ -95,7 +96,7 @@ def loss_rows(
 
 
 def teach_rows(logits: Tensor, ids: Tensor | None) -> tuple[Statistics, Statistics, Tensor]:
-    """Of logits `[R, V]` and of their columns `ids` `[Vd]`, and these columns `[R, Vd]`; None for all."""
+    """Return statistics of logits `[R, V]` and of their columns `ids` `[Vd]` (None: all), and the columns `[R, Vd]`."""
     native, (rows, size) = library(), logits.shape
     assert native is not None
     logits = logits.contiguous()

@@ -1,1 +1,1 @@
-"""The torch oracles: plain, slow and in float64, so that a kernel has something to be right against."""
+"""Reference implementations in plain, slow float64 torch, against which kernels are tested."""

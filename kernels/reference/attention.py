@@ -1,4 +1,4 @@
-"""What paged attention means, one row at a time in float64."""
+"""Reference of paged attention, one row at a time in float64."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def paged_attention(
 ) -> Tensor:
     """q `[R, nh, D]`, cache `[2, nkv, slots, D]`, block_table `[B, P]` -> `[R, nh * D]` float64.
 
-    Row j of a request sees its committed positions and, of the step's rows, those in its ancestor word (itself and the
-    rows before it when there are no words). Nobody sees the places before `first`, nor any but its last `window` keys.
+    Row j of a request sees the committed positions and, of the step's rows, those in its tree mask `ancestors[b, j]`
+    (without one, the rows up to itself). No row sees places before `first` or more than its last `window` keys.
     """
     group = q.shape[1] // cache.shape[1]
     out, row = [], 0

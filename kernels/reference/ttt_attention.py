@@ -1,4 +1,4 @@
-"""What attention of a training-time test means, one row and head at a time in float64."""
+"""Reference of the attention of training-time test, one row and head at a time in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loss over the vocabulary means, all at once in float64."""
+"""Reference of the loss over the vocabulary, unblocked in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def linear_loss(
 ) -> tuple[Tensor, Tensor]:
     """x `[N, S]` through weight `[V, S]` against rows of probs `[N, V]`: cost and overlap `[N]`, differentiable.
 
-    The cost is KL(probs || softmax), with `label` `[N]` the cross-entropy with these columns, 0 below 0.
+    The cost is KL(probs || softmax), or with `label` `[N]` the cross-entropy with these columns, 0 for negative labels.
     """
     logits = x.double() @ weight.double().T
     log_q, p = logits.log_softmax(-1), probs.double()

@@ -1,14 +1,14 @@
-"""The GPU's kernels, in Triton: one file per operation, its kernels and the function that launches them.
+"""Triton kernels for GPUs: one file per operation, with its kernels and the function that launches them.
 
-Contracts and dispatch are in kernels/<operation>.py, which import these files only where `in_use` says so: importing
-this package does not import triton, unless the interpreter is asked for.
+Contracts and dispatch are in kernels/<operation>.py, which import these files only if `in_use` returns True: importing
+this package does not import triton, unless TRITON_INTERPRET=1.
 
 HEADWAY_KERNELS says where they run:
 
     auto    (default) on tensors of a CUDA device
-    torch   nowhere: a CUDA device runs the torch forms
-    triton  on the CPU too, in Triton's interpreter, which TRITON_INTERPRET=1 must turn on before the process starts;
-            slow, and for tests: the engine then runs as on a GPU but for speed
+    torch   nowhere: a CUDA device runs the torch implementations
+    triton  on the CPU too, in Triton's interpreter, which TRITON_INTERPRET=1 must enable before the process starts;
+            slow, for tests: except for speed, the engine then runs as on a GPU
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if INTERPRETED:
 
 
 def in_use(device: torch.device) -> bool:
-    """Whether operations on tensors of this device run in Triton. Raises ValueError if the switch makes no sense."""
+    """Return whether operations on tensors of this device run in Triton. Raises ValueError for an invalid setting."""
     switch = os.environ.get(SWITCH, "auto")
     if switch not in ("auto", "torch", "triton"):
         raise ValueError(f"{SWITCH}={switch}: one of auto, torch, triton")

@@ -1,11 +1,12 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-"""Block verification and the entropies of typical acceptance in Triton: laws are read where they lie, in blocks.
+"""Block verification and the entropies of typical acceptance in Triton; distributions are read in blocks of columns.
 
-    verify_block    (request): the weights along its chain, what is left of the target's law at each node, the coins,
-                    and the draw from what is left where it was cut
-    entropy_of_row  (row of a law)
+    verify_block    (request): the weights along its chain, the residual of the target's distribution at each node, the
+                    coins, and a sample from the residual after the last accepted token
+    entropy_of_row  (row of `laws`)
 
-Arithmetic that decides is fp64, each operation rounded by itself, in the order of kernels/acceptance.py but for sums.
+Arithmetic that decides is fp64, each operation rounded by itself, in the order of kernels/acceptance.py except for
+sums.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SMALLEST = tl.constexpr(LEAST)
 
 @triton.jit
 def read_left(laws, row, drawn, drawn_row, certain, weight, subtracts, columns, V):
-    """max(weight * law - draft, 0) [N] in fp64; the draft is one at column `certain` if there is no `drawn_row`."""
+    """Return max(weight * target - draft, 0) [N] in fp64; without a `drawn_row` the draft is one-hot at `certain`."""
     inside = columns < V
     left = tl.load(laws + row * V + columns, mask=inside, other=0.0).to(tl.float64) * weight
     known = inside & (drawn_row >= 0) & subtracts
@@ -39,7 +40,7 @@ def read_left(laws, row, drawn, drawn_row, certain, weight, subtracts, columns, 
 
 @triton.jit
 def best_draw(laws, row, drawn, drawn_row, certain, weight, subtracts, key, V, BLOCK: tl.constexpr):
-    """The largest log(weight) + noise and its column, the lowest among equals; minus infinity if nothing has weight."""
+    """Return the largest log(weight) + noise and its column, ties to the lowest; -inf if every weight is zero."""
     best, token = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
     for start in range(0, V, BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -66,7 +67,7 @@ def verify_block(
     one = tl.full((), 1.0, tl.float64)
     weight, kept, accepted, place = one, one, tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     for index in range(count):
-        place += 1  # the index is no tensor in the interpreter
+        place += 1  # in the interpreter the index is not a tensor
         token = tl.load(tokens + request * width + index)
         p = tl.load(laws + (row + index) * V + token).to(tl.float64)
         q = tl.load(drawn + (drawn_row + index) * V + token, mask=drawn_row >= 0, other=1.0).to(tl.float64)
@@ -91,7 +92,7 @@ def verify_block(
     here = tl.where(drawn_row >= 0, drawn_row + accepted, -1)
     weight = tl.where(cut, kept, one)
     best, token = best_draw(laws, row + accepted, drawn, here, certain, weight, cut, key, V, BLOCK)
-    if best == float("-inf"):  # the laws agree to the last bit
+    if best == float("-inf"):  # the distributions agree bit for bit
         best, token = best_draw(laws, row + accepted, drawn, here, certain, one, accepted < 0, key, V, BLOCK)
     tl.store(out + request * 2, accepted)
     tl.store(out + request * 2 + 1, token.to(tl.int64))
@@ -149,7 +150,7 @@ def launch(
     width: int,
     block: int,
 ) -> None:
-    """laws `[R, V]`, drawn `[D, V]`; the rest of each request. `rows`, `places`: its first in either, -1 for none."""
+    """laws `[R, V]`, drawn `[D, V]`; the rest per request. `rows`, `places`: its first row in each, -1 for none."""
     verify_block[len(counts),](
         laws, rows, ids, counts, drawn, places, seeds, roots, out, laws.shape[1], width, BLOCK=block, num_warps=8,
         enable_fp_fusion=False,

@@ -1,21 +1,21 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
 """Paged attention on a GPU, by arXiv 2307.08691's recurrence: plain decoding, chains, trees and prefill chunks.
 
-Keys are met in tiles of fixed size at fixed positions, tiles make up splits of fixed size, and a row's splits are
-merged in order. Every tile is one product of one shape, whose lines are the query heads of one KV head times as many
-rows of a request as fit: a key is read once for all of them. A masked key weighs exactly zero, and so does a tile or a
-split of masked keys alone: what a row's neighbours see leaves no trace in it.
+Keys are processed in tiles of fixed size at fixed positions, tiles form splits of fixed size, and a row's splits are
+merged in order. Every tile is one matrix product of one shape, whose lines are the query heads of one KV head times as
+many rows of a request as fit, so a key is read once for all of them. A masked key weighs exactly zero, and so does a
+tile or split of masked keys only: the keys that neighbouring rows see do not affect a row's bits.
 
-    attend   (block of rows, KV head, split): the part that a block's rows share: everything, or for a tree the whole
-             tiles below the committed end. With WHOLE one program meets all splits, merges them itself and, but for
-             a tree, answers.
-    branch   (row, KV head), trees only: goes on from there with the rest of the committed keys and the row's own
-             ancestors, gathered in order of position as plain decoding would meet them.
+    attend   (block of rows, KV head, split): the keys that a block's rows share: all of them, or for a tree the full
+             tiles below the committed end. With WHOLE one program processes and merges all splits and, except for a
+             tree, writes the output.
+    branch   (row, KV head), trees only: continues with the remaining committed keys and the row's ancestors, gathered
+             in order of position as in plain decoding.
     combine  (row, KV head): merges the splits of each row.
 
 A split's state is (peak, sum, out): largest score, sum of weights and weighted values, both relative to the peak. Sums
-run inside products, whose order along K does not depend on how a compiler lays a tile out; multiplication and addition
-are never fused, which would be the compiler's choice too.
+run inside matrix products, whose order along K does not depend on how a compiler lays out a tile; multiplication and
+addition are never fused, since that too would be the compiler's choice.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from kernels.rows import AttentionRows
 from kernels.tiles import WORD_BITS, places_of_bits
 from kernels.triton import INTERPRET
 
-LOWEST = tl.constexpr(-1e30)  # below every score and finite, so that a state of no keys gives no NaN
-SUM_WIDTH = tl.constexpr(16)  # the narrowest product: sums of weights, in equal columns
-MANY_PROGRAMS = 64  # on half of its processors a large GPU streams about as fast as it can
+LOWEST = tl.constexpr(-1e30)  # below every score and finite, so that a state without keys gives no NaN
+SUM_WIDTH = tl.constexpr(16)  # width of the narrowest product: the sums of weights, in equal columns
+MANY_PROGRAMS = 64  # a large GPU reaches about its full bandwidth on half of its multiprocessors
 
 
 class Blocking(NamedTuple):
-    """What the bits depend on: `tile` and `split` positions. `lines` of a product, warps and stages are for speed."""
+    """Bits depend on `tile` and `split`, in positions; `lines` of a product, warps and stages only affect speed."""
 
     lines: int
     tile: int
@@ -60,14 +60,14 @@ def blocking(head_dim: int, dtype: torch.dtype) -> Blocking:
 
 
 def merges_itself(programs: int, head_dim: int, dtype: torch.dtype, tree: bool) -> bool:
-    """Whether a program takes all splits: with enough of them to fill a GPU, and where two states fit in registers."""
+    """Return whether a program processes all splits: if programs can fill a GPU and two states fit in registers."""
     fits = dtype != torch.float32 and (head_dim <= 128 or not tree)
     return fits and programs >= MANY_PROGRAMS
 
 
 @triton.jit
 def add_tile(q, peak, total, out, keys, values, slot, there, seen, scale, D: tl.constexpr, UPCAST: tl.constexpr):
-    """One tile more: q `[M, D']`, slot and there `[T]`, seen `[M, T]`, keys and values at their KV head."""
+    """Add a tile to a state: q `[M, D']`, slot and there `[T]`, seen `[M, T]`, keys and values at their KV head."""
     d = tl.arange(0, q.shape[1])
     inside = d < D
     k = tl.load(keys + slot[None, :] * D + d[:, None], mask=there[None, :] & inside[:, None], other=0.0)
@@ -75,7 +75,7 @@ def add_tile(q, peak, total, out, keys, values, slot, there, seen, scale, D: tl.
     if UPCAST:
         k, v = k.to(tl.float32), v.to(tl.float32)
     else:
-        k, v = k.to(q.dtype), v.to(q.dtype)  # of an fp8 cache
+        k, v = k.to(q.dtype), v.to(q.dtype)  # for an fp8 cache
     scores = tl.where(seen, tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
     highest = tl.maximum(peak, tl.max(scores, 1))
     weights = tl.exp2(scores - highest[:, None]).to(v.dtype)
@@ -88,7 +88,7 @@ def add_tile(q, peak, total, out, keys, values, slot, there, seen, scale, D: tl.
 
 @triton.jit
 def merge(peak, total, out, other_peak, other_total, other_out):
-    """Two states `[M]`, `[M, 1 or more]`, `[M, D']`, the later one second."""
+    """Merge two states `[M]`, `[M, 1 or more]`, `[M, D']`, the later one second."""
     highest = tl.maximum(peak, other_peak)
     fade, other_fade = tl.exp2(peak - highest)[:, None], tl.exp2(other_peak - highest)[:, None]
     return highest, total * fade + other_total * other_fade, out * fade + other_out * other_fade
@@ -96,7 +96,7 @@ def merge(peak, total, out, other_peak, other_total, other_out):
 
 @triton.jit
 def store_state(states, outs, place, valid, peak, total, out, D: tl.constexpr):
-    """`place` `[M]`: which state of `states` `[.., 2]` and `outs` `[.., D]`."""
+    """Store a state. `place` `[M]`: index into `states` `[.., 2]` and `outs` `[.., D]`."""
     d = tl.arange(0, out.shape[1])
     tl.store(states + place * 2, peak, mask=valid)
     tl.store(states + place * 2 + 1, tl.max(total, 1), mask=valid)
@@ -105,7 +105,7 @@ def store_state(states, outs, place, valid, peak, total, out, D: tl.constexpr):
 
 @triton.jit
 def store_answer(answer, place, valid, total, out, D: tl.constexpr):
-    """`place` `[M]`: row * heads + head."""
+    """Normalise and store the output. `place` `[M]`: row * heads + head."""
     d = tl.arange(0, out.shape[1])
     total = tl.where(valid, tl.max(total, 1), 1.0)[:, None]
     to = answer + place[:, None] * D + d[None, :]
@@ -149,14 +149,14 @@ def attend(
     line, d = tl.arange(0, LINES), tl.arange(0, D_PADDED)
     row, head = row0 + line // GROUP, kv_head * GROUP + line % GROUP
     valid = line // GROUP < count
-    end = tl.load(ends + row, mask=valid, other=0)  # [M] keys that a row sees, from position 0 on
+    end = tl.load(ends + row, mask=valid, other=0)  # [M] number of keys that a row sees, from position 0 on
     if TREE:
         last = tl.load(committed + row0)
         stop, lowest_end = last // TILE * TILE, last + 1
     else:
         stop, lowest_end = tl.load(ends + row0 + count - 1), tl.load(ends + row0)
     start = first
-    lower = tl.zeros([LINES], tl.int32) + first  # [M] keys before it are not seen
+    lower = tl.zeros([LINES], tl.int32) + first  # [M] first key that a row sees
     if WINDOW:
         start = tl.maximum(first, lowest_end - window)
         lower = tl.maximum(lower, end - window)
@@ -192,7 +192,7 @@ def attend(
         if not WHOLE:
             store_state(states, outs, place + split, valid, peak, total, out, D)
         elif TREE:
-            if (split + 1) * SPLIT > stop:  # `branch` goes on with it
+            if (split + 1) * SPLIT > stop:  # `branch` continues this split
                 store_state(states, outs, place + 1, valid, peak, total, out, D)
             else:
                 all_peak, all_total, all_out = merge(all_peak, all_total, all_out, peak, total, out)
@@ -292,7 +292,7 @@ def combine(
     start, stop = first // SPLIT, tl.cdiv(end, SPLIT)
     if WINDOW:
         start = tl.maximum(first, end - window) // SPLIT
-    if WHOLE:  # of a tree: what `attend` merged and, after it, what `branch` went on with
+    if WHOLE:  # a tree: the state that `attend` merged, then those that `branch` continued
         start, stop = start * 0, stop - tl.load(committed + row) // SPLIT + 1
     line_of = row * (KV_HEADS * GROUP) + head
     place = line_of * num_states
@@ -314,9 +314,9 @@ def supported(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dty
 
 
 class TritonAttention:
-    """The plan of one step. `shape` and `whole` are for tests: by default what suits the sizes, with the same bits.
+    """The plan of one step. `shape` and `whole` are for tests; the defaults suit the sizes and give the same bits.
 
-    The cache may be of another dtype than q: fp8 keys and values (e4m3, without a scale) are widened as they are read.
+    The cache's dtype may differ from q's: fp8 keys and values (e4m3, without a scale) are widened when they are read.
     """
 
     def __init__(
@@ -346,7 +346,7 @@ class TritonAttention:
         else:
             self._ends, self._tail_slots = _tails(rows, shape.tile)
         count = rows.request.shape[0]
-        tails = 1 - (1 - shape.tile - WORD_BITS) // shape.split  # splits that a tree's own keys may lie in
+        tails = 1 - (1 - shape.tile - WORD_BITS) // shape.split  # most splits that `branch` writes for a row
         num_states = splits if not self._whole else 1 + tails
         states = count if self._tree or not self._whole else 0
         self._states = torch.empty(states, num_heads, num_states, 2, device=device)
@@ -371,12 +371,12 @@ class TritonAttention:
         scale: float,
         window: int | None = None,
     ) -> Tensor:
-        """As the call, from a layer's projections `[R, nh + 2 nkv, D]` as they are (kernels/rotary.py)."""
+        """As `__call__`, from a layer's raw projections `[R, nh + 2 nkv, D]` (kernels/rotary.py)."""
         num_heads = qkv.shape[1] - 2 * cache.shape[1]
         return self.read(rotate_and_write(qkv, *rotary, norm, self._slots, cache, num_heads), cache, scale, window)
 
     def read(self, q: Tensor, cache: Tensor, scale: float, window: int | None = None) -> Tensor:
-        """As the call, where the rows' keys and values are in the cache already. q of rows that lie anywhere."""
+        """As `__call__`, with the rows' keys and values already in the cache. q's rows may have any stride."""
         shape, rows = self._shape, (q.shape[0], self._sizes["KV_HEADS"])
         scale *= math.log2(math.e)
         upcast = q.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1"
@@ -409,9 +409,9 @@ class TritonAttention:
 
 
 def _blocks(counts: tuple[int, ...], nodes: int, device: torch.device) -> Tensor:
-    """First row and number of rows of each block, `[blocks, 2]`, `nodes` of one request at most.
+    """Return first row and number of rows of each block, `[blocks, 2]`, at most `nodes` rows of one request.
 
-    Of requests alike, in a CUDA graph's steps, without a copy from the host, which no graph would take.
+    If all requests have the same count, as in CUDA graphs, this needs no host-to-device copy, which cannot be captured.
     """
     if len(set(counts)) == 1:
         (count,) = set(counts)
@@ -428,7 +428,9 @@ def _blocks(counts: tuple[int, ...], nodes: int, device: torch.device) -> Tensor
 
 
 def _tails(rows: AttentionRows, tile: int) -> tuple[Tensor, Tensor]:
-    """Of a tree's rows: `[R]` how many keys each sees, and `[R, W]` the slots of those from its last whole tile on."""
+    """For rows of trees, return the number of keys each sees `[R]`, and the slots of those after its last full tile of
+    committed keys `[R, W]`.
+    """
     assert rows.words is not None
     nth, set_bits = places_of_bits(rows.words)
     ends = rows.committed + set_bits

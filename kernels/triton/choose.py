@@ -1,10 +1,11 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-"""The choice rule in Triton: a pass over the vocabulary in blocks, and one over what the blocks answered.
+"""Sampling in Triton: one pass over the vocabulary in blocks, and one over the candidates of the blocks.
 
-A block keeps the logits it reads in registers, adds the noise there, and answers its few best columns: nothing as wide
-as the vocabulary is written. Top-k and top-p need a threshold, which is found digit by digit (`thresholds`): a value's
-32 bits in an order that integers share, four at a time from the top, each step a pass that counts, or weighs, what has
-the digits found so far. No sorting, no atomic addition: every sum has one order, so a row's choice hangs on that row.
+A block keeps its logits in registers, adds the noise there, and returns its few best columns: nothing as wide as the
+vocabulary is written. Top-k and top-p need a threshold, which is found by radix selection: a value's 32 bits, mapped to
+integers of the same order, four at a time from the top; each step is a pass that counts, or weighs, the values with the
+digits so far. There is no sorting and no atomic addition: every sum has one order, so a row's choice depends on that
+row alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 @triton.jit
 def read_scaled(logits, row, stride, columns, size, temperature):
-    """A row's logits over its temperature [N] in fp32, -inf past its end; a greedy row's as they are."""
+    """Read a row's logits divided by its temperature [N], in fp32, -inf past its end; a greedy row's unchanged."""
     x = tl.load(logits + row * stride + columns, mask=columns < size, other=MINUS_INFINITY).to(tl.float32)
     return tl.div_rn(x, tl.where(temperature > 0, temperature, 1.0))
 
@@ -42,7 +43,7 @@ def best_of_block(
     M: tl.constexpr, N: tl.constexpr, SAMPLED: tl.constexpr, RESTRICTED: tl.constexpr, NOISE: tl.constexpr,
     IDS: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """Of each row and block the M largest keys and their columns, lowest column first among equals.
+    """Find the M largest keys of each row and block and their columns, lowest column first among equals.
 
     With MASS also the block's largest key and the sum of exp(key - largest).
     """
@@ -83,7 +84,7 @@ def best_of_row(
     found, where_found, peaks, masses, out, out_columns, out_mass, blocks, candidates, size,
     M: tl.constexpr, C: tl.constexpr, P: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """The M best of a row's candidates; with MASS the logarithm of the sum of exp over the row."""
+    """Find the M best of a row's candidates; with MASS also the log-sum-exp of the row."""
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, C)
     keys = tl.load(found + row * candidates + places, mask=places < candidates, other=MINUS_INFINITY)
@@ -107,7 +108,7 @@ def best_of_row(
 
 @triton.jit
 def count_above(logits, stride, size, log_masses, bounds, out, N: tl.constexpr):
-    """How many of a block's log-probabilities are above the row's bound."""
+    """Count a block's log-probabilities above the row's bound."""
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     columns = block * N + tl.arange(0, N)
     x = tl.load(logits + row * stride + columns, mask=columns < size, other=MINUS_INFINITY).to(tl.float32)
@@ -117,7 +118,7 @@ def count_above(logits, stride, size, log_masses, bounds, out, N: tl.constexpr):
 
 @triton.jit
 def in_order(x):
-    """fp32 -> uint32 in the same order; minus zero is made zero."""
+    """Map fp32 to uint32 in the same order; -0 becomes +0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
 
@@ -130,9 +131,9 @@ def from_order(code):
 
 @triton.jit
 def descend(sums, prefix, above, limit, row, blocks, first, P: tl.constexpr, WEIGHTED: tl.constexpr):
-    """The next digit: the lowest that holds anything and has less than `limit` above it.
+    """Find the next digit: the lowest with any mass and with less than `limit` above it.
 
-    sums: of every block [blocks, 16] of the level before. The first time a weighted limit is a share, of all there is.
+    sums: the previous level's, of every block [blocks, 16]. With `first` a weighted limit is a share of the total mass.
     """
     parts, digits = tl.arange(0, P), tl.arange(0, DIGITS)
     places = (row * blocks + parts[:, None]) * DIGITS + digits[None, :]
@@ -149,9 +150,9 @@ def count_digits(
     logits, stride, size, temperatures, tops, floors, asked, states, sums, level,
     N: tl.constexpr, P: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """One level: how much of the row's values each digit holds, among those with the digits found so far.
+    """One level: count, or weigh, a row's values by their next digit, among those with the prefix so far.
 
-    states [levels + 1, R, 3]: digits found (their bits), what lies above, the limit. sums [levels, R, blocks, 16].
+    states [levels + 1, R, 3]: the prefix, the sum above it, the limit (as bits). sums [levels, R, blocks, 16].
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows, blocks = tl.num_programs(0), tl.num_programs(1)
@@ -194,7 +195,7 @@ def count_digits(
 def read_threshold(
     states, sums, asked, floors, out, blocks, LEVEL: tl.constexpr, P: tl.constexpr, WEIGHTED: tl.constexpr
 ):
-    """After the last level: the value that the digits spell, or the floor where none was asked for."""
+    """After the last level: write the value of all digits, at least the floor; the floor for rows not in `asked`."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     threshold = tl.load(floors + row)
     if tl.load(asked + row) != 0:
@@ -218,9 +219,10 @@ def best(
     mass: bool = False,
     block: int = BLOCK,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The `count` largest keys of each row of logits `[R, V]`, ties by lowest column: keys and columns `[R, count]`.
+    """Return the `count` largest keys of each row of logits `[R, V]` and their columns, `[R, count]` each.
 
-    With `mass` also the logarithm of the sum of exp over all keys, `[R]`. Arguments as for kernels.choose.choose.
+    Ties go to the lowest column. With `mass` also the log-sum-exp of all keys, `[R]`. Arguments as for
+    kernels.choose.choose.
     """
     thresholds = None
     if parameters is not None and parameters.restricts:
@@ -252,7 +254,7 @@ def best_columns(
     noise: bool,
     block: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`best` with the thresholds `[R]` given, None for none; without `noise` it ranks logits over their temperature."""
+    """As `best`, with precomputed thresholds `[R]` or None; without `noise` it ranks logits divided by temperature."""
     rows, size = logits.shape
     assert count <= size, "there are no more columns"
     assert logits.stride(1) == 1, "columns beside each other"
@@ -282,7 +284,7 @@ def best_columns(
 
 
 def find_thresholds(logits: Tensor, parameters: ChoiceParameters, block: int = BLOCK) -> Tensor:
-    """What a logit over its temperature must reach to stay in the law, by min-p, then top-k, then top-p: `[R]`."""
+    """Return the least logit divided by temperature that min-p, then top-k, then top-p keep, `[R]`."""
     p, none = parameters, float("-inf")
     tops, _, _ = best_columns(logits, p, None, None, 1, None, mass=False, noise=False, block=block)
     tops, sampled = tops[:, 0], p.temperature > 0
@@ -304,7 +306,7 @@ def threshold(
     *,
     weighted: bool,
 ) -> Tensor:
-    """Of the values from `floors` on, the lowest with less than `limit` above it: so many, or such a share of mass."""
+    """Return the lowest value >= `floors` with less than `limit` above it: a count or, `weighted`, a share of mass."""
     rows, size = logits.shape
     blocks, device = triton.cdiv(size, block), logits.device
     sums = torch.empty(LEVELS, rows, blocks, 16, device=device)

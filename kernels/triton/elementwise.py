@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
-"""Row-wise operations on a GPU: one program per row, or part of one, with blocks that the sizes alone decide.
+"""Row-wise operations on a GPU: one program per row, or part of one, with block sizes that depend on the sizes alone.
 
-Statistics are fp32; in 16 bits the results that torch would round are rounded.
+Statistics are fp32; with 16-bit dtypes, intermediate results are rounded where torch would round them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GATE_BLOCK = 1024
 
 @triton.jit
 def store_norm(value, weight, out, i, inside, size, eps, CENTRED: tl.constexpr = False):
-    """value `[SIZE]` in fp32, 0 past `size` -> its norm at `out`."""
+    """Store the norm of value `[SIZE]`, in fp32 and 0 past `size`, at `out`."""
     dtype = out.dtype.element_ty
     root = tl.sqrt_rn(tl.sum(value * value, 0) / size + eps)
     scale = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
@@ -77,7 +77,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centred: bool = False) ->
 def add_rms_norm(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, *, centred: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """x and delta `[R, H]` -> the norm of their sum, and their sum."""
+    """x and delta `[R, H]` -> the norm of their sum, and the sum."""
     rows, size = x.shape
     out, total = torch.empty(2, rows, size, dtype=x.dtype, device=x.device)
     _norm(x, delta, weight, out, total, eps, add=True, centred=centred)
@@ -126,7 +126,7 @@ def embed_norm_gelu_kernel(x, ids, table, weight, bias, out, x_stride, factor, s
 def embed_norm_gelu(
     x: Tensor, ids: Tensor, table: Tensor, factor: float, weight: Tensor, bias: Tensor, eps: float
 ) -> Tensor:
-    """x `[R, H]`, ids `[R]`, table `[V, H]` without gaps -> `[R, H]`."""
+    """x `[R, H]`, ids `[R]`, table `[V, H]`, contiguous -> `[R, H]`."""
     rows, size = x.shape
     out = torch.empty(rows, size, dtype=x.dtype, device=x.device)
     embed_norm_gelu_kernel[(rows,)](
@@ -189,7 +189,7 @@ def gate_mul_kernel(gate_up, out, stride, size, BLOCK: tl.constexpr, GELU: tl.co
 
 
 def gate_mul(gate_up: Tensor, *, gelu: bool) -> Tensor:
-    """`[R, 2 I]`, rows of stride 1 -> `[R, I]`: SiLU or GELU of the gate times the rest."""
+    """`[R, 2 I]`, rows of stride 1 -> `[R, I]`: SiLU or GELU of the gate, times up."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
     grid = (rows, triton.cdiv(size, GATE_BLOCK))

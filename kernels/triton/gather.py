@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
-"""Rows of up to four tensors beside each other in one launch: a program per row, tensor and block of columns."""
+"""Gathers and concatenates rows of up to four tensors in one launch: a program per row, tensor and block of columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-MOST = 4  # tensors; a head that reads more of them is rare
+MOST = 4  # tensors; heads rarely read more
 
 
 @triton.jit

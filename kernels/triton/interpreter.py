@@ -1,8 +1,9 @@
-"""Makes Triton's interpreter add and round as a GPU does.
+"""Patches Triton's interpreter to sum and round as a GPU does.
 
-Its `tl.dot` is numpy's matmul, where BLAS sums in an order that depends on the shape and on where in it a row lies, so
-that no exactness could be tested. A tensor core's sum depends on the two vectors alone. Here it runs along K, one
-product after another. And its fp32 to fp8 loses the carry where a mantissa rounds up to the next power of two.
+Its `tl.dot` is numpy's matmul, for which BLAS sums in an order that depends on the shape and on a row's index, so that
+bitwise exactness cannot be tested. A tensor core's sum depends on the two vectors alone; here products are summed along
+K one after another. The interpreter's conversion from fp32 to fp8 also loses the carry where a mantissa rounds up to
+the next power of two.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ _dot = InterpreterBuilder.create_dot
 
 
 def dot_in_order(builder: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-    """a `[M, K]`, b `[K, N]`, d `[M, N]` -> d + a b. 8-bit floats and batches stay with the interpreter's own."""
+    """a `[M, K]`, b `[K, N]`, d `[M, N]` -> d + a b. 8-bit floats and batches use the interpreter's original."""
     if a.data.ndim != 2 or a.dtype.primitive_bitwidth == 8 or b.dtype.primitive_bitwidth == 8:
         return _dot(builder, a, b, d, *options)
     assert tl.bfloat16 not in (a.dtype.scalar, b.dtype.scalar), "the interpreter keeps bf16 as integers: upcast first"
     left, right = (np.ascontiguousarray(x.data, dtype=d.data.dtype) for x in (a, b))
-    out = d.data + np.einsum("mk,kn->mn", left, right)  # not optimised: along k for a whole line of n at a time
+    out = d.data + np.einsum("mk,kn->mn", left, right)  # not optimised, so it sums along k, vectorised over n
     return TensorHandle(out, d.dtype.scalar)
 
 
@@ -33,7 +34,7 @@ _convert_float = interpreter._convert_float
 
 
 def convert_float(data: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
-    """To the bits of `target`; fp8 (e4m3) as torch rounds."""
+    """Convert to the bits of `target`; to fp8 (e4m3) with torch's rounding."""
     if source != tl.float32 or target != tl.float8e4nv:
         return _convert_float(data, source, target, rounding)
     narrow = torch.from_numpy(np.ascontiguousarray(data, dtype=np.float32)).to(torch.float8_e4m3fn)

@@ -1,12 +1,12 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
 """`y = x Wᵀ + b` on a GPU, weights streamed once for up to 64 rows, in one order along K for any number of rows.
 
-A tile is `W [BLOCK_N, BLOCK_K] @ xᵀ [BLOCK_K, BLOCK_M]`: weights are the left side, whose 64 lines are the least that
-Hopper's tensor cores take, and rows the right side, which may be 16. So every number of rows, a prompt's too, goes
-through the same instructions in the same order along K, with one accumulator per answer; BLOCK_N and BLOCK_M are free.
-No split along K. Weights of 8 bits are widened to x's dtype, which both formats fit into exactly, and their scale per
-output feature multiplies the sum at the end. Those of 4 bits come group by group (kernels/quantise.py): a group's sum,
-its low nibbles first, times its scale, is added to those before it.
+A tile is `W [BLOCK_N, BLOCK_K] @ xᵀ [BLOCK_K, BLOCK_M]`: weights are the left operand, which has at least 64 lines on
+Hopper's tensor cores, and rows the right operand, which may have 16. So any number of rows, a prompt's too, uses the
+same instructions in the same order along K, with one accumulator per output; BLOCK_N and BLOCK_M do not affect the
+bits. K is not split. 8-bit weights are widened to x's dtype, which represents both formats exactly, and the scale per
+output feature multiplies the sum at the end. 4-bit weights are processed group by group (kernels/quantise.py): a
+group's sum, its low nibbles first, is multiplied by its scale and added to the total.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kernels.triton import INTERPRET
 
 
 class Tile(NamedTuple):
-    """`k` alone is in the bits: one number per pair of dtypes."""
+    """Tile sizes. Only `k` affects the bits; it is fixed per pair of dtypes."""
 
     n: int
     m: int
@@ -36,7 +36,7 @@ def tile_for(rows: int, x: torch.dtype, weight: torch.dtype) -> Tile:
     if x == torch.float32:  # no tensor cores: small products
         return Tile(n=32, m=16 if rows <= 16 else 32, k=32, warps=4, stages=3)
     k = 64 if weight.itemsize == 2 else 128  # one stage is 8 KB of weights
-    if rows <= 64:  # deep, because few programs must keep the memory busy
+    if rows <= 64:  # many stages, because few programs must saturate the memory bandwidth
         return Tile(n=64, m=max(16, triton.next_power_of_2(rows)), k=k, warps=4, stages=6)
     return Tile(n=128, m=128, k=k, warps=8, stages=3)
 
@@ -46,7 +46,9 @@ def product(
     weights, inputs, in_n, in_m, K,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile `W xᵀ` in fp32: pointers to its first weights `[BLOCK_N, BLOCK_K]` and inputs `[BLOCK_K, BLOCK_M]`."""
+    """Compute a tile `W xᵀ` in fp32 from pointers to its first weights `[BLOCK_N, BLOCK_K]` and inputs
+    `[BLOCK_K, BLOCK_M]`.
+    """
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -72,7 +74,7 @@ def grouped_product(
     weights, scales, inputs, in_n, in_m, K,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Likewise of weights in 4 bits: pointers to the first group's bytes `[BLOCK_N, GROUP / 2]`, to the first scales
+    """As `product` for 4-bit weights: pointers to the first group's bytes `[BLOCK_N, GROUP / 2]`, to the first scales
     `[BLOCK_N]` and to the inputs of the group's first half `[GROUP / 2, BLOCK_M]`.
     """
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -80,7 +82,7 @@ def grouped_product(
         pairs = tl.load(weights, mask=in_n[:, None], other=0)
         first = tl.load(inputs, mask=in_m[None, :], other=0.0)
         second = tl.load(inputs + GROUP // 2, mask=in_m[None, :], other=0.0)
-        low, high = (pairs << 4) >> 4, pairs >> 4  # int8: the sign comes along
+        low, high = (pairs << 4) >> 4, pairs >> 4  # int8, so the shifts extend the sign
         if UPCAST:
             low, high, first, second = (
                 low.to(tl.float32), high.to(tl.float32), first.to(tl.float32), second.to(tl.float32),
@@ -137,7 +139,7 @@ def linear_kernel(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
-    """x `[M, K]` of rows that lie anywhere, weight `[N, K]`, bias `[N]`, scale fp32 `[N]` -> `[M, N]` in x's dtype.
+    """x `[M, K]` with any row stride, weight `[N, K]`, bias `[N]`, scale fp32 `[N]` -> `[M, N]` in x's dtype.
 
     fp32, fp16 or bf16; with `scale` the weight is int8 or float8_e4m3fn, or with one `[N, K / group]` int8 `[N, K / 2]`
     of two nibbles each (`pack_nibbles`).

@@ -1,7 +1,7 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
-"""Moves KV between slots in place: a program holds a few columns of all moved slots, of one layer's keys or values.
+"""Moves KV between slots in place: a program handles a few columns of all moved slots, of one layer's keys or values.
 
-It reads them all, waits for its other threads, and writes them all; programs share no element.
+It reads them all, synchronises its threads, and writes them all; programs share no element.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 16  # 32 bytes of bf16: what memory gives at least
+COLUMNS = 16  # 32 bytes of bf16: the least that one memory access transfers
 MOST = 256  # slots that a program holds in registers
 
 
@@ -27,7 +27,7 @@ def move_kernel(stack, source, destination, count, slots, D: tl.constexpr, COUNT
 
 
 def move_slots(stack: Tensor, source: Tensor, destination: Tensor) -> None:
-    """As kernels/move.py says, for at most MOST slots, int64."""
+    """As kernels.move.move_slots, for at most MOST slots, int64."""
     assert stack.is_contiguous()
     assert len(source) <= MOST
     slots, dim = stack.shape[-2:]

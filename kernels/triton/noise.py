@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-"""Gumbel noise in a kernel, as kernels/noise.py defines it. Launch with `enable_fp_fusion=False`: it must not fuse."""
+"""Gumbel noise in Triton, as defined in kernels/noise.py. Kernels must be launched with `enable_fp_fusion=False`."""
 
 from __future__ import annotations
 

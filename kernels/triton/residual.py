@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
-"""`x + silu(W x + b)` of several heads in one launch: the tiles and the order along K of kernels/triton/linear.py."""
+"""`x + silu(W x + b)` of several heads in one launch, with the tiles and order along K of kernels/triton/linear.py."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
-"""QK norm, rotary embedding and the writing of keys and values in one launch: a program per row, all its heads."""
+"""QK norm, rotary embedding and the cache write of keys and values in one launch: a program per row, for all heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.rotary import QKNorm
 
 @triton.jit
 def within_fp8(x):
-    """In fp32, what e4m3 can hold."""
+    """Clamp to the range of e4m3, in fp32."""
     return tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
 
 

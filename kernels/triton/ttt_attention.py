@@ -1,16 +1,16 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
-"""Attention of a training-time test on a GPU, forward and backward, by arXiv 2307.08691's recurrence.
+"""Attention of training-time test on a GPU, forward and backward, by arXiv 2307.08691's recurrence.
 
-A row sees a range of the first step's keys, in tiles of products, and one key of each later step, element by element:
+A row sees a range of the first step's keys, in tiles of matrix products, and one key of each later step, elementwise:
 nothing as wide as the sequence is written. Tiles that no row of a block sees, before its documents and after its slots,
-are not met. The forward pass keeps one number per row and head, the logarithm of its sum of weights, base 2.
+are skipped. The forward pass saves one number per row and head, the base-2 logarithm of its sum of weights.
 
-    ttt_forward         (block of rows, head, sequence): the answer
-    ttt_query_gradient  (block of rows, head, sequence): of the queries; and each row's Σ gradient * answer, which the
-                        softmax takes from every weight's gradient
-    ttt_key_gradient    (block of keys, KV head, sequence): of the first step's keys and values, over all rows that may
-                        see them, head by head: one order, no atomic addition
-    ttt_own_gradient    (block of rows, KV head, sequence and later step): of the later steps' keys and values
+    ttt_forward         (block of rows, head, sequence): the output
+    ttt_query_gradient  (block of rows, head, sequence): gradient of the queries; and each row's Σ gradient * output,
+                        which the softmax subtracts from every weight's gradient
+    ttt_key_gradient    (block of keys, KV head, sequence): gradients of the first step's keys and values, over all rows
+                        that may see them, head by head: one order, no atomic addition
+    ttt_own_gradient    (block of rows, KV head, sequence and later step): gradients of later steps' keys and values
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from kernels.triton import INTERPRET
 
-LOWEST = tl.constexpr(-1e30)  # below every score and finite, so that a row of no keys gives no NaN
+LOWEST = tl.constexpr(-1e30)  # below every score and finite, so that a row without keys gives no NaN
 
 
 class Blocking(NamedTuple):
@@ -39,16 +39,16 @@ class Blocking(NamedTuple):
     stages: int
 
 
-# By head size up to 64, 128 and 256: about the largest for which no register spills.
+# For head sizes up to 64, 128 and 256: about the largest blocks without register spills.
 FORWARD = Blocking(128, 64, 4, 3), Blocking(128, 64, 8, 3), Blocking(64, 32, 8, 2)
 OF_QUERIES = Blocking(64, 64, 4, 2), Blocking(64, 64, 8, 2), Blocking(32, 64, 8, 1)
 OF_KEYS = Blocking(64, 64, 4, 2), Blocking(32, 64, 8, 2), Blocking(64, 32, 8, 1)
 FP32 = Blocking(32, 32, 8, 1), Blocking(16, 16, 8, 1), Blocking(16, 16, 8, 1)  # no tensor cores: small products
-OWN_ROWS = 16  # of `ttt_own_gradient`, which keeps six of `[OWN_ROWS, D]` in registers
+OWN_ROWS = 16  # block of `ttt_own_gradient`, which keeps six `[OWN_ROWS, D]` tensors in registers
 
 
 def blocking(sizes: Sequence[Blocking], q: Tensor) -> tuple[Blocking, dict[str, int | bool]]:
-    """What suits q's head size and dtype, and the same as options of a launch."""
+    """Return the block sizes for q's head size and dtype, and the launch options that contain them."""
     own = FP32 if q.dtype == torch.float32 else sizes
     shape = own[bisect.bisect_left((64, 128), q.shape[3])]
     upcast = q.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1"
@@ -58,7 +58,7 @@ def blocking(sizes: Sequence[Blocking], q: Tensor) -> tuple[Blocking, dict[str, 
 
 @triton.jit
 def load_rows(base, place, valid, D: tl.constexpr, D_PADDED: tl.constexpr, UPCAST: tl.constexpr):
-    """`place` `[N]`: which line of `[.., D]` -> `[N, D_PADDED]`, zero where not valid."""
+    """Load lines `place` `[N]` of `[.., D]` -> `[N, D_PADDED]`, zero where not valid."""
     d = tl.arange(0, D_PADDED)
     x = tl.load(base + place[:, None] * D + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
     if UPCAST:
@@ -229,7 +229,7 @@ def supported(head_dim: int, dtype: torch.dtype) -> bool:
 
 
 class TttAttention(torch.autograd.Function):
-    """As the contract, from q, the `bounds` of its rows, then all keys and all values, all of q's dtype."""
+    """kernels.ttt_attention on q, the `bounds` of its rows, then all keys and all values, all of q's dtype."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, firsts: Tensor, ends: Tensor, *both: Tensor) -> Tensor:  # type: ignore[override]
@@ -274,7 +274,7 @@ class TttAttention(torch.autograd.Function):
 
 
 def arranged(q: Tensor, both: Sequence[Tensor]) -> list[Tensor]:
-    """q, the first step's keys and values, and those of all later steps `[steps, B, M, nkv, D]`, without gaps."""
+    """Return q, the first step's keys and values, and later steps' `[steps, B, M, nkv, D]`, all contiguous."""
     (k, *own_k), (v, *own_v) = both[: len(both) // 2], both[len(both) // 2 :]
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     return [q, k, v, *(torch.stack(own) if own else k for own in (own_k, own_v))]
@@ -290,9 +290,9 @@ def scale_of(q: Tensor) -> float:
 
 
 def reaching(firsts: Tensor, ends: Tensor, length: int, shape: Blocking) -> Tensor:
-    """`[B, blocks of keys, 2]` int32: the first row that may see a key of the block, and the one after the last.
+    """Return the range of rows that may see a block of keys, `[B, blocks of keys, 2]` int32: first and end.
 
-    In whole blocks of rows.
+    Rounded to whole blocks of rows.
     """
     batch, rows = firsts.shape
     blocks = triton.cdiv(rows, shape.rows)

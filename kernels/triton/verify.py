@@ -1,5 +1,5 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
-"""The accepted path in Triton: one program per request, its nodes beside each other, no walk."""
+"""Verification of draft trees in Triton: one program per request, all nodes in parallel, no tree walk."""
 
 from __future__ import annotations
 

@@ -153,7 +153,8 @@ class Eagle3Head(Head):
         """Copy the target's embedding; with `from_target` also start from its last layer, final norm and LM head.
 
         Call after `set_vocabulary` (the LM head takes the rows of the draft vocabulary) and before the target is
-        packed. The fused state starts as the last aux feature; the embedding's half of the QKV input starts at zero.
+        packed. The fused state starts as the last aux feature; the embedding's half of the QKV input starts
+        random, as the rest does without `from_target`.
         """
         generator = torch.Generator().manual_seed(seed)
         size = self.config.layer.hidden_size

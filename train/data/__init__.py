@@ -1,1 +1,1 @@
-"""From rows to the sequences that a head learns from."""
+"""Turns rows of data into the sequences that a head is trained on."""

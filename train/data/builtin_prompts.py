@@ -1,11 +1,11 @@
-"""data=chat: prompts for a chat model that need no file: questions about Python's library, and everyday ones.
+"""Built-in prompts for chat models (data=chat): questions about Python's library and everyday questions.
 
     functions of the standard library   "Explain what this function does", "Write a function that ..."
     pydoc's topics                      "Explain this part of Python's documentation"
     TASKS of SUBJECTS                   advice, stories, comparisons, lists
 
-Rows of the form {"prompt": ...}, one of each kind in turn. The split is that of the demo corpus: by file, topic or
-question, so it is the same everywhere; the code and the topics are the running Python's own.
+Rows have the form {"prompt": ...}; the kinds alternate. Rows are split as in the demo corpus, by a hash of file, topic
+or question, so the split is the same everywhere. Code and topics come from the running Python's standard library.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from models.demo.corpus import is_held_out, read_split
 from train.data.entries import Item, cut_text
 
 LONGEST = 900  # characters of code or documentation in a prompt
-PER_FILE = 8  # functions, so that no long file has most of them
+PER_FILE = 8  # at most so many functions of a file, so that long files do not dominate
 EXPLAIN = "Explain what this Python function does:\n\n```python\n{}\n```"
 WRITE = "Write a Python function `{}` that does the following:\n\n{}"
 DOCUMENTATION = "Explain this part of Python's documentation in your own words:\n\n{}"
@@ -74,7 +74,7 @@ def explanations(functions: Iterable[tuple[str, Function]]) -> Iterator[Item]:
 
 
 def tasks(functions: Iterable[tuple[str, Function]]) -> Iterator[Item]:
-    """Of functions that stand alone: no methods, which a docstring does not describe without their class."""
+    """Yield writing tasks, none for methods, which a docstring does not describe without their class."""
     for place, function in functions:
         if len(function.docstring) <= LONGEST and not function.is_method:
             yield Item(place, {"prompt": WRITE.format(function.signature, function.docstring)})
@@ -96,14 +96,14 @@ def questions(held_out: bool) -> Iterator[Item]:
 
 
 def functions(held_out: bool) -> Iterator[tuple[str, Function]]:
-    """Those with a docstring, with their file; a file is parsed when it is needed."""
+    """Yield file name and function for every function with a docstring; files are parsed lazily."""
     for document in shuffled(read_split("held_out" if held_out else "train")):
         for function in islice(documented(document.text), PER_FILE):
             yield document.name, function
 
 
 def documented(text: str) -> Iterator[Function]:
-    """The functions of a module that have a docstring. A file that is no Python, as some templates are, has none."""
+    """Yield the functions of a module that have a docstring; none if it does not parse, as some template files."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -117,7 +117,7 @@ def documented(text: str) -> Iterator[Function]:
 
 
 def shuffled(things: Iterable[T]) -> Sequence[T]:
-    """In an order that is the same everywhere."""
+    """Return the items shuffled with a fixed seed, in the same order everywhere."""
     order = list(things)
     random.Random(0).shuffle(order)
     return order

@@ -1,8 +1,8 @@
-"""A conversation on its way to token ids and loss mask: turn by turn, on the history that the target itself wrote.
+"""Converts a conversation to token ids and a loss mask, turn by turn, on the history that the target itself generated.
 
-Ids and mask are kept as they were generated. The next turn's prompt is rendered by the chat template, as in serving;
-where it continues the ids so far, the row goes on. Where it does not (templates that strip earlier reasoning, text that
-tokenises otherwise when read back) the row ends and another begins: one row per assistant turn, each of them exact.
+Ids and mask are kept as they were generated. The next turn's prompt is rendered by the chat template, as in serving. If
+it extends the ids so far, the row continues. If not (the template strips earlier reasoning, or decoded text
+re-tokenises differently), the row ends and a new one begins: one row per assistant turn, each of them exact.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from train.data.examples import Example, has_served_slot
 
 class Row(NamedTuple):
     ids: list[int]
-    loss_mask: list[bool]  # True: the target wrote this token
+    loss_mask: list[bool]  # True: the target generated this token
 
 
-ANSWER = "HEADWAY-ANSWER"  # stands where a template would write one
+ANSWER = "HEADWAY-ANSWER"  # placeholder that shows where a template puts an assistant message
 
 
 class TooLong(ValueError):
-    """A good row whose prompt does not fit."""
+    """A valid row whose prompt exceeds the longest possible one."""
 
 
 class Dialogue:
-    """`next_prompt`, then `take` what was answered, until there is no further prompt; `rows` are the result.
+    """The state of one conversation: alternate `next_prompt` and `take` until there is no prompt; `rows` is the result.
 
-    An assistant's turn that calls a tool stays as it is in the data, unlearnt: the tool's result belongs to that very
-    call. With `given` the data's own answers are taken by `take_given`.
+    An assistant turn that calls a tool is kept as in the data and masked out of the loss, since the tool's result
+    belongs to that call. With `given` the data's responses are used instead, by `take_given`.
     """
 
     def __init__(self, example: Example, tokenizer: Tokenizer, *, longest_prompt: int, given: bool = False) -> None:
@@ -42,19 +42,19 @@ class Dialogue:
         self._finished: list[Row] = []
         self._row = Row([], [])
         self._prompt_text = ""
-        self._held = 0  # ids of the row that came before the last prompt's own
-        self.cut: str | None = None  # why later turns are missing: too long, or the template refused them
+        self._held = 0  # number of ids in the row before the last prompt extended it
+        self.cut: str | None = None  # why later turns are missing: too long, or rejected by the template
         if example.loss_mask is not None:
             self._finished.append(Row(list(example.ids), list(example.loss_mask)))
         self._plain = list(example.ids) if example.loss_mask is None and not example.messages else None
 
     @property
     def rows(self) -> list[Row]:
-        """What can be learnt from, so far."""
+        """Rows so far that have at least one served slot, so that a head can be trained on them."""
         return [row for row in (*self._finished, self._row) if has_served_slot(row.loss_mask)]
 
     def next_prompt(self) -> list[int] | None:
-        """What the target is to continue now. Raises ValueError when the first prompt cannot be asked."""
+        """Return the next prompt for the target, None after the last. Raises ValueError if the first is invalid."""
         if self._plain is not None:
             prompt, self._plain = self._plain, None
         else:
@@ -76,32 +76,33 @@ class Dialogue:
         return prompt
 
     def take(self, ids: Sequence[int]) -> None:
-        """The target's answer to the last prompt, the token that ended it included."""
+        """Append the target's response to the last prompt, including the token that ended it."""
         ends = len(ids) > 0 and ids[-1] in self._tokenizer.eos_ids
-        text = self._tokenizer.decode(ids[:-1] if ends else ids, context=self._row.ids)  # as a client is sent it
+        text = self._tokenizer.decode(ids[:-1] if ends else ids, context=self._row.ids)  # as a client receives it
         self._learn(ids)
         self._history.append({"role": "assistant", "content": text})
 
     def take_given(self) -> None:
-        """The data's answer to the last prompt, as tokens after the prompt's own: how serving would have seen it."""
+        """Append the data's response to the last prompt, tokenised after the prompt's tokens, as in serving."""
         message = self._left.pop(0)
         try:
             text = self._given_text(message)
         except ValueError as error:
             if not self.rows:
                 raise
-            self._end_early(error)  # what was learnt before is none the worse
+            self._end_early(error)  # earlier turns remain valid
             return
         self._history.append(message)
         ids = self._tokenizer.encode(text, context=self._row.ids)
         ends = [place for place, token in enumerate(ids) if token in self._tokenizer.eos_ids]
-        self._learn(ids[: ends[-1] + 1] if ends else ids)  # what a template puts after the end is not generated
+        self._learn(ids[: ends[-1] + 1] if ends else ids)  # the target generates nothing after its end token
 
     def _given_text(self, message: Message) -> str:
-        """What follows the row so far. Raises ValueError where the template does not tell it from its own words.
+        """Return the text that follows the row so far. Raises ValueError if the template does not separate it.
 
-        A template may open in its prompt what its history never shows, such as a reasoning span. An answer that begins
-        like that goes on behind the prompt, whole; any other stands where the history has it, behind a prompt without.
+        A template's generation prompt may open a span that it does not render in the history, such as reasoning. A
+        response that begins with this opening continues the generation prompt; for any other, the row's prompt is
+        replaced by one without the opening, as rendered in the history.
         """
         text = self._render([*self._history, message])
         if text.startswith(self._prompt_text):
@@ -122,7 +123,7 @@ class Dialogue:
         return self._tokenizer.render_chat(list(messages), tools=self.example.tools, generation_prompt=False)
 
     def _continue(self, prompt: Sequence[int]) -> None:
-        """Puts the prompt into the row, or into another where it does not go on from this one."""
+        """Extend the row to the prompt, or begin a new row if the prompt does not start with the row's ids."""
         self._held = len(self._row.ids)
         if list(prompt[: self._held]) != self._row.ids:
             self._finished.append(self._row)
@@ -135,7 +136,7 @@ class Dialogue:
         self._row.loss_mask.extend([True] * len(ids))
 
     def _advance(self) -> bool:
-        """Moves what is said before the target's next turn into the history; False when there is no such turn."""
+        """Move messages up to the target's next turn into the history. Return False if there is no such turn."""
         asked = False
         while self._left:
             message = self._left[0]
@@ -144,16 +145,16 @@ class Dialogue:
                     if self._history:
                         return True
                 elif not self._is_kept():
-                    self._left.pop(0)  # the target writes its own
+                    self._left.pop(0)  # the target generates this turn itself
                     if asked:
                         return True
-                    continue  # a greeting before any question, or a second answer to one
+                    continue  # a greeting before any question, or a second response to one
             asked = message["role"] in ("user", "tool")
             self._history.append(self._left.pop(0))
         return asked and not self._given
 
     def _is_kept(self) -> bool:
-        """Whether the assistant's turn that comes next must stay: it calls a tool, or a tool's result follows it."""
+        """Return whether the next assistant turn must be kept: it calls a tool, or a tool's result follows it."""
         following = self._left[1]["role"] if len(self._left) > 1 else None
         return bool(self._left[0].get("tool_calls")) or following == "tool"
 
@@ -163,7 +164,10 @@ class Dialogue:
 
 
 def first_prompt(example: Example, tokenizer: Tokenizer, longest: int) -> list[int]:
-    """What the target is asked first: the prompt that acceptance is measured on. Raises ValueError."""
+    """Return a conversation's first prompt, on which acceptance is measured.
+
+    Raises ValueError if there is none, and its subclass TooLong if it does not have 1 to `longest` tokens.
+    """
     if example.loss_mask is not None:
         prompt = list(example.prompt)
         if not 1 <= len(prompt) <= longest:
@@ -176,12 +180,12 @@ def first_prompt(example: Example, tokenizer: Tokenizer, longest: int) -> list[i
 
 
 def given_rows(example: Example, tokenizer: Tokenizer, longest: int) -> list[Row]:
-    """Rows of a conversation whose answers are in the data. Raises ValueError when there is nothing to learn."""
+    """Return the rows of a conversation whose responses are in the data. Raises ValueError if no row is usable."""
     return given_dialogue(example, tokenizer, longest).rows
 
 
 def given_dialogue(example: Example, tokenizer: Tokenizer, longest: int) -> Dialogue:
-    """As `given_rows`, with what is to be said of it."""
+    """As `given_rows`, but return the Dialogue, whose `cut` says why turns are missing."""
     dialogue = Dialogue(example, tokenizer, longest_prompt=longest, given=True)
     if example.messages:
         while dialogue.next_prompt() is not None:

@@ -1,13 +1,13 @@
-"""An entry of data.path that says more than a path: which of its rows are taken, and how a prompt is made of them.
+"""Entries of data.path that are more than a path: which rows to take, and how to make a prompt of each.
 
-    {path: mbpp.jsonl, lines: [601, 974]}                                     rows number 601 to 974
+    {path: mbpp.jsonl, lines: [601, 974]}                                     rows 601 to 974
     {path: books.jsonl.xz, chunk: {text: 900}, rows: 400,                     400 pieces of up to 900 characters
      template: "Continue this text:\n\n{text}"}
-    {path: faq.jsonl, columns: {prompt: question}}                            names of this file alone
+    {path: faq.jsonl, columns: {prompt: question}}                            column names of this file only
 
-`lines` count, then a row is cut by `chunk`, `rows` are drawn, and `template` makes {"prompt": ...} of each. The draw is
-by a hash of a row's number, so that it is the same everywhere and a larger one holds the smaller. Knows no file and no
-form of a row.
+Order of application: `lines` selects rows by number, `chunk` cuts each into pieces, `rows` draws a sample, `template`
+makes {"prompt": ...} of each. The sample is drawn by a hash of the row's number, so it is the same everywhere and a
+larger sample contains a smaller one. Independent of file formats and of the forms of a row.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from train.data.examples import content_key, renamed
 class Item(NamedTuple):
     place: str  # file and line, or data set and row
     row: Any
-    error: str | None = None  # why there is no row
+    error: str | None = None  # why the row could not be read
 
 
 def shaped(items: Iterable[Item], entry: Mapping[str, Any]) -> Iterator[Item]:
-    """Items without a row pass as they are."""
+    """Apply an entry's options to its items. Items without a row pass unchanged."""
     if "lines" in entry:
         first, last = entry["lines"]
         items = islice(items, first - 1, last)
@@ -49,13 +49,13 @@ def shaped(items: Iterable[Item], entry: Mapping[str, Any]) -> Iterator[Item]:
 
 
 def draw(items: Iterable[Item], count: int) -> list[Item]:
-    """In their order."""
+    """Return a sample of `count` items by hash, in the original order."""
     drawn = heapq.nsmallest(count, enumerate(items), key=lambda numbered: content_key(numbered[0]))
     return [item for _, item in sorted(drawn, key=lambda numbered: numbered[0])]
 
 
 def chunked(items: Iterable[Item], chunk: Mapping[str, int]) -> Iterator[Item]:
-    """A row for each piece of its texts in the columns of `chunk`."""
+    """Yield a row for each piece of the texts in the columns of `chunk` (column to number of characters)."""
     for item in items:
         pieces = [item]
         for column, characters in chunk.items():
@@ -71,7 +71,10 @@ def cut_row(item: Item, column: str, characters: int) -> list[Item]:
 
 
 def cut_text(text: str, characters: int) -> list[str]:
-    """Paragraphs together up to so many characters; a longer paragraph is cut between words, a longer word anywhere."""
+    """Split a text into pieces of at most `characters`.
+
+    Paragraphs are joined up to that length; a longer paragraph is cut between words, a longer word anywhere.
+    """
     pieces: list[str] = []
     for paragraph in re.split(r"\n\s*\n", text):
         paragraph = paragraph.strip("\n")
@@ -89,7 +92,7 @@ def cut_text(text: str, characters: int) -> list[str]:
 
 
 def fill(template: str, row: Mapping[str, Any]) -> str:
-    """`{column}` becomes the row's text; other braces stay. Raises ValueError for a column that holds no text."""
+    """Replace `{column}` by the row's text; other braces stay. Raises ValueError if a column holds no text."""
 
     def text(match: re.Match[str]) -> str:
         value = row.get(match[1])

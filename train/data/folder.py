@@ -1,11 +1,12 @@
-"""outputs/<run>/data: the sequences of both splits, made once per run, or taken from a run that made the very same.
+"""outputs/<run>/data: the sequences of both splits, generated once per run or copied from a run with the same inputs.
 
     train.safetensors, held_out.safetensors   ids, mask and offsets (train/data/sequences.py)
-    source.json                               what they are made from, and at the end the counts and NAMED: which rows
-                                              were left out, shortened or not answered, and why
-    failed.json                               conversations that could not be answered, and why
+    source.json                               what they are made from; once complete also the counts, and under NAMED
+                                              which rows were left out, shortened or failed, and why
+    failed.json                               conversations for which generation failed, and why
 
-The training part is written last: it marks the whole. Whatever is resumed must be made from what source.json says.
+train.safetensors is written last and marks the data as complete. A run is resumed only if what its data are made from
+equals source.json.
 """
 
 from __future__ import annotations
@@ -55,12 +56,15 @@ class Data(NamedTuple):
     train: Sequences
     held_out: Sequences
     source: str
-    counts: Mapping[str, Any]  # of rows and conversations
+    counts: Mapping[str, Any]  # numbers of rows and conversations
 
 
 def open_data(config: TrainConfig, engine: Engine, accelerator: Accelerator, folder: Path, stop: StopRequest) -> Data:
-    """Raises Interrupted on every process, what is finished being kept, when a stop is requested."""
-    # stage=regenerate asks again what could not be answered before
+    """Return the run's data, generated first if needed.
+
+    When a stop is requested, raises Interrupted on every process; finished conversations are kept.
+    """
+    # stage=regenerate retries conversations that failed before
     again = config.stage == "regenerate" and (folder / FAILED).is_file()
     if again or not (folder / TRAIN).is_file():
         Making(config, engine, accelerator, folder, stop).make(again)
@@ -109,7 +113,7 @@ class Making:
         if not given:
             work = f"{len(prompts.train)} training and {work}"
         who = "the target" if given or config.data.server is None else f"{config.data.server}, and the target here,"
-        answerer = None if given else self._answerer()  # a server that cannot be used is found out first
+        answerer = None if given else self._answerer()  # before generation, so that an unusable server fails early
         say(accelerator, f"{who} continues {work}")
         held_out = self._answer(EngineAnswerer(self.engine), prompts.held_out, greedy, HELD_OUT)
         if answerer is None:
@@ -133,7 +137,7 @@ class Making:
         return ServerAnswerer(self.config.data, self.engine.target.config.vocab_size)
 
     def _answer(self, answerer: Answerer, examples: Mapping[int, Example], params: Any, name: str) -> Outcome | None:
-        """Of all processes together; None on others than the main one."""
+        """Generate responses, each process its share. Returns the outcome of all on the main process, else None."""
         accelerator, parts = self.accelerator, self.folder / Path(name).stem
         rank, world = accelerator.process_index, accelerator.num_processes
         failed: dict[int, str] = {}
@@ -158,7 +162,10 @@ class Making:
         return collect_parts(parts, examples, failed)
 
     def _write(self, prompts: Prompts, own: Mapping[str, Any], answers: Outcome, asked: Outcome) -> None:
-        """`answers` to the training prompts, `asked` of the held-out ones."""
+        """Write both splits, counts and failures. `answers` belong to training prompts, `asked` to held-out ones.
+
+        Raises ValueError if a split has no usable sequence.
+        """
         train, failed, held_out = answers.sequences, answers.failed, asked.sequences
         shortened = list(answers.shortened.values())
         counts = {
@@ -194,7 +201,7 @@ class Making:
         held_out.save(self.folder / HELD_OUT)
         train.save(self.folder / TRAIN)
         atomic.discard(self.folder / Path(HELD_OUT).stem)
-        if failed:  # the parts stay for stage=regenerate, which asks for the rest
+        if failed:  # keep the parts for stage=regenerate, which retries the failed conversations
             atomic.write_text(self.folder / FAILED, json.dumps({f"{k:016x}": v for k, v in failed.items()}, indent=2))
         else:
             atomic.discard(self.folder / Path(TRAIN).stem)
@@ -206,7 +213,7 @@ class Making:
         atomic.write_text(self.folder / SOURCE, json.dumps(record, indent=2) + "\n")
 
     def _copied(self, own: str) -> bool:
-        """Takes the sequences of another run beside this one, if it was given the very same to make."""
+        """Copy the sequences of a sibling run with the same recipe, if there is one. Returns whether it did."""
         files, accelerator = (SOURCE, HELD_OUT, TRAIN), self.accelerator
         twin = find_twin(self.folder.parents[1], own, SOURCE, files)
         if any_process(accelerator, twin is None):

@@ -1,7 +1,7 @@
-"""From rows to what a run learns from and is measured on: read, checked, deduplicated, split, counted.
+"""Reads rows into a run's training and held-out prompts: checked, deduplicated, split and counted.
 
-Reading stops as soon as both sides are full. A bad row is counted and the first ones are shown with their place; it
-never stops a run. What is generated from a prompt is train/data/regenerate.py.
+Reading stops as soon as both sides are full. Bad rows never stop a run: they are counted, and the first ones are
+reported with their place. Responses are generated in train/data/regenerate.py.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from train.data.dialogue import TooLong, first_prompt, given_dialogue
 from train.data.examples import Example, content_key, parse_row
 from train.data.sources import Item, RowSource, read_items
 
-SHOWN = 8  # bad rows
-KEYS = 2**63  # a key is below
+SHOWN = 8  # number of bad rows reported
+KEYS = 2**63  # keys are below it
 TO_TRAIN, TO_HELD_OUT = "train", "held out"
 
 
 @dataclass
 class Reading:
-    """What became of the rows that were read: each is trained on, held out or dropped."""
+    """Counts of the rows read: each is trained on, held out or dropped."""
 
     forms: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)  # by reason
-    complaints: list[str] = field(default_factory=list)  # the first ones, with their place
-    shortened: list[str] = field(default_factory=list)  # all of them: conversations trained on without their last turns
+    complaints: list[str] = field(default_factory=list)  # the first SHOWN, with their place
+    shortened: list[str] = field(default_factory=list)  # all conversations trained on without their last turns
     read: int = 0
     train: int = 0
     held_out: int = 0
@@ -41,7 +41,7 @@ class Reading:
             self.complaints.append(complaint)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return a summary to print: the counts, then `named`."""
         forms = ", ".join(f"{count} {form}" for form, count in self.forms.most_common())
         dropped = ", ".join(f"{count} {reason}" for reason, count in self.dropped.most_common()) or "none"
         return [
@@ -50,7 +50,7 @@ class Reading:
         ]
 
     def named(self) -> list[str]:
-        """The rows that cannot be used or not as a whole, for people."""
+        """Return lines to print about rows that were left out or shortened."""
         lines = [f"left out: {complaint}" for complaint in self.complaints]
         more = self.dropped["bad"] + self.dropped["too long"] - len(self.complaints)
         lines += [f"left out: {more} more"] if more > 0 else []
@@ -62,7 +62,7 @@ class Reading:
 
 
 def first_of(what: str, lines: Sequence[str]) -> list[str]:
-    """The first ones and how many more there are, for people."""
+    """Return the first SHOWN lines, labelled with `what`, and a line with the number of others."""
     more = [f"{what}: {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
     return [f"{what}: {line}" for line in lines[:SHOWN]] + more
 
@@ -71,15 +71,15 @@ def first_of(what: str, lines: Sequence[str]) -> list[str]:
 class Prompts:
     train: dict[int, Example]  # by key
     held_out: dict[int, Example]  # prompts as token ids
-    held_out_whole: dict[int, Example]  # the same as they were read, with any answers
-    source: str  # what the data were made from, for the record
+    held_out_whole: dict[int, Example]  # the same rows as read, including any responses
+    source: str  # identifies the data in the record
     reading: Reading
 
 
 def read_prompts(
     config: TrainConfig, tokenizer: Tokenizer, context: int, check: Callable[[], None] = lambda: None
 ) -> Prompts:
-    """`check` is called between rows and may raise to stop."""
+    """Return the prompts of both sides. `check` is called between rows and may raise to stop."""
     data = config.data
     if isinstance(data, DemoDataConfig):
         if data.prompt_tokens + 2 >= context:
@@ -94,12 +94,12 @@ def read_prompts(
 
 
 def by_key(prompts: list[list[int]]) -> dict[int, Example]:
-    """Two that are alike are two."""
+    """Return the prompts by key. The key includes the number, so equal prompts are kept."""
     return {content_key([number, ids]): Example(ids=tuple(ids)) for number, ids in enumerate(prompts)}
 
 
 def longest_prompt(data: DataConfig, context: int) -> int:
-    """In tokens, in a context that must also hold an answer."""
+    """Return the maximum length of a prompt in tokens, leaving room for a response in the context."""
     own = data.max_prompt_tokens if isinstance(data, RowsDataConfig) else context
     return min(own, context - 3)
 
@@ -123,7 +123,7 @@ class Reader:
         self._count = 0
 
     def read(self) -> Prompts:
-        """Raises ValueError when a side stays empty."""
+        """Read rows until both sides are full. Raises ValueError if a side stays empty."""
         own_side = read_items(self.data, held_out=True)
         if own_side is not None:
             self._fill(own_side, TO_HELD_OUT)
@@ -142,7 +142,7 @@ class Reader:
         return Prompts(self.train, self.held_out, self.held_out_whole, source, reading)
 
     def read_prompts(self) -> list[list[int]]:
-        """Every row on the held-out side: the first prompts of up to `eval_prompts` of them. Raises ValueError."""
+        """Return the first prompts of up to `eval_prompts` rows, all treated as held out. Raises ValueError if none."""
         items = read_items(self.data, held_out=False)
         assert items is not None
         self._fill(items, TO_HELD_OUT)
@@ -150,7 +150,7 @@ class Reader:
         return [list(example.ids) for example in self.held_out.values()]
 
     def _fill(self, items: Iterable[Item], side: str | None) -> None:
-        """Until nothing more is wanted. `side` None: each row's prompt decides."""
+        """Take rows until `side` is full; with None until both are, a hash of each row's opening deciding its side."""
         for item in items:
             self.check()
             full = {TO_TRAIN: len(self.train) >= self.data.num_sequences}
@@ -182,7 +182,7 @@ class Reader:
                 self.reading.drop("on the held-out side, which is full")
         else:
             self._count += 1
-            # two answers to one prompt are two rows only if they are learnt
+            # responses make rows distinct only if they are trained on
             key = example.key if given else example.asked_key
             key = key if self.data.deduplicate else content_key([key, self._count])
             if key in self.train:
@@ -198,12 +198,15 @@ class Reader:
                 self.train[key] = example
 
     def _hold_out(self, example: Example) -> None:
-        """Acceptance is measured on the answer to its first prompt."""
+        """Hold out a row; acceptance is measured on the response to its first prompt."""
         self.held_out[example.opening_key] = Example(ids=tuple(first_prompt(example, self.tokenizer, self.longest)))
         self.held_out_whole[example.opening_key] = example
 
     def _hold_one_out(self) -> None:
-        """Few rows, of which the hash chose none: the prompt that it would have chosen first."""
+        """Move the training row with the lowest opening key to the held-out side, when the hash has selected none.
+
+        The other rows with its opening are dropped. Raises ValueError if all rows have the same opening.
+        """
         if len({example.opening_key for example in self.train.values()}) < 2:
             raise ValueError(
                 f"{self.name}: too few different prompts to hold one out; give at least two"

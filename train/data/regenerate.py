@@ -1,8 +1,8 @@
-"""On-policy responses: the target answers every prompt, turn by turn on its own history, and ids are kept as they came.
+"""On-policy responses: the target generates every turn on its own history, and token ids are kept as generated.
 
-What is generated depends on prompts, seeds and target alone, so it is made once: finished conversations are written
-down in parts as they come, by key, and an interrupted run goes on with the missing ones. Who answers is behind one
-protocol: our engine here, or an OpenAI-compatible server (train/data/answer_server.py).
+Responses depend on prompts, seeds and target alone, so they are generated once: finished conversations are written to
+part files, by key, and an interrupted run resumes with the missing ones. Implementations of the `Answerer` protocol:
+Headway's engine here, or an OpenAI-compatible server (train/data/answer_server.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from train.data.examples import Example
 from train.data.sequences import Sequences
 from train.storage import atomic
 
-PART = 64  # conversations per part file: what an interruption can lose
+PART = 64  # conversations per part file: as many can be lost when a process is killed
 
 
 class Job(NamedTuple):
@@ -35,29 +35,29 @@ class Job(NamedTuple):
     params: SamplingParams
 
 
-Finished = Callable[[Job, str | None], None]  # with what went wrong, if anything did
+Finished = Callable[[Job, str | None], None]  # with the error message, None on success
 
 
 class Answerer(Protocol):
-    """Contract: takes jobs one after another, brings each to its last turn and reports it once, in any order.
+    """Contract: takes jobs from the iterator, completes all turns of each and reports it once, in any order.
 
-    `check` is called often and may raise to stop; jobs that were not reported are then dropped.
+    `check` is called often and may raise to stop; unreported jobs are then dropped.
     """
 
     def answer(self, jobs: Iterator[Job], finished: Finished, check: Callable[[], None]) -> None: ...
 
 
 class Outcome(NamedTuple):
-    """What became of conversations, each of which is done, skipped or failed."""
+    """The result for a set of conversations, each of which is done, skipped or failed."""
 
     sequences: Sequences  # in the order of their conversations
-    failed: dict[int, str]  # by key: why
-    counts: dict[str, int]  # conversations, done, skipped: answered with nothing to learn from, failed
+    failed: dict[int, str]  # reason by key
+    counts: dict[str, int]  # conversations, done, skipped (without a served slot), failed
     shortened: dict[int, str]  # by key: why a conversation lacks its last turns
 
 
 def sampling_params(index: int, data: DataConfig, seed: int) -> SamplingParams:
-    """For prompt number `index`: temperatures in turn, a seed of its own."""
+    """Return the parameters of prompt `index`: the configured temperatures in rotation, and a seed per prompt."""
     temperature = data.temperatures[index % len(data.temperatures)]
     own_seed = ((seed % 2**31) << 32) + index
     return SamplingParams(
@@ -77,9 +77,10 @@ def regenerate(
     check: Callable[[], None] = lambda: None,
     show: bool = False,
 ) -> dict[int, str]:
-    """Answers the examples (by key) of this process's share that no part in `folder` holds yet, and writes parts.
+    """Generate the conversations of this process's share that no part in `folder` holds yet, and write parts.
 
-    `params(n)` for the n-th example. What is finished when `check` raises is kept. Returns those that failed, and why.
+    `examples` is by key, `share` is (rank, world size), and `params(n)` is for the n-th example. Finished conversations
+    are kept if `check` raises. Returns the reasons of those that failed, by key.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rank, world = share
@@ -121,7 +122,7 @@ def regenerate(
 
 
 class EngineAnswerer:
-    """Our engine, kept full: a conversation's next turn is queued as soon as its last one is answered."""
+    """Headway's engine, kept at full batch size: a conversation's next turn is queued as soon as the last one ends."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -161,9 +162,10 @@ class EngineAnswerer:
 
 
 def write_part(folder: Path, rows: Mapping[int, Sequence[Row]], shortened: Mapping[int, str]) -> None:
-    """One file, named by its first key: no two parts hold the same one. A conversation may have no row, or several.
+    """Write a part file, named by its first key, which no other part holds. A conversation has any number of rows.
 
-    Why conversations were shortened stands in a file beside it, which is written first and counts only with it.
+    The reasons for shortened conversations are in a .json file beside it, which is written first and read only if the
+    part exists.
     """
     keys = list(rows)
     flat = [row for key in keys for row in rows[key]]
@@ -196,7 +198,7 @@ def read_shortened(folder: Path) -> dict[int, str]:
 
 
 def collect_parts(folder: Path, keys: Collection[int], failed: Mapping[int, str]) -> Outcome:
-    """All rows, once every process has written its parts. Raises ValueError where conversations were lost."""
+    """Return the outcome, once every process has written its parts. Raises ValueError if conversations are missing."""
     try:
         return collect(keys, read_parts(folder), failed, read_shortened(folder))
     except ValueError as error:
@@ -209,7 +211,7 @@ def collect(
     failed: Mapping[int, str],
     shortened: Mapping[int, str] | None = None,
 ) -> Outcome:
-    """Of the conversations `keys`. Raises ValueError unless each is either in `rows` or in `failed`."""
+    """Return the outcome for `keys`. Raises ValueError unless each is in exactly one of `rows` and `failed`."""
     lost = sum((key in rows) == (key in failed) for key in keys)
     done, skipped = (sum(bool(rows[key]) == some for key in keys if key in rows) for some in (True, False))
     counts = {"conversations": len(keys), "done": done, "skipped": skipped, "failed": len(failed)}

@@ -1,7 +1,7 @@
-"""Token sequences with the mask of what the target itself wrote, how they share a row, and in which order they come.
+"""Token sequences with the mask of what the target generated, their packing into rows, and the order of training.
 
-Ids and masks are stored as they were generated and never rendered again. Knows nothing about prompts' origin or
-models.
+Ids and masks are stored as they were generated and never rendered again. Independent of models and of where prompts
+come from.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from train.storage import atomic
 
 
 class Place(NamedTuple):
-    """Of a sequence in a batch."""
+    """Where a sequence lies in a batch."""
 
     row: int
     first: int  # slot
@@ -30,10 +30,10 @@ class Place(NamedTuple):
 
 class Batch(NamedTuple):
     ids: Tensor  # int64 [B, T], 0 in the padding
-    assistant: Tensor  # bool [B, T]: the target wrote this token; False in the padding and where a document begins
-    rows: tuple[int, ...]  # which sequences of the data these are
-    places: tuple[Place, ...] = ()  # and where
-    starts: Tensor | None = None  # int64 [B, T]: where the document of a slot begins; None: each row is one document
+    assistant: Tensor  # bool [B, T]: the target generated this token; False in padding and at a document's first slot
+    rows: tuple[int, ...]  # indices of the sequences in the data
+    places: tuple[Place, ...] = ()  # of these sequences in the batch
+    starts: Tensor | None = None  # int64 [B, T]: first slot of each slot's document; None: each row is one document
 
     def to(self, device: torch.device) -> Batch:
         starts = None if self.starts is None else self.starts.to(device)
@@ -67,11 +67,11 @@ class Sequences:
         return self.ids[span], self.assistant[span]
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """The sequences, one a row, padded on the right to the longest of them."""
+        """Return the sequences, one per row, padded on the right to the longest of them."""
         return self.packed([[index] for index in rows])
 
     def packed(self, packs: Sequence[Sequence[int]]) -> Batch:
-        """The sequences of each pack end to end in a row, padded on the right to the longest row."""
+        """Return the sequences of each pack end to end in one row, padded on the right to the longest row."""
         lengths = self.lengths
         shape = len(packs), max(int(lengths[list(pack)].sum()) for pack in packs)
         ids = torch.zeros(shape, dtype=torch.int64)
@@ -85,7 +85,7 @@ class Sequences:
                 last = first + own_ids.numel()
                 ids[row, first:last], assistant[row, first:last] = own_ids, own_assistant
                 assistant[row, first] = False
-                starts[row, first:] = first  # the padding belongs to the last one
+                starts[row, first:] = first  # padding counts as part of the last document
                 rows.append(index)
                 places.append(Place(row, first))
                 first = last
@@ -93,7 +93,7 @@ class Sequences:
         return Batch(ids, assistant, tuple(rows), tuple(places), None if alone else starts)
 
     def batches(self, rows: range, size: int, room: int | None = None) -> Iterator[Batch]:
-        """All of `rows`, `size` packs of them at a time: of one sequence each, or of up to `room` tokens."""
+        """Yield `rows` in batches of `size` packs; a pack is one sequence or, with `room`, up to `room` tokens."""
         packs = [[index] for index in rows]
         if room is not None:
             packs = [[rows[item] for item in pack] for pack in best_fit(self.lengths[rows].tolist(), room)]
@@ -101,7 +101,7 @@ class Sequences:
             yield self.packed(packs[start : start + size])
 
     def cut(self, length: int) -> Sequences:
-        """Every row cut to `length` tokens; rows that then serve no slot are left out."""
+        """Return the rows truncated to `length` tokens, without those that then have no served slot."""
         rows = []
         for index in range(len(self)):
             ids, assistant = (part[:length] for part in self.row(index))
@@ -114,7 +114,7 @@ class Sequences:
         )
 
     def counts(self, vocab_size: int) -> Tensor:
-        """How often the target wrote each token, `[V]`."""
+        """Return how often the target generated each token, `[V]`."""
         return torch.bincount(self.ids[self.assistant], minlength=vocab_size)
 
     def content_hash(self) -> str:
@@ -131,7 +131,7 @@ class Sequences:
         return cls(tensors["ids"].to(torch.int64), tensors["assistant"], tensors["offsets"])
 
     def save(self, path: Path) -> None:
-        """Whole or not there."""
+        """Write the file atomically."""
         atomic.write_tensors(path, self.tensors())
 
     @classmethod
@@ -143,12 +143,12 @@ class Sequences:
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Packs of items, each of at most `room` in all: the longest item first, into the fullest pack that can take it.
+    """Pack items by best-fit decreasing: the longest first, each into the fullest pack that has room for it.
 
-    Depends on the lengths alone. No item may be longer than `room`.
+    A pack's lengths sum to at most `room`, and no item may be longer. Deterministic in the lengths.
     """
     packs: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}  # what is left -> packs
+    by_room: dict[int, list[int]] = {}  # room left -> packs
     rooms: list[int] = []  # its keys, ascending
     for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         assert lengths[item] <= room, "sequences are cut before they are packed"
@@ -170,18 +170,18 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def seed_of(seed: int, number: int) -> int:
-    """For what is random in batch `number`: 32 bits, since a generator on a CPU heeds no more."""
+    """Return the random seed of batch `number`: 32 bits, since a CPU generator uses no more."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "little")
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> Tensor:
-    """A permutation that depends on (seed, epoch) alone: where a run resumes is a position, not a sampler's state."""
+    """Return an epoch's permutation, which depends on (seed, epoch) alone, so a run resumes from a position only."""
     generator = torch.Generator().manual_seed((seed << 20) + epoch)
     return torch.randperm(rows, generator=generator)
 
 
 def rows_at(rows: int, position: int, count: int, seed: int) -> list[int]:
-    """Rows number position .. position + count - 1 of the endless sequence of shuffled epochs."""
+    """Return rows position .. position + count - 1 of the endless sequence of shuffled epochs."""
     chosen: list[int] = []
     while len(chosen) < count:
         epoch, offset = divmod(position + len(chosen), rows)

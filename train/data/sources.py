@@ -1,7 +1,7 @@
-"""Rows of data files and of the hub, one by one, each with its place: what is said of a bad row names file and line.
+"""Streams rows of data files and of the hub, each with its place, so that messages can name file and line.
 
-JSON Lines are read line by line, because a reader that takes a file whole gives up on all of it at the first bad line;
-Parquet, Arrow and the hub are read through `datasets`, as a stream. Knows nothing about what a row means.
+JSON Lines are read line by line, because a reader of whole files rejects the file at its first bad line; Parquet, Arrow
+and the hub are read through `datasets`, as a stream. Independent of the meaning of a row.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ FORMATS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 
 
 def read_items(data: RowSource, *, held_out: bool) -> Iterator[Item] | None:
-    """The rows of one side; None where the data keep no held-out side of their own.
+    """Return the rows of one side of the split; None if the data have no held-out side of their own.
 
-    Raises ValueError when there is nothing to read; what breaks later raises it when it is met, naming the place.
+    Raises ValueError if there is nothing to read; later errors raise it during iteration, naming the place.
     """
     if isinstance(data, ChatDataConfig):
         return builtin_items(held_out=held_out)
@@ -49,13 +49,16 @@ def read_items(data: RowSource, *, held_out: bool) -> Iterator[Item] | None:
 
 
 def in_turn(parts: Sequence[Iterator[Item]]) -> Iterator[Item]:
-    """A row of each, then the next of each; one that has ended is passed over."""
+    """Yield a row of each part in turn (round robin); exhausted parts are skipped."""
     for rows in itertools.zip_longest(*parts):
         yield from (row for row in rows if row is not None)
 
 
 def find_files(key: str, given: str | Iterable[str], root: str | None = None) -> list[Path]:
-    """Files, folders (all files of a known format below) and patterns, in the order given. Raises ValueError."""
+    """Expand files, folders (all files of a known format below them) and patterns, in their order.
+
+    Raises ValueError if one matches no file, or for an unknown format.
+    """
     found: list[Path] = []
     for text in [given] if isinstance(given, str) else given:
         path = resolve_path(root or ".") / Path(text).expanduser()
@@ -85,17 +88,17 @@ def find_files(key: str, given: str | Iterable[str], root: str | None = None) ->
 
 
 def format_of(file: Path) -> str:
-    """The suffix that says the format, that of a compression left out."""
+    """Return the suffix that names the format, without a compression suffix."""
     return Path(file.stem).suffix if file.suffix in OPENERS else file.suffix
 
 
 def place_of(file: Path) -> str:
-    """The path as one would give it: of two files of one name the folder tells which."""
+    """Return the file's path for messages, relative to the repository if inside; the folder tells namesakes apart."""
     return str(file.relative_to(REPO_ROOT) if file.is_relative_to(REPO_ROOT) else file)
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """A folder that `Dataset.save_to_disk` wrote."""
+    """Return whether this is a folder written by `Dataset.save_to_disk`."""
     return (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
 
 
@@ -118,7 +121,10 @@ def read_lines(file: Path, stream: IO[bytes]) -> Iterator[Item]:
 
 
 def read_array(file: Path, stream: IO[bytes]) -> Iterator[Item]:
-    """One array of rows, or an object with one such array among its values; JSON Lines under another name pass too."""
+    """Read a JSON array of rows, or an object with one such array among its values.
+
+    Any other object is one row. JSON Lines with the suffix .json are read as well. Raises ValueError for other content.
+    """
     content = stream.read()
     whole = parse(place_of(file), content)
     if whole.error is not None:
@@ -148,7 +154,7 @@ def parse(place: str, text: bytes) -> Item:
 
 
 def read_tables(file: Path) -> Iterator[Item]:
-    """Parquet, an Arrow file, or a folder written by save_to_disk."""
+    """Read Parquet, an Arrow file, or a folder written by `save_to_disk`. Raises ValueError."""
     import pyarrow
     from datasets import Dataset, load_dataset, load_from_disk
 
@@ -166,13 +172,13 @@ def read_tables(file: Path) -> Iterator[Item]:
 
 
 def read_hub(data: HubDataConfig, split: str) -> Iterator[Item]:
-    """What goes wrong at the start raises ValueError here, what goes wrong later when it is met."""
+    """Stream a split of a hub data set. Raises ValueError if it cannot be opened; later errors, during iteration."""
     import datasets
 
     assert isinstance(data.path, str)
     try:
         rows = datasets.load_dataset(data.path, name=data.subset, split=split, revision=data.revision, streaming=True)
-    except Exception as error:  # the library, the hub client and every file format raise their own
+    except Exception as error:  # the library, the hub client and each file format have exceptions of their own
         raise ValueError(
             f"data.path={data.path}: split {split!r} of it cannot be read ({type(error).__name__}: {error}). "
             "Check the spelling, data.split, data.subset and the network; files of your own are data=files"
@@ -185,7 +191,7 @@ def stream_hub(path: str, split: str, rows: Iterable[Any]) -> Iterator[Item]:
     try:
         for number, row in enumerate(rows, start=1):
             yield Item(f"{path}, row {number}", row)
-    except Exception as error:  # of the network, a file format or the data set itself
+    except Exception as error:  # from the network, a file format or the data set itself
         raise ValueError(
             f"data.path={path}: split {split!r} breaks off after row {number} ({type(error).__name__}: {error}). Run "
             "the same command again, which asks for no answer twice; if it ends there again, download the files and "

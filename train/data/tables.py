@@ -1,8 +1,8 @@
-"""What a row's free-form values lose and gain in files: tables fill in nulls, and hold lists and objects as JSON text.
+"""Undoes what tables do to a row's free-form values: they fill in nulls, and hold lists and objects as JSON text.
 
-A column of Parquet or Arrow gives every struct all fields that any row has, as nulls where this row had none. Nothing
-tells such a null from one that was written, so null fields are dropped from rows of every format, JSON Lines too: the
-same rows give the same prompts. List elements stay, and so does all that stands in a JSON text.
+A column of Parquet or Arrow gives every struct all fields that any row has, with nulls where this row had none. Such a
+null cannot be told from one that was written, so null fields are dropped from rows of every format, JSON Lines too: the
+same rows give the same prompts. List elements stay, and so does everything inside JSON text.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 
 def drop_nulls(value: Any) -> Any:
-    """Without null fields at any depth."""
+    """Return the value without null fields at any depth."""
     if isinstance(value, Mapping):
         return {name: drop_nulls(item) for name, item in value.items() if item is not None}
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def drop_schema_nulls(value: Any) -> Any:
-    """As `drop_nulls`, for JSON schemas: `"default": null` is kept where the schema allows null."""
+    """As `drop_nulls` for JSON schemas, but keep `"default": null` where the schema allows null."""
     if isinstance(value, Mapping):
         kept = {name: drop_schema_nulls(item) for name, item in value.items() if item is not None}
         if "default" in value and "default" not in kept and allows_null(kept):
@@ -30,7 +30,7 @@ def drop_schema_nulls(value: Any) -> Any:
 
 
 def allows_null(schema: Any) -> bool:
-    """Whether a JSON schema says so itself; one behind a reference is not looked up."""
+    """Return whether a JSON schema allows null itself; references are not resolved."""
     if not isinstance(schema, Mapping):
         return False
     kinds, listed = schema.get("type"), schema.get("enum")
@@ -43,7 +43,7 @@ def allows_null(schema: Any) -> bool:
 
 
 def from_json_text(name: str, value: Any) -> Any:
-    """The value, or what it holds as JSON text; None for an empty text. Raises ValueError."""
+    """Return the value, parsed if it is JSON text; None for empty text. Raises ValueError if the text is no JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -53,7 +53,7 @@ def from_json_text(name: str, value: Any) -> Any:
 
 
 def from_list_text(value: Any) -> Any:
-    """The value, or the list that it holds as JSON text."""
+    """Return the value, parsed if it is the JSON text of a list."""
     try:
         parsed = from_json_text("", value)
     except ValueError:

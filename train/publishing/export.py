@@ -1,6 +1,6 @@
-"""From a trained head to outputs/heads/<model>/<head>: config and weights, provenance, a card.
+"""Exports a trained head to outputs/heads/<model>/<head>: config and weights, provenance, model card.
 
-The folder changes at once or not at all. What is published was loaded back and measured first, by the caller's
+The folder is replaced atomically. Before that, the exported files are loaded back and measured by the caller's
 `measure`.
 """
 
@@ -35,14 +35,14 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Acceptance:
-    """On the held-out prompts, at one temperature."""
+    """Acceptance on the held-out prompts at one temperature, simulated by the trainer and measured in the engine."""
 
     simulated: SpeculationStats
     engine: SpeculationStats
 
     @property
     def gap(self) -> float:
-        """Relative difference of the trainer's figure from the engine's."""
+        """Relative difference of the simulated acceptance length from the engine's."""
         engine = self.engine.acceptance_length
         return (self.simulated.acceptance_length - engine) / engine if engine else 0.0
 
@@ -57,7 +57,7 @@ class Acceptance:
 class Measured:
     greedy: Acceptance
     sampled: Acceptance  # at temperature 1
-    rank_accuracy: list[list[float]]  # by depth and rank: how often the target's token stood there in the draft
+    rank_accuracy: list[list[float]]  # by depth and rank: how often the target's token had this rank in the draft
 
     def record(self) -> dict[str, Any]:
         return {
@@ -76,11 +76,11 @@ def export_head(
     *,
     note: str = "",
 ) -> tuple[Path, Measured]:
-    """Publishes the head in the target's dtype. `measure` sees the head as serving will load it.
+    """Export the head in the target's dtype. `measure` gets the head as serving will load it.
 
-    Nothing that is written names a place of this machine. `note` is said of the target on the card.
+    No written file contains a path of this machine. `note` about the target goes on the card.
     """
-    folder = config.head.folder(config.output_dir, config.model.name)  # of the target as it is published
+    folder = config.head.folder(config.output_dir, config.model.name)  # `config.model` is the published target
     dtype = target.norm.weight.dtype
     atomic.sweep(folder.parent)
     with atomic.replace_folder(folder) as staging:
@@ -108,7 +108,7 @@ def export_head(
 
 
 def card(config: TrainConfig, record: Mapping[str, Any], measured: Measured, note: str) -> str:
-    """The model card."""
+    """Return the text of the model card."""
     words, placeholders = serving_words(config)
     engine, greedy, sampled = measured.greedy.engine, measured.greedy, measured.sampled
     model, head = config.model.name, config.head.name
@@ -154,7 +154,7 @@ commit `{commit[:12]}`. `provenance.json` holds the versions and the whole confi
 
 
 def serving_words(config: TrainConfig) -> tuple[str, str]:
-    """What serves the head anywhere, for the card; and what is to be filled in, where that depends on the machine."""
+    """Return the words of a serving command for the card, and text naming the placeholders to fill in, if any."""
     model = replace(config.model, path=portable_path(config.model.path) or TARGET_FOLDER, device="auto")
     path, output_dir = (place and portable_path(place) for place in (config.head.path, config.output_dir))
     if (config.head.path and path is None) or output_dir is None:
@@ -166,9 +166,9 @@ def serving_words(config: TrainConfig) -> tuple[str, str]:
 
 
 def check_room(config: TrainConfig, head: Head, target: LlamaTarget, besides: int = 0) -> None:
-    """Refuses a run whose export, and `besides` bytes, could not be written, before it costs anything.
+    """Check at the start of a run that its export and `besides` bytes more can be written.
 
-    Raises ValueError.
+    Raises ValueError if the disk is too full or the folder is not writable.
     """
     folder = config.export_folder
     values = (head.state_dict()[name] for name in head.checkpoint_layout())

@@ -1,5 +1,5 @@
-"""Pictures in the run's folder: loss.png and acceptance.png over the steps; acceptance_by_depth.png and, where it was
-measured, speed.png over the number of requests at the end.
+"""Plots in the run's folder: loss.png and acceptance.png over the steps; at the end of the run acceptance_by_depth.png
+and, if measured, speed.png over the number of concurrent requests.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from train.publishing.export import Measured
 from train.publishing.trackers import read_metrics, warn
 from train.storage import atomic
 
-Curves = Mapping[str, Sequence[tuple[float, float]]]  # by label, points
+Curves = Mapping[str, Sequence[tuple[float, float]]]  # points by label
 PLAIN_SPEED = "speed, plain decoding = 1"
 
 
 def draw_plots(folder: Path, measured: Measured | None = None, speeds: Mapping[int, float] | None = None) -> list[Path]:
-    """The files written; none, with a note, when matplotlib is missing. `speeds`: by requests at once, to plain's."""
+    """Write the plots and return their paths; without matplotlib print a note and return none.
+
+    `speeds`: speed relative to plain decoding, by number of concurrent requests.
+    """
     rows = read_metrics(folder)
 
     def over_steps(names: Mapping[str, str]) -> Curves:
@@ -29,7 +32,7 @@ def draw_plots(folder: Path, measured: Measured | None = None, speeds: Mapping[i
     title: dict[str, Any] = {"title": folder.name}
     written = [
         draw_curves(folder / "loss.png", losses, "step", "loss", **title),
-        # the simulated one lies on the engine's, as it should
+        # dashed, because the simulated curve should coincide with the engine's
         draw_curves(folder / "acceptance.png", taus, "step", "tokens per verify", dashed=("τ, simulated",), **title),
     ]
     if measured is not None:
@@ -48,7 +51,10 @@ def draw_plots(folder: Path, measured: Measured | None = None, speeds: Mapping[i
 def draw_curves(
     path: Path, curves: Curves, x: str, y: str, *, dashed: Sequence[str] = (), level: float | None = None, **axes: Any
 ) -> Path | None:
-    """A PNG; None, with a note, when matplotlib is missing. `level`: a grey line there, to be above of."""
+    """Write a PNG and return its path; without matplotlib print a note and return None.
+
+    `level`: draw a grey horizontal line there, as a baseline.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:

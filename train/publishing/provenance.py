@@ -1,4 +1,4 @@
-"""Where a head comes from: commit, versions, configuration, data and target, as one JSON-ready record."""
+"""Provenance of a head: commit, versions, configuration, data and target, as one JSON-ready record."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def provenance(config: Mapping[str, Any], **facts: Any) -> dict[str, Any]:
 
 
 def portable(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that can be published: no text in it names a place of this machine.
+    """Return a copy that can be published: no text in it contains a path of this machine.
 
-    What lies in the repository is named from there, all else by its last part.
+    Paths inside the repository become relative to it; of others only the last part is kept.
     """
-    stated = [record.get("config", {}), record.get("target", "")]  # other texts quote these
+    stated = [record.get("config", {}), record.get("target", "")]  # paths in other texts are quoted from these
     places = sorted({text for text in _texts(stated) if Path(text).is_absolute()}, key=len, reverse=True)
     names = {place: portable_path(place) or f".../{Path(place).name}" for place in places}
     return _renamed(record, names | {f"{REPO_ROOT}/": "", str(REPO_ROOT): ".", f"{Path.home()}/": "~/"})
 
 
 def target_name(model: ModelConfig) -> str:
-    """The hub id of a target, or its folder in the repository; elsewhere its name on a command line."""
+    """Return a target's hub id or its folder in the repository; for other folders, its name on the command line."""
     return portable_path(model.path) or model.name
 
 
@@ -61,7 +61,7 @@ def _renamed(value: Any, names: Mapping[str, str]) -> Any:
         for place, name in names.items():
             value = re.sub(
                 rf"(?<![\w.]){re.escape(place)}", lambda _, name=name: name, value
-            )  # not inside of an address
+            )  # not in the middle of a longer path or URL
         return value
     if isinstance(value, Mapping):
         return {key: _renamed(item, names) for key, item in value.items()}
@@ -69,12 +69,12 @@ def _renamed(value: Any, names: Mapping[str, str]) -> Any:
 
 
 def code_state() -> dict[str, Any]:
-    """Version, commit and whether tracked files differ from it; null for what is not known here."""
+    """Return version, commit and whether tracked files differ from it; None where unknown."""
     return {"version": versions().get("headway"), **git_state()}
 
 
 def git_state() -> dict[str, Any]:
-    """Commit and whether tracked files differ from it; nulls where this is no git checkout."""
+    """Return commit and whether tracked files differ from it; None outside of a git checkout."""
     commit = run_git("rev-parse", "HEAD")
     changes = run_git("status", "--porcelain", "--untracked-files=no")
     return {"commit": commit or None, "dirty": None if changes is None else bool(changes)}

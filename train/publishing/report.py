@@ -1,4 +1,4 @@
-"""report.md in the run's folder: what was learnt from what, how good the head is, with the plots. For people."""
+"""report.md in the run's folder: data, acceptance, training curve, timings, sample texts and settings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def report(folder: Path, config: TrainConfig, record: Mapping[str, Any], measure
 
 
 def texts(samples: Sequence[Sample]) -> str:
-    """A section of a report."""
+    """Return the section with sample texts."""
     parts = (
         f"τ {sample.acceptance_length:.2f}\n\n{fenced(sample.prompt)}\n\n{fenced(sample.text)}" for sample in samples
     )
@@ -71,7 +71,10 @@ def texts(samples: Sequence[Sample]) -> str:
 
 
 def time_lines(rows: Sequence[Mapping[str, float]], peak: float | None) -> str:
-    """Of the logged steps, the first of which warms up. `peak`: what a matrix product reached here, per second."""
+    """Return the section on step times, as medians over the logged steps without the first, which warms up.
+
+    `peak`: FLOP/s that a matrix product reached on this machine.
+    """
     steps = [row for row in rows if "time/head" in row][1:]
     if not steps:
         return "Too few steps were logged to say."
@@ -107,7 +110,7 @@ def data_lines(counts: Mapping[str, Any]) -> str:
 
 
 def named_rows(folder: Path) -> str:
-    """Which rows were left out, shortened or not answered, the first of each, and why."""
+    """Return the first rows that were left out, shortened or failed, and why."""
     path = folder / "data" / SOURCE
     named = read_record(path).get(NAMED, {}) if path.is_file() else {}
     lines = [line for what, rows in named.items() for line in first_of(what, rows)]
@@ -126,7 +129,7 @@ def line(name: str, acceptance: Acceptance) -> list[str]:
 
 
 def fenced(text: str) -> str:
-    """As a code block, whatever the text holds."""
+    """Return the text as a code block, with a fence longer than any run of backticks in it."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence}\n{text}\n{fence}"
 

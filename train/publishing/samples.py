@@ -1,4 +1,4 @@
-"""Answers to a few prompts in which the accepted drafts are marked, for people: reports and W&B's table."""
+"""Sample responses with the accepted draft tokens marked, for reports and W&B's table."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SHOWN_TEXTS = 2  # in a report
 
 
 def how_many(tracker: TrackerConfig) -> int:
-    """Those of a report, or as many more as a tracker is to be sent."""
+    """Return the number of samples needed: for the report, or for the tracker if that is more."""
     return max(SHOWN_TEXTS, tracker.samples if isinstance(tracker, WandbConfig) else 0)
 
 
 def marked_answers(engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> list[Sample]:
-    """Greedy, with the engine's present proposer."""
+    """Generate greedy responses with the engine's current proposer and mark accepted tokens."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     flags: dict[int, list[bool]] = {}
@@ -40,7 +40,7 @@ def marked_answers(engine: Engine, prompts: Sequence[list[int]], max_tokens: int
 
 
 def mark(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], accepted: Sequence[bool]) -> str:
-    """The text after the prompt, every run of accepted drafts between ⟦ and ⟧."""
+    """Return the text after the prompt, with every run of accepted draft tokens between ⟦ and ⟧."""
     stream = tokenizer.stream(context=prompt)
     pieces = [(stream.push([token]), flag) for token, flag in zip(ids, accepted, strict=True)]
     pieces.append((stream.flush(), False))

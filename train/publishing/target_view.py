@@ -1,7 +1,7 @@
-"""The target that a head is measured and published with: as it was loaded, or adapted along with the head (Medusa-2).
+"""The target that a head is measured and published with: as loaded, or fine-tuned together with the head (Medusa-2).
 
-An adapted target is another model. It is published beside its head, under a name of its own, and everything that is
-said of the head is measured with the published files.
+An adapted target is a different model. It is published beside its head, under its own name, and all metrics of the head
+are measured with the published files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from train.storage import atomic
 
 @dataclass(frozen=True)
 class Publication:
-    config: TrainConfig  # `model` is the target as it is published
+    config: TrainConfig  # `model` is the published target
     target: LlamaTarget
     evaluator: Evaluator
     note: str = ""  # for the head's card
@@ -42,7 +42,7 @@ class Publication:
 
 class ServedTarget(Protocol):
     def evaluator(self) -> Evaluator:
-        """With the target as it stands."""
+        """Return an evaluator on the target in its current state."""
         ...
 
     def publish(self) -> Publication: ...
@@ -104,7 +104,7 @@ class AdaptedTarget:
         return Evaluator(config, engine, answers, features, self.check, about)
 
     def _answers(self, engine: Engine) -> Sequences:
-        """Greedy responses to the held-out prompts."""
+        """Generate greedy responses to the held-out prompts."""
         params = SamplingParams(max_tokens=self.config.eval_max_tokens)
         completions = engine.generate(prompts_of(self.held_out), params, on_output=lambda *_: self.check())
         answers = [(c.prompt_ids, c.token_ids) for c in completions]
@@ -112,7 +112,7 @@ class AdaptedTarget:
 
     @torch.no_grad()
     def _drift(self, features: OnlineFeatures) -> float:
-        """Mean KL(unadapted || adapted) per token, in nats, over the unadapted target's held-out responses."""
+        """Return mean KL(unadapted || adapted) per token, in nats, over the unadapted target's held-out responses."""
         objective, size, total, count = self.objective, self.config.batch_size, 0.0, 0.0
         before = OnlineFeatures(objective.target, features.aux_layers)
         for start in range(0, len(self.held_out), size):
@@ -126,7 +126,7 @@ class AdaptedTarget:
 
 
 def same_tokens(one: Sequences, other: Sequences) -> float:
-    """The share of `one`'s responses that `other`'s repeat before they first differ."""
+    """Return the share of tokens in the responses of `one` that come before the first difference from `other`."""
     same = total = 0
     for index in range(len(one)):
         a, b = (ids[assistant].tolist() for ids, assistant in (one.row(index), other.row(index)))

@@ -1,7 +1,7 @@
-"""Where metrics go: metrics.jsonl always, and W&B or TensorBoard beside it. Secrets never go anywhere.
+"""Experiment trackers: metrics.jsonl always, and W&B or TensorBoard if configured. Secrets are masked.
 
-A tracker that cannot work falls back or is refused at the start; none of them can stop or hang a run. Knows no
-metric's meaning.
+A tracker that cannot work falls back or is rejected at the start; none can stop or hang a run. Independent of the
+meaning of metrics.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from train.storage import atomic
 METRICS, WANDB_ID = "metrics.jsonl", "wandb-id"
 SECRET_KEY = re.compile(r"(key|token|secret|password|passwd|credentials?|auth)$", re.IGNORECASE)
 SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|github_pat_|glpat-|xox[abp]-)\w{8,}|//[^/\s:@]+:[^/\s@]+@")
-INIT_SECONDS = 20  # for W&B to answer at the start; then the run is tracked offline
-FINISH_SECONDS = 60  # for its upload at the end
+INIT_SECONDS = 20  # timeout of W&B's initialisation, after which the run is tracked offline
+FINISH_SECONDS = 60  # timeout of W&B's upload at the end
 
 
 class Sample(NamedTuple):
-    """A held-out prompt and its answer, accepted drafts marked."""
+    """A held-out prompt and its response, with accepted draft tokens marked."""
 
     prompt: str
     text: str
@@ -38,7 +38,7 @@ class Sample(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a finished run has to show."""
+    """The results of a finished run."""
 
     plots: Sequence[Path]
     samples: Sequence[Sample]
@@ -47,7 +47,7 @@ class Results(NamedTuple):
 
 
 class Tracker(Protocol):
-    """Contract: `log` with growing steps, then `publish` and `finish` once; none raises for a lost network."""
+    """Contract: `log` at increasing steps, then `publish` and `finish` once; none raises on network failure."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -57,7 +57,7 @@ class Tracker(Protocol):
 
 
 class JsonlTracker:
-    """One JSON object per line. Rows after `resume_step`, of a run that was killed, are dropped: they come again."""
+    """One JSON object per line. Rows after `resume_step`, of a killed run, are dropped, since they are logged again."""
 
     def __init__(self, folder: Path, resume_step: int) -> None:
         self._path = folder / METRICS
@@ -65,15 +65,15 @@ class JsonlTracker:
         atomic.write_text(self._path, "".join(line + "\n" for line in kept))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Raises ValueError where the disk is full."""
+        """Append a row. Raises ValueError if the disk is full."""
         with atomic.refuse_full_disk(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
     def publish(self, results: Results) -> None:
-        """Plots and report lie beside the metrics already."""
+        """Do nothing: plots and report are in the run's folder already."""
 
     def finish(self) -> None:
-        """Nothing is open between two rows."""
+        """Do nothing: the file is open only while a row is written."""
 
 
 class TensorboardTracker:
@@ -87,14 +87,14 @@ class TensorboardTracker:
             self._writer.add_scalar(name, value, step)
 
     def publish(self, results: Results) -> None:
-        """Scalars alone; the rest is in the run's folder."""
+        """Do nothing: only scalars are tracked; the rest is in the run's folder."""
 
     def finish(self) -> None:
         self._writer.close()
 
 
 class WandbTracker:
-    """Weights & Biases, files under the run's folder, where its id there is kept too, so that resuming continues it."""
+    """Weights & Biases. Its files and run id are kept in the run's folder, so that resuming continues the W&B run."""
 
     def __init__(self, wandb: Any, config: WandbConfig, folder: Path, run: str, settings: Mapping[str, Any]) -> None:
         self._wandb, self._config = wandb, config
@@ -109,23 +109,23 @@ class WandbTracker:
         quiet = wandb.Settings(console="off", silent=True, init_timeout=INIT_SECONDS, login_timeout=INIT_SECONDS)
         mode = wandb_mode(config, quiet.base_url)
         try:
-            resume = "allow" if mode == "online" else None  # offline runs of one id are joined when they are synced
+            resume = "allow" if mode == "online" else None  # offline runs with the same id are merged by `wandb sync`
             self._run = wandb.init(**arguments, mode=mode, resume=resume, settings=quiet)
-        except Exception as error:  # whatever it is, a tracker must not end the run
+        except Exception as error:  # of any kind: a tracker must not end the run
             if config.mode == "online":
                 raise ValueError(f"tracker.mode=online: W&B cannot be reached ({error}); try offline") from error
             warn(f"W&B cannot be reached ({type(error).__name__}: {error}); tracking offline")
-            wandb.teardown()  # or the id is still taken
+            wandb.teardown()  # otherwise the id is still in use
             self._run = wandb.init(**arguments, mode="offline", settings=quiet)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
     def publish(self, results: Results) -> None:
-        """Plots always; texts and the head's files only where the configuration sends them."""
+        """Send plots, and sample texts and the head's files if configured."""
         try:
             self._send(results)
-        except Exception as error:  # the head is exported: nothing that happens here may end the run
+        except Exception as error:  # the head is exported: no failure here may end the run
             warn(f"W&B did not take the results ({type(error).__name__}: {error})")
 
     def _send(self, results: Results) -> None:
@@ -140,7 +140,7 @@ class WandbTracker:
             self._run.log_artifact(artifact, aliases=list(results.aliases))
 
     def finish(self) -> None:
-        """Waits for the upload, but not for ever: what is left lies in the run's folder for `wandb sync`."""
+        """Wait for the upload up to FINISH_SECONDS; the rest stays in the run's folder for `wandb sync`."""
         ending = threading.Thread(target=self._run.finish, daemon=True)
         ending.start()
         ending.join(FINISH_SECONDS)
@@ -149,7 +149,7 @@ class WandbTracker:
 
 
 class Trackers:
-    """All of a run's trackers as one; `Trackers([])` tracks nothing."""
+    """All of a run's trackers combined; `Trackers([])` does nothing."""
 
     def __init__(self, trackers: list[Tracker]) -> None:
         self._trackers = trackers
@@ -170,9 +170,9 @@ class Trackers:
 def make_trackers(
     config: TrackerConfig, folder: Path, run: str, settings: Mapping[str, Any], *, resume_step: int
 ) -> Trackers:
-    """`settings` is the run's configuration; secrets in it are masked before anyone sees it.
+    """Create the trackers of a run. `settings` is its configuration; secrets in it are masked before they are sent.
 
-    Raises ValueError for what `check_tracker` refuses, and for a server that was asked for and does not answer.
+    Raises ValueError if `check_tracker` does, or if W&B is required (tracker.mode=online) and cannot be reached.
     """
     check_tracker(config)
     trackers: list[Tracker] = [JsonlTracker(folder, resume_step)]
@@ -188,7 +188,7 @@ def make_trackers(
 
 
 def check_tracker(config: TrackerConfig) -> None:
-    """Raises ValueError for a tracker that cannot work here. What may fall back to less is let through."""
+    """Raise ValueError for a tracker that cannot work on this machine and has no fallback."""
     if config.name == "tensorboard":
         try:
             importlib.import_module("torch.utils.tensorboard")
@@ -209,7 +209,7 @@ def check_tracker(config: TrackerConfig) -> None:
 
 
 def import_wandb() -> Any | None:
-    """The package; a folder of that name left by its runs imports as an empty one, hence the look at `init`."""
+    """Return the wandb package or None. A folder `wandb` left by runs imports as an empty package without `init`."""
     try:
         wandb = importlib.import_module("wandb")
     except ImportError:
@@ -218,7 +218,7 @@ def import_wandb() -> Any | None:
 
 
 def wandb_id(folder: Path) -> str:
-    """Of the run in this folder, made once; its name may be another run's too, of another folder or person."""
+    """Return the W&B id of the run in this folder, created once. The run's name would not do: it need not be unique."""
     path = folder / WANDB_ID
     if not path.is_file():
         atomic.write_text(path, secrets.token_hex(8) + "\n")
@@ -226,7 +226,7 @@ def wandb_id(folder: Path) -> str:
 
 
 def wandb_mode(config: WandbConfig, default_url: str) -> str:
-    """`tracker.mode`; with auto WANDB_MODE decides, then whether there are credentials for the server."""
+    """Return `tracker.mode`; for auto, WANDB_MODE if set, else online if there are credentials for the server."""
     if config.mode != "auto":
         return config.mode
     asked = os.environ.get("WANDB_MODE")
@@ -236,7 +236,7 @@ def wandb_mode(config: WandbConfig, default_url: str) -> str:
 
 
 def has_wandb_credentials(url: str) -> bool:
-    """Looks where wandb looks, without it: asking wandb itself may end in a prompt."""
+    """Return whether wandb would have credentials. Looks in the same places: calling wandb may prompt the user."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     hosts = [urlsplit(url).netloc]
@@ -251,7 +251,7 @@ def has_wandb_credentials(url: str) -> bool:
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A copy in which every text under a secret's name, or that looks like one, is masked."""
+    """Return a copy in which every text whose key names a secret, or that looks like one, is masked."""
     if isinstance(value, Mapping):
         return {name: redact(item, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -262,7 +262,7 @@ def redact(value: Any, key: str = "") -> Any:
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """All whole rows; the last one may have been cut by a kill."""
+    """Return all complete rows; the last one may be truncated if the process was killed."""
     path = folder / METRICS
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
