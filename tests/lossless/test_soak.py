@@ -100,6 +100,12 @@ class Soak:
             self.ended.clear()
 
 
+def tensors() -> Counter[str]:
+    """All that are alive, by dtype and shape: which ones a leak is made of."""
+    alive = (thing for thing in gc.get_objects() if type(thing) is torch.Tensor)
+    return Counter(f"{thing.dtype} {list(thing.shape)}" for thing in alive)
+
+
 def held() -> tuple[float, Counter[str]]:
     """Resident MiB; and how many there are of the engine's own objects and of tensors, by class."""
     gc.collect()
@@ -143,7 +149,7 @@ def test_soak(make_small_engine, make_plain, request):
     with faults.said() as told:
         soak.serve(count // 4, plain)
         assert_nothing_left(engine)
-        before, files = held(), open_files()
+        before, files, shapes = held(), open_files(), tensors()
         soak.serve(count, plain)
         assert_nothing_left(engine)
         after = held()
@@ -165,7 +171,7 @@ def test_soak(make_small_engine, make_plain, request):
     assert all(soak.reasons[reason] for reason in ("stop", "length", "abort", "deadline")), numbers
     assert engine.stats.preemptions > 0
     assert len(told) > 0
-    assert (after[1] - before[1], before[1] - after[1]) == (Counter(), Counter())
+    assert (after[1] - before[1], before[1] - after[1]) == (Counter(), Counter()), tensors() - shapes
     assert after[1][Request.__name__] == others
     assert after[0] - before[0] < GROWTH_MIB, numbers
     assert open_files() == files
