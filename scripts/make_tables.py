@@ -90,34 +90,6 @@ def by_temperature(result: Cell) -> str:
     return rows_of(header, rows)
 
 
-def by_head(result: Cell) -> str:
-    """One row per head and shape: what it cost to train, τ, and speed at the fewest and the most requests."""
-    temperatures = list(result["results"])
-    counts = list(result["results"][temperatures[0]])
-    speeds = json.loads(newest("training").read_text(encoding="utf-8"))["heads"]
-    rows = []
-    for system in result["results"][temperatures[0]][counts[0]]:
-        own = {(t, n): result["results"][t][n][system] for t in temperatures for n in counts}
-        name = system.partition(":")[0]
-        head = result["heads"].get(name, {})
-        simulated = [head.get(key, {}).get("simulated") for key in ("acceptance_length", "acceptance_length_sampled")]
-        rows.append(
-            [
-                label(system),
-                f"{head['trained_parameters'] / 1e6:.1f} M" if head else "",
-                f"{head['tokens'] / speeds[name]['tokens_per_s'] / 60:.0f} min" if head else "",
-                " / ".join(f"{value:.2f}" for value in simulated) if head and "chain" in system else "",
-                " / ".join(length(own[t, counts[0]]) for t in temperatures),
-                *(f"{speed(own['0', n])} ({ratio(own['0', n])})" for n in counts),
-            ]
-        )
-    at = [f"tokens/s at {count}" for count in counts]
-    taus = " / ".join(f"T = {temperature}" for temperature in temperatures)
-    return rows_of(
-        ["head", "trained parameters", "training", f"simulated τ, {taus}", f"τ in the engine, {taus}", *at], rows
-    )
-
-
 def by_program(result: Cell) -> str:
     """One row per system: its speed and the ratio to plain decoding for every number of requests, τ, and how many of
     its answers are plain decoding's.
@@ -349,32 +321,8 @@ def plot_load(result: Cell, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def plot_heads(result: Cell, path: Path) -> None:
-    """τ and the ratio of speed at one request, greedy: a bar for every head and shape."""
-    from matplotlib.figure import Figure
-
-    cells = next(iter(result["results"]["0"].values()))
-    systems = [system for system in cells if system != "off"]
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
-    for axes, title, values in zip(
-        figure.subplots(1, 2, sharey=True),
-        ("acceptance length τ", "speed, plain decoding = 1"),
-        ([cells[s]["acceptance_length"] for s in systems], [cells[s]["ratio"]["median"] for s in systems]),
-        strict=True,
-    ):
-        colours = ["tab:blue" if "chain" in system else "tab:orange" for system in systems]
-        bars = axes.barh([label(system) for system in systems], values, color=colours)
-        axes.bar_label(bars, fmt="%.2f", padding=2)
-        axes.axvline(1, color="black", linewidth=0.8)
-        axes.set_xlim(0, 1.15 * max(values))
-        axes.set_title(title, fontsize=10)
-    axes.invert_yaxis()  # shared by both: the first system on top
-    figure.savefig(path, dpi=110)
-
-
 TABLES: dict[str, Callable[[Cell], str]] = {
     "shapes": by_temperature,
-    "heads": by_head,
     "auto-code": by_batch,
     "auto-chat": by_batch,
     "wide-programs": by_program,
@@ -392,14 +340,10 @@ TABLES: dict[str, Callable[[Cell], str]] = {
     "smollm2-auto": by_batch,
     "smollm2-heads": by_run,
     "smollm2-budget": by_run,
-    "smollm2-head-speeds": by_program,
-    "smollm2-int8": by_program,
-    "smollm2-int4": by_program,
     "served": by_load,
     "packing": by_way,
 }
 PLOTS: dict[str, Callable[[Cell, Path], None]] = {
-    "heads": plot_heads,
     "served": plot_load,
     "smollm2-heads": plot_curves,
     "smollm2-budget": plot_curves,
