@@ -123,7 +123,7 @@ def test_sweep_removes_what_a_kill_left_and_nothing_that_is_being_written(tmp_pa
 
 
 def test_another_run_may_sweep_while_this_one_writes(tmp_path: Path) -> None:
-    sweep = f"from pathlib import Path; from train import atomic; atomic.sweep(Path({str(tmp_path)!r}))"
+    sweep = f"from pathlib import Path; from train.storage import atomic; atomic.sweep(Path({str(tmp_path)!r}))"
     with atomic.replace_folder(tmp_path / "x") as staging:
         (staging / "a").write_text("1")
         subprocess.run([sys.executable, "-c", sweep], check=True, cwd=ROOT)
