@@ -54,8 +54,7 @@ from train.step_clock import StepClock, memory_bytes
 from train.storage import run_folder
 
 TRIAL_STEPS = 3  # timed to convert minutes into steps
-# keys of a checkpoint's state
-STATE: tuple[str, ...] = ("tokens", "seconds", "skipped", "best", "evaluated", "data_hash", "processes")
+STATE: tuple[str, ...] = ("tokens", "seconds", "skipped", "best", "evaluated", "data_hash", "processes")  # saved
 SHOWN_ROWS = 16  # at most, in the message about a non-finite update
 
 
