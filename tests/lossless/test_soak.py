@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import random
 import resource
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import fields
@@ -20,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
 from infer.request import Request
 from infer.sampling.constraint import Constraints
@@ -30,10 +26,9 @@ from infer.speculation.tree import MAX_NODES, chain_fields
 from models.layers import Linear
 from tests.lossless import faults
 from tests.lossless.leftovers import PREFIX, assert_nothing_left, kept, open_files
-from tests.lossless.plain import Answer
+from tests.lossless.plain import Answer, Plain
 from tests.lossless.random_requests import FIELDS, is_exact, random_params, random_prompt, singles
 
-ALONE = "HEADWAY_SOAK_ALONE"  # set in the process that holds nothing else
 SEED = 1
 PRESENT = 30  # requests at any time, at most
 GROWTH_MIB = 16  # beyond the first quarter; measured: see LOG.md
@@ -131,25 +126,18 @@ def meet_every_number_of_rows(engine: Engine) -> None:
             linear(torch.zeros(rows, linear.in_features))
 
 
+def meet_every_proposer(engine: Engine, plain: Plain) -> None:
+    """A model makes its table of rotary angles when it is first run, and requests may choose its proposer late."""
+    for name in FIELDS["proposer"]:
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8, proposer=name))
+    plain.anew([1, 2, 3], SamplingParams(max_tokens=8))
+
+
 @pytest.mark.slow
-def test_soak(request):
-    """In a process of its own: whatever is alive is counted, and what earlier tests have left may still come and go."""
-    count = request.config.getoption("--soak")
-    if ALONE in os.environ:
-        soak_alone(count, request.getfixturevalue("make_small_engine"), request.getfixturevalue("make_plain"))
-        return
-    command = [sys.executable, "-m", "pytest", "-q", "-s", "-n", "0", "-p", "no:cacheprovider", f"--soak={count}"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(
-        [*command, f"{__file__}::{request.node.name}"],
-        capture_output=True, text=True, check=False, cwd=REPO_ROOT, env=environment | {ALONE: "1"},
-    )  # fmt: skip
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def soak_alone(count, make_small_engine, make_plain):
-    began, now = time.perf_counter(), [0.0]
+def test_soak(make_small_engine, make_plain, request):
+    count, began = request.config.getoption("--soak"), time.perf_counter()
+    others = held()[1][Request.__name__]  # of earlier tests of this process, kept by something of theirs
+    now = [0.0]
     engine = make_small_engine(
         proposer="head",
         shape={"tree_width": 3, "tree_nodes": 12},
@@ -161,6 +149,7 @@ def soak_alone(count, make_small_engine, make_plain):
         clock=lambda: now[0],
     )
     plain = make_plain(small=True)
+    meet_every_proposer(engine, plain)
     soak = Soak(engine, random.Random(SEED), now)
     meet_every_number_of_rows(engine)
     for width in range(1, MAX_NODES + 1):
@@ -191,7 +180,7 @@ def soak_alone(count, make_small_engine, make_plain):
     assert engine.stats.preemptions > 0
     assert len(told) > 0
     assert (after[1] - before[1], before[1] - after[1]) == (Counter(), Counter()), tensors() - shapes
-    assert not after[1][Request.__name__]
+    assert after[1][Request.__name__] == others
     assert after[0] - before[0] < GROWTH_MIB, numbers
     assert open_files() == files
     tenants = engine._proposers["suffix"][0]._tenants
