@@ -1,11 +1,15 @@
 """Shows that a change touches names, docstrings and comments alone: syntax trees of a revision and of the working tree.
 
-    python scripts/same_code.py HEAD                     # docstrings and comments only
-    python scripts/same_code.py v1 --names names.txt     # after renames as well
+    python scripts/same_code.py HEAD                     # docstrings, comments, names local to a function
+    python scripts/same_code.py v1 --names names.txt     # after renames of other names as well
+    python scripts/same_code.py HEAD --list              # also print the other names that were renamed
 
-A line of the file is `old new`: identifiers, keyword arguments, attributes and parts of module names. Imports that
-follow each other are compared as a set, since their order is by name. Files that git recognises as moved are compared
-with what they were. Prints what differs and ends with exit code 1 if anything does.
+A line of the file is `old new`: identifiers, keyword arguments, attributes and parts of module names. Local names may
+change without being listed, as long as within a function every old name has one new name and no two have the same.
+With --list every consistent rename of attributes, keyword arguments and module-level names is accepted and printed
+with its file, for a reader to check. Imports that follow each other are compared as a set, since their order is by
+name. Files that git recognises as moved are compared with what they were. Prints what differs and ends with exit code 1
+if anything does.
 """
 
 import os
@@ -20,16 +24,18 @@ import infer.environment  # noqa: F401
 import argparse
 import ast
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from infer.config_checks import REPO_ROOT
 
 NAMED = {"id", "attr", "arg", "name", "asname", "module", "rest"}  # the fields of a syntax tree that hold a name
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
 
 
-def normalised(source: str, names: Mapping[str, str] | None = None) -> str:
-    """The syntax tree as text: without docstrings and comments, `names` renamed, neighbouring imports sorted."""
+def normalised(source: str, names: Mapping[str, str] | None = None) -> ast.Module:
+    """Return the syntax tree without docstrings and comments, `names` renamed, neighbouring imports sorted."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         for field in NAMED & set(node._fields):
@@ -42,19 +48,100 @@ def normalised(source: str, names: Mapping[str, str] | None = None) -> str:
             first = node.body[0] if node.body else None
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and type(first.value.value) is str:
                 node.body = node.body[1:]
-    lines, imports = list[str](), list[str]()
+    statements, imports = list[ast.stmt](), list[ast.stmt]()
     for statement in tree.body:
-        text = ast.dump(statement)
         if isinstance(statement, ast.Import | ast.ImportFrom):
-            imports.append(text)
+            imports.append(statement)
         else:
-            lines += [*sorted(imports), text]
+            statements += [*sorted(imports, key=ast.dump), statement]
             imports = []
-    return "\n".join([*lines, *sorted(imports)])
+    tree.body = [*statements, *sorted(imports, key=ast.dump)]
+    return tree
 
 
-def differing(root: Path, revision: str, names: Mapping[str, str]) -> list[str]:
-    """What of the Python files that changed since `revision` is more than names and prose."""
+class Differs(Exception):
+    """Two syntax trees differ in more than names."""
+
+
+class Renames:
+    """Names of one scope, before and after. Raises Differs unless old and new names correspond one to one."""
+
+    def __init__(self) -> None:
+        self.new: dict[str, str] = {}
+        self._old: dict[str, str] = {}
+
+    def add(self, old: str, new: str) -> None:
+        if self.new.setdefault(old, new) != new or self._old.setdefault(new, old) != old:
+            raise Differs
+
+    @property
+    def changed(self) -> dict[str, str]:
+        return {old: new for old, new in self.new.items() if old != new}
+
+
+def renames(before: ast.Module, after: ast.Module) -> dict[str, str]:
+    """Return the names that two otherwise equal trees spell differently, without those local to a function.
+
+    A function with all that is nested in it is one scope. Attributes, keyword arguments and what is defined outside of
+    functions are names of the file. Raises Differs for any other difference.
+    """
+    shared = Renames()
+    _compare(before, after, shared, None, frozenset())
+    return shared.changed
+
+
+def _compare(before: object, after: object, shared: Renames, local: Renames | None, bound: frozenset[str]) -> None:
+    if type(before) is not type(after):
+        raise Differs
+    if isinstance(before, list):
+        assert isinstance(after, list)
+        if len(before) != len(after):
+            raise Differs
+        for left, right in zip(before, after, strict=True):
+            _compare(left, right, shared, local, bound)
+    elif isinstance(before, ast.AST):
+        assert isinstance(after, ast.AST)
+        if isinstance(before, FUNCTIONS) and local is None:
+            if isinstance(before, ast.FunctionDef | ast.AsyncFunctionDef):
+                shared.add(before.name, getattr(after, "name", ""))
+            local, bound = Renames(), frozenset(_bound(before))
+        for field in before._fields:
+            left, right = getattr(before, field, None), getattr(after, field, None)
+            if isinstance(left, str) and isinstance(right, str) and _is_name(before, field):
+                is_local = (
+                    local is not None and left in bound and field != "attr" and not isinstance(before, ast.keyword)
+                )
+                (local if local is not None and is_local else shared).add(left, right)
+                if local is not None and not is_local and field != "attr" and not isinstance(before, ast.keyword):
+                    local.add(left, right)  # no local name may hide it
+            else:
+                _compare(left, right, shared, local, bound)
+    elif before != after:
+        raise Differs
+
+
+def _is_name(node: ast.AST, field: str) -> bool:
+    return field in NAMED and not (isinstance(node, ast.ImportFrom | ast.alias))
+
+
+def _bound(function: ast.AST) -> Iterator[str]:
+    """Yield the names that a function and those nested in it bind."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            yield node.id
+        elif node is not function and isinstance(node, DEFINITIONS) and node.name:
+            yield node.name
+
+
+def differing(
+    root: Path, revision: str, names: Mapping[str, str], renamed: dict[str, dict[str, str]] | None = None
+) -> list[str]:
+    """Return what of the Python files that changed since `revision` is more than names and prose.
+
+    `renamed`, if passed, accepts renames that are not local to a function and receives them by file.
+    """
     git = ["git", "-C", str(root)]
     changes = _output([*git, "diff", "-M", "--name-status", revision, "--", "*.py"])
     wrong = []
@@ -65,8 +152,16 @@ def differing(root: Path, revision: str, names: Mapping[str, str]) -> list[str]:
             continue
         before = _output([*git, "show", f"{revision}:{paths[0]}"])
         after = (root / paths[-1]).read_text(encoding="utf-8")
-        if normalised(before, names) != normalised(after):
+        try:
+            more = renames(normalised(before, names), normalised(after))
+        except Differs:
             wrong.append(f"{paths[-1]}: its code differs")
+            continue
+        if more and renamed is not None:
+            renamed[paths[-1]] = more
+        elif more:
+            pairs = ", ".join(f"{old} is {new}" for old, new in more.items())
+            wrong.append(f"{paths[-1]}: names that are not local to a function differ: {pairs}")
     return wrong
 
 
@@ -94,12 +189,17 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("revision", help="what git knows: HEAD, a commit, a branch")
     parser.add_argument("--names", type=Path, metavar="FILE", help="lines of `old new`")
+    parser.add_argument("--list", action="store_true", help="accept and print renames that are not local to a function")
     args = parser.parse_args(argv)
+    renamed: dict[str, dict[str, str]] = {}
     try:
-        wrong = differing(REPO_ROOT, args.revision, read_names(args.names) if args.names else {})
+        names = read_names(args.names) if args.names else {}
+        wrong = differing(REPO_ROOT, args.revision, names, renamed if args.list else None)
     except (ValueError, OSError, SyntaxError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    for path, pairs in renamed.items():
+        print(path, *(f"    {old} {new}" for old, new in pairs.items()), sep="\n")
     print("\n".join(wrong) or "the same code")
     return int(bool(wrong))
 
