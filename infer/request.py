@@ -13,21 +13,18 @@ from infer.sampling.logits_processors import TokenCounts
 from infer.sampling.logprobs import TokenLogprob
 from infer.sampling.params import MAX_SEED, SamplingParams
 from infer.sampling.stopping import FinishReason, StopText
-from infer.speculation.control.acceptance_model import Kind
 
 __all__ = [
     "MAX_SEED",
     "Completion",
+    "DrafterState",
     "FinishReason",
     "Phase",
     "Request",
     "SamplingParams",
     "SpeculationStats",
     "StepOutput",
-    "Upkeep",
 ]
-
-AHEAD = 256  # tokens to look ahead: few outputs reach max_tokens
 
 
 @dataclass
@@ -82,12 +79,12 @@ class SpeculationStats:
                 mine[depth] += count
 
 
-class Upkeep(Enum):
-    """How much of a request the drafter state (features, KV) covers."""
+class DrafterState(Enum):
+    """How much of a request its drafter's state (features, KV) covers."""
 
-    WHOLE = "whole"
+    FULL = "full"
     NONE = "none"  # drafting does not pay now, so no state is kept
-    REST = "rest"  # only tokens committed since tracking was started mid-sequence
+    PARTIAL = "partial"  # only tokens committed since tracking was started mid-sequence
 
 
 class Phase(Enum):
@@ -116,7 +113,7 @@ class Request:
     phase: Phase = Phase.WAITING
     slot: int = -1  # row of the block table while running
     pages: list[int] = field(default_factory=list)
-    upkeep: Upkeep = Upkeep.WHOLE
+    drafter_state: DrafterState = DrafterState.FULL
     keys: BlockKeys | None = None  # keys of its pages; None: they are not shared
     plain_keys: BlockKeys | None = None  # keys of pages of which only the target's layers are filled
     published: int = 0  # positions whose pages were published or adopted
@@ -164,15 +161,19 @@ class Request:
         return self.params.max_tokens - self.output_length
 
     @property
-    def kind(self) -> Kind:
-        """Return the acceptance bucket of the tokens drafted next."""
-        return Kind.of(self.params.temperature, self.output_length)
+    def lookup_keys(self) -> list[BlockKeys]:
+        """Return the keys under which pages that it can use may be cached."""
+        chains = [self.keys] if self.drafter_state is DrafterState.FULL else [self.keys, self.plain_keys]
+        return [keys for keys in chains if keys is not None]
 
     @property
-    def kinds_ahead(self) -> dict[Kind, int]:
-        """Return how many tokens it may still emit in each acceptance bucket, up to AHEAD: most outputs end earlier."""
-        begin = self.output_length
-        return Kind.counts(self.params.temperature, begin, min(self.params.max_tokens, begin + AHEAD))
+    def publish_keys(self) -> BlockKeys | None:
+        """Return the keys that say which layers of its pages are filled; None if they are not shared."""
+        return self.keys if self.drafter_state is DrafterState.FULL else self.plain_keys
+
+    def is_late(self, now: float) -> bool:
+        """Return whether its deadline has passed at `now` on the engine's clock."""
+        return self.deadline is not None and now > self.deadline
 
 
 @dataclass

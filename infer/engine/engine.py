@@ -26,11 +26,11 @@ from infer.engine.offline import generate
 from infer.engine.runner import Runner
 from infer.engine.scheduler import Scheduler
 from infer.engine.stats import EngineStats
-from infer.engine.step import Stepping
-from infer.engine.threads import cpu_threads, plan_threads
+from infer.engine.step import StepRunner
+from infer.engine.threads import plan_threads
 from infer.engine.validation import Limits, check_request
 from infer.graphs.capture import Recorded, record_graphs
-from infer.graphs.overlap import Rounds
+from infer.graphs.overlap import Overlap
 from infer.kvcache.blocks import BlockKeys
 from infer.kvcache.memory import plan_memory, weight_bytes
 from infer.kvcache.pool import KVPool
@@ -39,7 +39,7 @@ from infer.parallel.comm import Ranks
 from infer.parallel.launch import ranks_of
 from infer.parallel.target_worker import Shard
 from infer.parallel.tensor_parallel import LeadingShard
-from infer.request import MAX_SEED, Completion, Phase, Request, SamplingParams, StepOutput
+from infer.request import MAX_SEED, Completion, Request, SamplingParams, StepOutput
 from infer.sampling.constraint import Constraint, Constraints
 from infer.sampling.grammar import Grammar
 from infer.sampling.params import as_ids
@@ -48,13 +48,13 @@ from infer.speculation.budget import NOTHING, Budget
 from infer.speculation.control.acceptance_model import Survival
 from infer.speculation.control.adaptive import Learnt, make_controller
 from infer.speculation.control.cost_model import CostTable
-from infer.speculation.control.planner import AsAllowed, Controller, Never, Planner
+from infer.speculation.control.planner import Controller
+from infer.speculation.control.profiled_engine import ProfiledEngine
 from infer.speculation.proposers import build_proposers, head_proposer
 from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.proposers.draft_model import DraftModelProposer
 from infer.speculation.proposers.head import HeadProposer
-from infer.speculation.speculator import Drafting
-from infer.speculation.tree import DraftTree
+from infer.speculation.speculator import Speculator
 from infer.speculation.verify import rule_for
 from models.end_tokens import within
 from models.heads.base import Head
@@ -109,12 +109,10 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._ids, self._arrivals = itertools.count(), itertools.count()
         self._stats, self._clock, self._timer = EngineStats(), clock, timer
-        self._activity = ("nothing", 0, 0)  # phase, requests, target rows
         self._learnt, self._profiles_at_start = Learnt(Survival(priors)), profile
         self._synthetic_rates = tuple(self.proposer_config.acceptance or ())
         self._head: HeadProposer | None = None
         self._draft_model: DraftModelProposer | None = None
-        self._rounds: Rounds | None = None
         if draft_model is not None:
             self._use_draft_model(draft_model)
         if head is not None:
@@ -181,13 +179,13 @@ class Engine:
         stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self.end_tokens)))
         request = Request(request_id, prompt, params, seed, list(prompt), stop_ids, arrival=next(self._arrivals))
         request.eos_id = self.tokenizer.eos_id if self.tokenizer and not params.ignore_eos else None
-        request.rule = rule_for(request, self._drafting.name_for(request))
+        request.rule = rule_for(request, self.speculator.name_for(request))
         request.added = self._clock()
         if params.deadline_s is not None:
             request.deadline = request.added + params.deadline_s
         if self.config.prefix_cache and params.prompt_logprobs is None:  # which need every row of the prompt
             secret, salt, size = self._pool.pages.secret, params.cache_salt, self.config.page_size
-            request.keys = BlockKeys(secret, salt, self._drafting.filled_by(request), size)
+            request.keys = BlockKeys(secret, salt, self.speculator.filled_by(request), size)
             request.plain_keys = BlockKeys(secret, salt, "", size)
         if params.stop:
             assert self.tokenizer is not None
@@ -215,7 +213,7 @@ class Engine:
         return Constraints(self.tokenizer, self.target.config.vocab_size, self.end_tokens)
 
     def _limits(self) -> Limits:
-        vocabulary, names = self.target.config.vocab_size, self._drafting.names
+        vocabulary, names = self.target.config.vocab_size, self.speculator.names
         return Limits(
             self.context, vocabulary, self._pool.num_pages, self.config.page_size, names, self.tokenizer is not None
         )
@@ -237,7 +235,7 @@ class Engine:
     @property
     def proposer_name(self) -> str:
         """Name of the proposer of requests that choose none."""
-        return self._drafting.default
+        return self.speculator.default
 
     @property
     def head(self) -> nn.Module | None:
@@ -246,21 +244,21 @@ class Engine:
 
     @property
     def proposer_names(self) -> list[str]:
-        return self._drafting.names
+        return self.speculator.names
 
     @property
     def stats(self) -> EngineStats:
         stats = self._stats
         stats.running, stats.waiting = len(self._scheduler.running), len(self._scheduler.waiting)
         stats.kv_usage = 1 - self._pool.free_pages / self._pool.num_pages
-        stats.preemptions, stats.proposer_failures = self._scheduler.preemptions, self._drafting.failures
-        stats.forecast = self._planner.forecast
+        stats.preemptions, stats.proposer_failures = self._scheduler.preemptions, self.speculator.failures
+        stats.forecast = self.speculator.planner.forecast
         return stats
 
     @property
     def activity(self) -> str:
         """Description of the step in progress, or of the last one. May be read from any thread."""
-        phase, batch, rows = self._activity
+        phase, batch, rows = self._steps.activity
         return f"{phase} of {batch} requests, {rows} rows"
 
     @property
@@ -270,7 +268,8 @@ class Engine:
         None if drafting is not adaptive, or if the costs are guesses because the machine was too busy or too slow to be
         profiled at start-up.
         """
-        costs = self._planner.costs if isinstance(self._planner, Controller) else None
+        planner = self.speculator.planner
+        costs = planner.costs if isinstance(planner, Controller) else None
         return None if costs is None or costs.guessed else costs.table
 
     def set_proposer(self, name: str, head: Head | None = None, *, config: ProposerConfig | None = None) -> None:
@@ -281,14 +280,14 @@ class Engine:
         """
         if self.has_work:
             raise ValueError("set_proposer: requests are unfinished; wait for them or abort them")
-        self._forget_rounds()
+        self._drain()
         self.graphs: Recorded | None = None
         if config is not None:
             self.proposer_config = config
-            if self._head is not None:
-                self._head.set_drafts(config)
         if head is not None:
             self._use_head(head)
+        elif config is not None and self._head is not None:
+            self._head.set_drafts(config)
         if name == "auto":
             name = "ngram" if self._head is None else "head"
         if name == "head" and self._head is None:
@@ -302,22 +301,27 @@ class Engine:
             self.config, self._shard, self._runner, self._head, default, context=self.context, adaptive=adaptive
         )
         if self.graphs is not None and self.graphs.rounds:
-            parts = self.graphs.rounds, self._pool, self._scheduler, self._drafting, self._stepping
-            self._rounds = Rounds(*parts, context=self.context, timer=self._timer)
-        self._planner: Planner = AsAllowed()
+            parts = self.graphs.rounds, self._pool, self._scheduler, self.speculator, self._steps
+            self._steps.overlap = Overlap(*parts, context=self.context, timer=self._timer)
         if self._head is not None:
             self._head.confidence = None
         if adaptive and name != "none":
-            self._planner = self._make_controller(profile=self._profiles_at_start)
+            self.speculator.planner = self._make_controller(profile=self._profiles_at_start)
 
     def _make_controller(self, *, profile: bool, check: Callable[[], None] | None = None) -> Controller:
         limits = {name: limit for name, (_, limit) in self._proposers.items()}
-        return make_controller(self, limits, self._learnt, self._head, self._timer, profile=profile, check=check)
+        return make_controller(
+            self, self.profiled(), limits, self._learnt, self._head, self._timer, profile=profile, check=check
+        )
+
+    def profiled(self) -> ProfiledEngine:
+        """Return what the profiler of step costs needs. Only while idle."""
+        return ProfiledEngine(self, self._pool, self._steps, self._stats)
 
     @property
     def profile_due(self) -> bool:
         """Whether step costs are still to be profiled (`profile`); until then drafts are planned on guessed costs."""
-        return self._learnt.profile_due and isinstance(self._planner, Controller)
+        return self._learnt.profile_due and isinstance(self.speculator.planner, Controller)
 
     def profile(self, check: Callable[[], None] = lambda: None) -> None:
         """Profile the costs of steps and drafts, if that is due. Only while idle; empties the prefix cache.
@@ -325,13 +329,13 @@ class Engine:
         `check` is called every few steps. If it raises, the planner is restored and the profile is still due.
         """
         assert not self.has_work, "profile: requests are unfinished"
-        before = self._planner
+        before = self.speculator.planner
         if not self.profile_due:
             return
         try:
-            self._planner = self._make_controller(profile=True, check=check)
+            self.speculator.planner = self._make_controller(profile=True, check=check)
         except BaseException:
-            self._planner = before
+            self.speculator.planner = before
             raise
 
     def add_proposer(self, proposer: Proposer, limit: Budget) -> None:
@@ -344,43 +348,12 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """Run one step: draft and verify every decoding request, and prefill a chunk of each scheduled prompt."""
-        begin = self._timer()  # a step's cost includes planning
-        self._activity = ("scheduling", len(self._requests), 0)
-        outputs = self._expire()
-        decoding = [request for request in self._scheduler.running if request.phase is Phase.DECODE]
-        known = tuple(request.request_id for request in decoding)
-        load = self._load
-        self._planner.plan(known, load, lambda: self._drafting.candidates(decoding, self._planner, load))
-        if self._rounds is not None:
-            self._activity = ("a round of graphs", len(decoding), self._rounds.most_rows)
-            with cpu_threads(self.threads.count(self._rounds.most_rows)):
-                ahead = self._rounds.step(self._planner)
-            if ahead is not None:
-                if self._rounds.timed is not None:
-                    self._stepped(*self._rounds.timed)
-                return outputs + ahead
-        step = self._scheduler.schedule()
-        for request in step.prefills:
-            if request.queued_s is None:
-                request.queued_s = self._clock() - request.added
-        drafting = self._drafting.seconds
-        rows = len(step.decodes) + sum(budget.nodes for budget in step.budgets) + sum(step.chunks)
-        with cpu_threads(self.threads.count(rows)):
-            if step.decodes:
-                self._activity = ("decode", len(step.decodes), rows - sum(step.chunks))
-                outputs += self._stepping.decode(step.decodes, step.budgets)
-            if step.prefills:
-                self._activity = ("prefill", len(step.prefills), sum(step.chunks))
-                outputs += self._stepping.prefill(step.prefills, step.chunks)
-        if step.decodes and not step.prefills:
-            whole, drafting = self._timer() - begin, self._drafting.seconds - drafting
-            self._stepped(len(step.decodes), self._stepping.rows, drafting, whole)
+        outputs = self._expire() + self._steps.step()
+        for output in outputs:
+            request = self._requests.get(output.request_id)
+            if request is not None and request.finish_reason is not None:
+                self._remove(request)
         return outputs
-
-    def _stepped(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
-        self._stats.steps.record(batch, rows, drafting, whole)
-        self.threads.stepped(rows, whole)
-        self._planner.stepped(batch, rows, drafting, whole)
 
     def generate(
         self,
@@ -399,79 +372,29 @@ class Engine:
         """
         return generate(self, prompts, params, on_output=on_output, progress=progress, at_once=at_once)
 
-    # ---- used by the profiler of step costs (infer/speculation/control/profiler.py) ----------------------------------
-
-    @torch.inference_mode()
-    def rehearse(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, check: Callable[[], None] = lambda: None
-    ) -> list[Request]:
-        self._kept_stats, self._planner = copy.deepcopy(self._stats), Never()
-        self._kept_rounds, self._rounds = self._rounds, None
-        pages = self._pool.pages_for(len(prompts[0]) + params.max_tokens) + 1
-        fitting = min(len(prompts), self._pool.free_pages // pages)
-        requests = [self._requests[self.add(prompt, params)] for prompt in prompts[:fitting]]
-        try:
-            while any(request.phase in (Phase.WAITING, Phase.PREFILL) for request in requests):
-                check()
-                self.step()
-        except BaseException:
-            self.dismiss(requests)
-            raise
-        requests = [request for request in requests if request.phase is Phase.DECODE]
-        for request in requests:
-            reserved = self._pool.reserve(request, len(request.prompt_ids) + params.max_tokens)
-            assert reserved
-        return requests
-
-    def dismiss(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self.abort(request.request_id)
-        self._pool.pages.forget()
-        self._stats.restore(self._kept_stats)
-        self._planner, self._rounds = AsAllowed(), self._kept_rounds
-
-    @torch.inference_mode()
-    def try_verify(self, requests: Sequence[Request], drafts: int) -> None:
-        tree = DraftTree.chains([request.tokens[-1] for request in requests], [[1] * drafts] * len(requests))
-        with cpu_threads(self.threads.count(len(requests) * (1 + drafts))):
-            self._stepping.judge(list(requests), tree)
-
-    @torch.inference_mode()
-    def try_draft(self, requests: Sequence[Request], budget: Budget) -> None:
-        with cpu_threads(self.threads.count(len(requests) * (1 + budget.nodes))):
-            self._drafting.propose(requests, [budget] * len(requests))
-
-    @torch.inference_mode()
-    def try_read(self, requests: Sequence[Request]) -> None:
-        rows = sum(request.computed for request in requests)
-        size = len(self._drafting.wants_features(requests)) * self.target.config.hidden_size
-        with cpu_threads(self.threads.count(rows)):
-            self._drafting.read_again(requests, torch.zeros(rows, size, dtype=self.dtype, device=self.device))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def close(self) -> None:
         """End the other tensor parallel ranks, if any; the engine cannot compute without them."""
         self._shard.close()
 
-    def _expired(self, request: Request) -> bool:
-        return request.deadline is not None and self._clock() > request.deadline
-
     def _expire(self) -> list[StepOutput]:
         """End requests whose deadline has passed, waiting ones included, and requests that failed during prefill."""
-        failed = [request for request in self._requests.values() if request.failed]
-        late = [request for request in self._requests.values() if self._expired(request) and not request.failed]
-        for request in late:
-            self._finish(request, "deadline")
-        return [self._stepping.output(request, [], []) for request in late] + list(map(self._stepping.fail, failed))
+        now, outputs = self._clock(), list[StepOutput]()
+        for request in list(self._requests.values()):
+            if request.failed or request.is_late(now):
+                self._finish(request, "error" if request.failed else "deadline")
+                outputs.append(self._steps.output(request, [], []))
+        return outputs
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
+        self._remove(request)
+
+    def _remove(self, request: Request) -> None:
+        """Free all that a finished request holds."""
         self._scheduler.remove(request)
-        self._drafting.release(request)
-        if self._rounds is not None:
-            self._rounds.leave(request)
-        self._planner.forget(request.request_id)
+        self.speculator.forget(request)
+        if self._steps.overlap is not None:
+            self._steps.overlap.drop(request)
         del self._requests[request.request_id]
 
     # ---- construction -------------------------------------------------------------------------------------------
@@ -495,7 +418,7 @@ class Engine:
             self._pool.pages.forget()  # cached pages hold the previous head's KV
             return
         # Free everything that refers to the old pool before the new one is planned.
-        del before, self._pool, self._runner, self._scheduler, self._proposers, self._drafting, self._stepping
+        del before, self._pool, self._runner, self._scheduler, self._proposers, self.speculator, self._steps
         self._make_pool()
 
     def _use_draft_model(self, model: LlamaTarget) -> None:
@@ -532,41 +455,32 @@ class Engine:
             max_batch=self.config.max_batch,
             max_rows=self.config.max_rows,
             prefill_chunk=self.config.prefill_chunk,
-            draft_budget=lambda request: self._drafting.grant(request, self._planner, self._load),
-            draft_places=lambda request, budget: self._drafting.places(request, budget),
-            on_preempt=lambda request: self._drafting.release(request),
-            on_meet=lambda request: self._drafting.meet(request, self._planner, self._load),
-            on_resume=lambda request: self._drafting.resume(request),
         )
+        self._proposers: dict[str, tuple[Proposer, Budget]] = {}
+        self._draft_with("none")
 
-    @property
-    def _load(self) -> int:
-        """Number of requests that will soon decode together: running ones, and waiting ones that may be admitted."""
-        admitted, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
-        return min(admitted + (waiting if self._scheduler.may_admit else 0), self.config.max_batch)
-
-    def _forget_rounds(self) -> None:
-        if self._rounds is not None:
-            self._rounds.land()  # all of its requests have finished
-        self._rounds = None
+    def _drain(self) -> None:
+        """Wait for a round in flight, if there is one: all of its requests have finished."""
+        if self._steps.overlap is not None:
+            self._steps.overlap.drain()
+            self._steps.overlap = None
 
     def _draft_with(self, name: str) -> None:
-        self._forget_rounds()
-        self._drafting = Drafting(self._proposers, name, self.context, self._timer)
-        self._stepping = Stepping(
+        self.speculator = Speculator(self._proposers, name, self.context, self._timer)
+        self._steps = StepRunner(
             self._runner,
             self._pool,
-            self._drafting,
+            self._scheduler,
+            self.speculator,
             self._stats,
+            self.threads,
             context=self.context,
             rates=self._synthetic_rates,
-            expired=self._expired,
-            finish=lambda request, reason: self._finish(request, reason),
-            drafted=lambda request, draft: self._planner.drafted(
-                request.request_id, self._drafting.name_for(request), request.kind, draft
-            ),
+            clock=self._clock,
+            timer=self._timer,
         )
 
     def _weight_bytes(self) -> int:
-        modules = [self.target, *(own.module for own in (self._head, self._draft_model) if own is not None)]
+        drafters = [self._head, self._draft_model]
+        modules = [self.target, *(drafter.module for drafter in drafters if drafter is not None)]
         return weight_bytes(*modules)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from infer.kvcache.pool import KVPool
 from infer.request import Phase, Request
-from infer.speculation.budget import NOTHING, Budget
+from infer.speculation.budget import NOTHING, Budget, Grants
 
 
 def order(request: Request) -> tuple[int, int]:
@@ -27,6 +27,13 @@ class Step:
     budgets: list[Budget] = field(default_factory=list)  # per decode
     prefills: list[Request] = field(default_factory=list)
     chunks: list[int] = field(default_factory=list)  # positions per prefill
+    admitted: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        """Return the largest number of rows that its target forwards can have, together."""
+        return len(self.decodes) + sum(budget.nodes for budget in self.budgets) + sum(self.chunks)
 
 
 class Scheduler:
@@ -36,22 +43,8 @@ class Scheduler:
     recomputed from its tokens by the same kernels, so with the same bits.
     """
 
-    def __init__(
-        self,
-        pool: KVPool,
-        *,
-        max_batch: int,
-        max_rows: int,
-        prefill_chunk: int,
-        draft_budget: Callable[[Request], Budget],
-        draft_places: Callable[[Request, Budget], int],
-        on_preempt: Callable[[Request], None],
-        on_meet: Callable[[Request], None],
-        on_resume: Callable[[Request], None],
-    ) -> None:
-        self._pool, self._max_rows, self._chunk = pool, max_rows, prefill_chunk
-        self._draft_budget, self._draft_places = draft_budget, draft_places
-        self._on_preempt, self._on_meet, self._on_resume = on_preempt, on_meet, on_resume
+    def __init__(self, pool: KVPool, *, max_batch: int, max_rows: int, prefill_chunk: int) -> None:
+        self._pool, self._max_batch, self._max_rows, self._chunk = pool, max_batch, max_rows, prefill_chunk
         self._free_slots = list(range(max_batch - 1, -1, -1))
         self.waiting: list[Request] = []  # both sorted by `order`
         self.running: list[Request] = []
@@ -76,24 +69,38 @@ class Scheduler:
         """Return whether a waiting request could start: a slot is free, and pages for the next one may be."""
         return bool(self.waiting and self._free_slots and not self._short)
 
-    def schedule(self) -> Step:
+    @property
+    def load(self) -> int:
+        """Number of requests that will soon decode together: running ones, and waiting ones that may be admitted."""
+        return min(len(self.running) + (len(self.waiting) if self.may_admit else 0), self._max_batch)
+
+    @property
+    def decoding(self) -> list[Request]:
+        return [request for request in self.running if request.phase is Phase.DECODE]
+
+    def admissible(self) -> list[Request]:
+        """Return the waiting requests that the next step may admit, in order; as long as pages are short, the first."""
+        ready = [request for request in self.waiting if request.parent is None or prompt_is_ready(request.parent)]
+        return ready[: min(len(self._free_slots), 1 if self._short else len(ready))]
+
+    def schedule(self, grants: Grants, admissible: Sequence[Request]) -> Step:
         """Choose the work of the next step and reserve its pages.
 
         Decodes come first: they hold memory, and users are waiting for their tokens. Each is guaranteed its root's row;
-        rows that are not set aside for prompts are shared among their drafts.
+        rows that are not set aside for prompts are shared among their drafts, up to what each was granted.
         """
         step = Step()
-        rows = self._max_rows
-        decodes = [request for request in self.running if request.phase is Phase.DECODE]
+        rows, decodes = self._max_rows, self.decoding
         prompts = self.waiting or len(decodes) < len(self.running)
         spare = rows - len(decodes) - (min(self._chunk, (rows - len(decodes)) // 2) if prompts else 0)
         for index, request in enumerate(decodes):
             if request.phase is not Phase.DECODE:
                 continue  # pre-empted in this loop for an earlier request
-            budget = self._draft_budget(request).within(spare // (len(decodes) - index))
-            if not self._pool.reserve(request, len(request.tokens) + self._draft_places(request, budget)):
+            granted, places = grants[request.request_id]
+            budget = granted.within(spare // (len(decodes) - index))
+            if not self._pool.reserve(request, len(request.tokens) + (places(budget) if budget.nodes else 0)):
                 budget = NOTHING
-                if not self._reserve_or_preempt(request, len(request.tokens)):
+                if not self._reserve_or_preempt(request, len(request.tokens), step):
                     continue
             step.decodes.append(request)
             step.budgets.append(budget)
@@ -106,18 +113,17 @@ class Scheduler:
                 step.prefills.append(request)
                 step.chunks.append(chunk)
                 rows -= chunk
-        for request in list(self.waiting):
-            if not self._free_slots or rows < 1:
+        for request in () if step.preempted else admissible:  # those pre-empted come before anyone who waits
+            if rows < 1:
                 break
-            if request.parent is not None and not prompt_is_ready(request.parent):
-                continue
-            self._on_meet(request)
-            known = self._pool.known(request)
+            cached = self._pool.known(request)
             # The whole prompt must fit beside the running requests, or it would soon be pre-empted again.
-            if self._pool.pages_for(len(request.tokens) + 1) - len(known) > self._pool.free_without(known):
+            if self._pool.pages_for(len(request.tokens) + 1) - len(cached) > self._pool.free_without(cached):
                 self._short = True
                 break
-            self._admit(request, known)
+            self._short = False
+            self._admit(request, cached)
+            step.admitted.append(request)
             reserved = self._pool.reserve(request, len(request.tokens))
             assert reserved
             chunk = min(self._chunk, rows, len(request.tokens) - request.computed)
@@ -126,7 +132,7 @@ class Scheduler:
             rows -= chunk
         return step
 
-    def _admit(self, request: Request, known: list[int]) -> None:
+    def _admit(self, request: Request, cached: list[int]) -> None:
         self.waiting.remove(request)
         request.slot, request.phase, request.computed = self._free_slots.pop(), Phase.PREFILL, 0
         request.published = 0
@@ -137,17 +143,15 @@ class Scheduler:
         if parent is not None and parent.phase is Phase.DECODE:
             self._pool.fork(parent, request)
         else:
-            self._pool.adopt(request, known)
+            self._pool.adopt(request, cached)
         if not request.output_length:  # after a pre-emption the cached pages may be its own
             request.cached = request.computed
-        if request.computed:
-            self._on_resume(request)
 
     def _still_running(self, requests: list[Request], budgets: list[Budget]) -> tuple[list[Request], list[Budget]]:
         pairs = [(r, b) for r, b in zip(requests, budgets, strict=True) if r.phase is Phase.DECODE]
         return [r for r, _ in pairs], [b for _, b in pairs]
 
-    def _reserve_or_preempt(self, request: Request, positions: int) -> bool:
+    def _reserve_or_preempt(self, request: Request, positions: int, step: Step) -> bool:
         """Pre-empt the last in order until the pages are free; False if the request itself was pre-empted."""
         while not self._pool.reserve(request, positions):
             victim = self.running[-1]
@@ -155,7 +159,7 @@ class Scheduler:
             victim.phase, victim.computed = Phase.WAITING, 0
             self.add(victim)
             self.preemptions += 1
-            self._on_preempt(victim)
+            step.preempted.append(victim)
             if victim is request:
                 return False
         return True

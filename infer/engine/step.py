@@ -1,63 +1,109 @@
-"""The work of a scheduled step: drafting, target forward, sampling, verification, commit (DESIGN section 5)."""
+"""The step of the engine: plan, schedule, draft, forward, sample, verify, commit (DESIGN section 5)."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from infer.engine.isolation import INTERNAL, isolated
 from infer.engine.runner import Runner
+from infer.engine.scheduler import Scheduler
 from infer.engine.stats import EngineStats
+from infer.engine.threads import Threads, cpu_threads
 from infer.kvcache.pool import KVPool
 from infer.request import Phase, Request, StepOutput
 from infer.sampling.choose import Choices, choose_rows
 from infer.sampling.constraint import without_forbidden
 from infer.sampling.logprobs import token_logprobs
-from infer.sampling.stopping import FinishReason, cut
+from infer.sampling.stopping import cut
 from infer.speculation.budget import Budget, Verified
-from infer.speculation.speculator import Drafting
+from infer.speculation.speculator import Speculator
 from infer.speculation.tree import DraftTree
 from infer.speculation.verify import Verdict, verify
 from kernels.gather import gather_rows
 
+if TYPE_CHECKING:
+    from infer.graphs.overlap import Overlap
 
-class Stepping:
-    """Runs the decodes and prefills that an engine has scheduled.
 
-    `rates`: acceptance rates of the synthetic proposer. `expired`: returns whether a request's deadline has passed.
-    `finish`: called to end a request. `drafted`: called with the verified draft of each request.
+class StepRunner:
+    """Runs the steps of an engine.
+
+    A request that ends in a step gets its finish reason here; the engine removes it once the step is done. `rates`:
+    acceptance rates of the synthetic proposer. `clock` is the time of deadlines, in seconds; `timer` times steps.
     """
 
     def __init__(
         self,
         runner: Runner,
         pool: KVPool,
-        drafting: Drafting,
+        scheduler: Scheduler,
+        speculator: Speculator,
         stats: EngineStats,
+        threads: Threads,
         *,
         context: int,
         rates: Sequence[float],
-        expired: Callable[[Request], bool],
-        finish: Callable[[Request, FinishReason], None],
-        drafted: Callable[[Request, Verified], None],
+        clock: Callable[[], float] = time.monotonic,
+        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._runner, self._pool, self._drafting, self._stats = runner, pool, drafting, stats
-        self._context, self._rates = context, rates
-        self._expired, self._finish, self._drafted = expired, finish, drafted
+        self._runner, self._pool, self._scheduler, self._speculator = runner, pool, scheduler, speculator
+        self._stats, self._threads, self._context, self._rates = stats, threads, context, rates
+        self._clock, self._timer = clock, timer
+        self.overlap: Overlap | None = None  # runs steps ahead, where they can be captured
         self.rows = 0  # rows verified by the last decode
+        self.activity = ("nothing", 0, 0)  # phase, requests, target rows
+
+    def step(self) -> list[StepOutput]:
+        """Run one step: draft and verify every decoding request, and prefill a chunk of each scheduled prompt."""
+        begin = self._timer()  # a step's cost includes planning
+        decoding, load = self._scheduler.decoding, self._scheduler.load
+        self.activity = ("scheduling", load, 0)
+        self._speculator.plan(decoding, load)
+        if self.overlap is not None:
+            self.activity = ("a round of graphs", len(decoding), self.overlap.most_rows)
+            with cpu_threads(self._threads.count(self.overlap.most_rows)):
+                outputs = self.overlap.step()
+            if outputs is not None:
+                if self.overlap.timed is not None:
+                    self._observe(*self.overlap.timed)
+                return outputs
+        admissible = self._scheduler.admissible()
+        step = self._scheduler.schedule(self._speculator.grant(decoding, admissible, load), admissible)
+        self._speculator.sync(step.admitted, step.preempted)
+        outputs, drafting = list[StepOutput](), self._speculator.seconds
+        with cpu_threads(self._threads.count(step.rows)):
+            if step.decodes:
+                self.activity = ("decode", len(step.decodes), step.rows - sum(step.chunks))
+                outputs += self.decode(step.decodes, step.budgets)
+            if step.prefills:
+                self.activity = ("prefill", len(step.prefills), sum(step.chunks))
+                outputs += self.prefill(step.prefills, step.chunks)
+        if step.decodes and not step.prefills:
+            drafting = self._speculator.seconds - drafting
+            self._observe(len(step.decodes), self.rows, drafting, self._timer() - begin)
+        return outputs
+
+    def _observe(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
+        self._stats.steps.record(batch, rows, drafting, seconds)
+        self._threads.stepped(rows, seconds)
+        self._speculator.observe(batch, rows, drafting, seconds)
 
     def decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
-        tree = without_forbidden(self._drafting.propose(requests, budgets), requests)
+        tree = without_forbidden(self._speculator.propose(requests, budgets), requests)
         self.publish(requests)
         lengths = tree.length.tolist()
         self.rows = sum(lengths)
-        aux, choices, verdicts = self.judge(requests, tree)
+        aux, choices, verdicts = self.verify_drafts(requests, tree)
         starts = [request.computed for request in requests]
         if not tree.is_chain:
-            places = [[start + node for node in own.path] for start, own in zip(starts, verdicts, strict=True)]
+            pairs = zip(starts, verdicts, strict=True)
+            places = [[start + node for node in verdict.path] for start, verdict in pairs]
             self._pool.move(requests, places, starts)
         depths = tree.depths()
         first_row = list(itertools.accumulate(lengths, initial=0))
@@ -83,25 +129,30 @@ class Stepping:
         `tokens` are the draft's accepted tokens and the bonus token; only the last one's KV is not committed.
         """
         request.computed += len(tokens)
-        self._drafted(request, draft)
+        self._speculator.verified(request, draft)
         emitted, accepted = self._emit(request, tokens), len(draft.path)
         taken = min(accepted, len(emitted))
         for stats in (request.stats, self._stats.speculation):
             stats.record(drafted=draft.nodes, depth=draft.depth, accepted=taken, emitted=len(emitted))
         return self.output(request, emitted, [index < accepted for index in range(len(emitted))])
 
-    def judge(self, requests: list[Request], tree: DraftTree) -> tuple[tuple[Tensor, ...], Choices, list[Verdict]]:
+    def verify_drafts(
+        self, requests: list[Request], tree: DraftTree
+    ) -> tuple[tuple[Tensor, ...], Choices, list[Verdict]]:
         """Verify the drafts. Returns features of every row, the target's choices, and a verdict per request.
 
         Writes KV only beyond the committed positions.
         """
-        rows = self._runner.verify(requests, tree, self._drafting.wants_features(requests))
+        rows = self._runner.verify(requests, tree, self._speculator.wants_features(requests))
         choices = choose_rows(requests, tree.length.tolist(), rows.logits, rows.positions, tree)
         rules = [request.rule for request in requests]
         return rows.aux, choices, verify(requests, tree, choices, rules, self._rates)
 
     def prefill(self, requests: list[Request], chunks: list[int]) -> list[StepOutput]:
-        rows = self._runner.prefill(requests, chunks, self._drafting.wants_features(requests))
+        for request in requests:
+            if request.queued_s is None:
+                request.queued_s = self._clock() - request.added
+        rows = self._runner.prefill(requests, chunks, self._speculator.wants_features(requests))
         self._score_prompts(requests, chunks, rows.hidden)
         ends = torch.tensor(chunks, device=self._pool.device).cumsum(0) - 1
         for request, chunk in zip(requests, chunks, strict=True):
@@ -139,7 +190,8 @@ class Stepping:
         if aux:
             ends = itertools.accumulate(counts)
             pairs = zip(requests, counts, ends, strict=True)
-            read = [row for own, count, end in pairs if self._drafting.reads(own) for row in kept[end - count : end]]
+            reading = [(end - count, end) for request, count, end in pairs if self._speculator.reads(request)]
+            read = [row for first, end in reading for row in kept[first:end]]
             if len(read) == len(aux[0]):  # rows ascend, so these are all of them, as in a plain step
                 features = torch.cat(list(aux), dim=-1)
             else:
@@ -148,28 +200,29 @@ class Stepping:
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         """Commit `counts[b]` new positions of each request, with `features` `[n, F]` where the drafter reads them."""
-        reading = [(own, count) for own, count in zip(requests, counts, strict=True) if self._drafting.reads(own)]
+        pairs = zip(requests, counts, strict=True)
+        reading = [(request, count) for request, count in pairs if self._speculator.reads(request)]
         pieces = features.split([count for _, count in reading]) if reading else ()
         for (request, count), rows in zip(reading, pieces, strict=True):
             self._pool.keep_features(request, count, rows)
-        self._drafting.commit(requests, counts, features)
+        self._speculator.commit(requests, counts, features)
 
     def publish(self, requests: Sequence[Request]) -> None:
         """Publish to the prefix cache the positions that are verified and were read by the proposer too."""
         for request in requests:
-            self._pool.publish(request, self._drafting.synced(request))
+            self._pool.publish(request, self._speculator.synced(request))
 
     def _score_prompts(self, requests: list[Request], chunks: list[int], hidden: Tensor) -> None:
         """Compute log-probabilities of the prompt tokens that follow this chunk's rows, for requests that want them."""
         for request, chunk, piece in zip(requests, chunks, hidden.split(chunks), strict=True):
             top = request.params.prompt_logprobs
             following = request.prompt_ids[request.computed + 1 : request.computed + chunk + 1]
-            known = len(request.prompt_logprobs) - request.computed  # already scored, if this is a recomputation
-            if top is None or known >= len(following):
+            scored = len(request.prompt_logprobs) - request.computed  # more than 0 in a recomputation
+            if top is None or scored >= len(following):
                 continue
-            logits = self._runner.logits(piece[known : len(following)])
+            logits = self._runner.logits(piece[scored : len(following)])
             with isolated(request):
-                request.prompt_logprobs += token_logprobs(logits, following[known:], top)
+                request.prompt_logprobs += token_logprobs(logits, following[scored:], top)
 
     def _scored(self, request: Request, choices: Choices, rows: Sequence[int], output: StepOutput) -> StepOutput:
         """Return `output` with the log-probabilities of its tokens, sampled at `rows`, if the request wants them."""
@@ -181,18 +234,16 @@ class Stepping:
 
     def fail(self, request: Request) -> StepOutput:
         """End a failed request with an error, even if it has just finished; its tokens of this step are discarded."""
-        if request.finish_reason is None:
-            self._finish(request, "error")
         request.finish_reason = "error"
         return self.output(request, [], [])
 
     def _emit(self, request: Request, tokens: list[int]) -> list[int]:
         """Append and return the tokens up to the first that ends the request; later ones are discarded, uncounted."""
-        if self._expired(request):
-            self._finish(request, "deadline")
+        if request.is_late(self._clock()):
+            request.finish_reason = "deadline"
             return []
         if request.constraint is not None and request.constraint.error is not None:
-            self._finish(request, "error")
+            request.finish_reason = "error"
             return []
         emitted, reason = [], None
         with isolated(request):
@@ -207,12 +258,11 @@ class Stepping:
                 constraint=request.constraint,
             )
         if request.failed:  # just now or earlier in this step
-            self._finish(request, "error")
+            request.finish_reason = "error"
             return []
         request.tokens += emitted
         self._stats.generation_tokens += len(emitted)
-        if reason is not None:
-            self._finish(request, reason)
+        request.finish_reason = reason
         return emitted
 
     def output(self, request: Request, tokens: list[int], accepted: list[bool]) -> StepOutput:

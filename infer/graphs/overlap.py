@@ -19,13 +19,12 @@ from typing import NamedTuple
 import torch
 
 from infer.engine.scheduler import Scheduler
-from infer.engine.step import Stepping
+from infer.engine.step import StepRunner
 from infer.graphs.round_graphs import Launched, RoundGraphs
 from infer.kvcache.pool import KVPool
 from infer.request import Phase, Request, StepOutput
 from infer.speculation.budget import NOTHING, Budget, Verified
-from infer.speculation.control.planner import Planner
-from infer.speculation.speculator import Drafting
+from infer.speculation.speculator import Speculator
 
 
 class Batch(NamedTuple):
@@ -37,7 +36,7 @@ class Batch(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """Timing of a round, for `Engine._stepped`. `drafting` is None: one graph does all, so drafting is not timed."""
+    """Timing of a round, for `StepRunner`. `drafting` is None: one graph does all, so drafting is not timed."""
 
     batch: int
     rows: int
@@ -62,88 +61,91 @@ def final_length(request: Request, context: int) -> int:
     return min(len(request.prompt_ids) + request.params.max_tokens, context)
 
 
-class Rounds:
-    """Run an engine's steps one round ahead of what was read, by `graphs` that each serve one drafter, or none."""
+class Overlap:
+    """Runs an engine's steps one round ahead of what was read, by `graphs` that each serve one drafter, or none."""
 
     def __init__(
         self,
         graphs: Sequence[RoundGraphs],
         pool: KVPool,
         scheduler: Scheduler,
-        drafting: Drafting,
-        stepping: Stepping,
+        speculator: Speculator,
+        steps: StepRunner,
         *,
         context: int,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._by_drafter = {own.drafter: own for own in graphs}
+        self._by_drafter = {one.drafter: one for one in graphs}
         self._graphs = graphs[0]  # in use
         self._pool, self._scheduler = pool, scheduler
-        self._drafting, self._stepping, self._context, self._timer = drafting, stepping, context, timer
+        self._speculator, self._steps, self._context, self._timer = speculator, steps, context, timer
         self._rows: list[Request | None] = []  # by row of the graph state; None once the request has finished
         self._budget = NOTHING
-        self._flying: Launched | None = None
+        self._in_flight: Launched | None = None
         self._read: float | None = None  # time at which the round before the one in flight was read
         self.timed: Timed | None = None  # of the last round read, if rounds were in flight before and after it
 
     @property
     def most_rows(self) -> int:
         """Return the largest number of rows of a target forward in any round."""
-        return max(own.most_rows for own in self._by_drafter.values())
+        return max(graphs.most_rows for graphs in self._by_drafter.values())
 
-    def step(self, planner: Planner) -> list[StepOutput] | None:
+    def step(self) -> list[StepOutput] | None:
         """Read the round in flight, after launching the next one if the same requests can continue.
 
         Returns None, with nothing done, if the engine must run the step itself.
         """
-        batch, self.timed = self._steady(planner), None
-        if self._flying is None:
+        batch, self.timed = self._steady(), None
+        if self._in_flight is None:
             if batch is None or not self._begin(batch):
                 return None
         elif batch is None or not self._goes_on(batch):
-            return self.land()
+            return self.drain()
         if not self._make_room(unread=1):
-            return self.land()
-        landing, self._flying = self._flying, self._graphs.launch()
-        assert landing is not None
+            return self.drain()
+        results, self._in_flight = self._in_flight, self._graphs.launch()
+        assert results is not None
         begun = len(self._alive)
-        outputs, kept = self._take(landing)
+        outputs, kept = self._take(results)
         self._time(begun)
         for row, request, count in kept:
             self._pool.keep_features(request, count, self._graphs.features(row, count, behind=True))
         # The round in flight reads these features, so it fills the head's KV of these pages before any later reader.
-        self._stepping.publish([request for _, request, _ in kept])
+        self._steps.publish([request for _, request, _ in kept])
         return outputs
 
-    def land(self) -> list[StepOutput]:
+    def drain(self) -> list[StepOutput]:
         """Drain the round in flight, if there is one: requests and drafters are then as after an ordinary step."""
-        landing, self._flying, self._read = self._flying, None, None
-        if landing is None:
+        results, self._in_flight, self._read = self._in_flight, None, None
+        if results is None:
             return []
-        outputs, kept = self._take(landing)
+        outputs, kept = self._take(results)
         if kept:
             rows = [self._graphs.features(row, count, behind=False) for row, _, count in kept]
-            self._stepping.commit([own for _, own, _ in kept], [count for *_, count in kept], torch.cat(rows))
+            self._steps.commit([request for _, request, _ in kept], [count for *_, count in kept], torch.cat(rows))
         self._rows = []
         return outputs
 
-    def leave(self, request: Request) -> None:
+    def drop(self, request: Request) -> None:
         """Drop a request that has finished or was aborted. What the round in flight computes for it is discarded."""
         if request in self._rows:
             row = self._rows.index(request)
             self._rows[row] = None
             self._graphs.leave(row)
 
-    def _steady(self, planner: Planner) -> Batch | None:
+    def _steady(self) -> Batch | None:
         requests = self._scheduler.running
         if not requests or self._scheduler.may_admit or any(map(needs_host, requests)):
             return None
-        ways = {self._drafting.settled(request, planner) for request in requests}
-        way = next(iter(ways))
-        graphs = None if way is None or len(ways) > 1 else self._by_drafter.get(way[0])
-        if way is None or graphs is None or way[1] not in graphs.budgets:
+        steady = {self._speculator.steady_budget(request) for request in requests}
+        first = next(iter(steady))
+        if first is None or len(steady) > 1:
             return None
-        return Batch(list(requests), graphs, way[1])
+        drafter, budget = first
+        graphs = self._by_drafter.get(drafter)
+        if graphs is None or budget not in graphs.budgets:
+            return None
+        return Batch(list(requests), graphs, budget)
 
     def _begin(self, batch: Batch) -> bool:
         """Load the state of these requests and launch their first round. False if no graph or too few pages fit."""
@@ -161,7 +163,7 @@ class Rounds:
         self._graphs.load(requests, limits, batch.budget)
         if proposer is not None:
             proposer.was_read(requests)
-        self._flying = self._graphs.launch()
+        self._in_flight = self._graphs.launch()
         return True
 
     def _goes_on(self, batch: Batch) -> bool:
@@ -190,7 +192,7 @@ class Rounds:
         Returns False if the pool is short of pages, if rows would exceed the context of the graphs, or if every
         request finishes before that round.
         """
-        emitted, places = unread * (1 + self._budget.depth), self._drafting.places
+        emitted, places = unread * (1 + self._budget.depth), self._speculator.places
         for request in self._alive:
             final = final_length(request, self._context)
             begins = min(len(request.tokens) + emitted, final)
@@ -198,20 +200,20 @@ class Rounds:
                 return False
             if not self._pool.reserve(request, begins + places(request, self._budget)):
                 return False
-        return any(final_length(own, self._context) - len(own.tokens) > unread for own in self._alive)
+        return any(final_length(one, self._context) - len(one.tokens) > unread for one in self._alive)
 
-    def _take(self, landing: Launched) -> tuple[list[StepOutput], list[tuple[int, Request, int]]]:
+    def _take(self, results: Launched) -> tuple[list[StepOutput], list[tuple[int, Request, int]]]:
         """Emit a round's tokens. Returns outputs, and (row, request, new positions) of each unfinished request."""
         outputs: list[StepOutput] = []
         kept: list[tuple[int, Request, int]] = []
-        for row, (request, found) in enumerate(zip(self._rows, landing.read(), strict=False)):
+        for row, (request, result) in enumerate(zip(self._rows, results.read(), strict=False)):
             if request is None:
                 continue
             # As in an ordinary step, only as many drafted levels count as the request may still emit tokens.
-            depth = min(found.depth, final_length(request, self._context) - len(request.tokens) - 1)
-            drafted = depth if self._budget.is_chain else found.drafted
-            draft = Verified(self._budget, drafted, depth, found.path[:depth])
-            outputs.append(self._stepping.advance(request, found.tokens, draft))
+            depth = min(result.depth, final_length(request, self._context) - len(request.tokens) - 1)
+            drafted = depth if self._budget.is_chain else result.drafted
+            draft = Verified(self._budget, drafted, depth, result.path[:depth])
+            outputs.append(self._steps.advance(request, result.tokens, draft))
             if request.finish_reason is None:
-                kept.append((row, request, len(found.tokens)))
+                kept.append((row, request, len(result.tokens)))
         return outputs, kept

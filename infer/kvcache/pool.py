@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infer.kvcache.blocks import Pages
 from infer.kvcache.tensors import KVLayers
-from infer.request import Request, Upkeep
+from infer.request import Request
 from infer.speculation.tree import MAX_NODES
 from kernels.rows import AttentionRows
 
@@ -64,9 +64,8 @@ class KVPool:
 
     def known(self, request: Request) -> list[int]:
         """Return cached pages that hold a prefix of the request. At least its last token is left to compute."""
-        chains = [request.keys] if request.upkeep is Upkeep.WHOLE else [request.keys, request.plain_keys]
         blocks = (len(request.tokens) - 1) // self.page_size
-        return self.pages.find(*(keys.upto(request.tokens, blocks) for keys in chains if keys is not None))
+        return self.pages.find(*(keys.upto(request.tokens, blocks) for keys in request.lookup_keys))
 
     def adopt(self, request: Request, pages: Sequence[int]) -> None:
         """Start the request, which holds no pages yet, with cached `pages`."""
@@ -89,7 +88,7 @@ class KVPool:
 
         These positions must be verified, and filled in every layer that the keys cover.
         """
-        keys = request.keys if request.upkeep is Upkeep.WHOLE else request.plain_keys
+        keys = request.publish_keys
         if keys is None:
             return
         while request.published + self.page_size <= positions:

@@ -1,4 +1,9 @@
-"""Speculator: the engine's proposers by name, the budget of each, and what happens when one fails."""
+"""The speculator: the one owner of what is drafted for whom, and of what becomes of it.
+
+A step calls, in this order, `plan` (what would pay), `grant` (the budget of every request, and whose state drafters
+keep), `sync` (who was admitted and pre-empted), `propose`, `verified` for each draft, `commit`, and `observe` (what the
+step took).
+"""
 
 from __future__ import annotations
 
@@ -9,21 +14,23 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from infer.request import Phase, Request, Upkeep
-from infer.speculation.budget import NOTHING, Budget
-from infer.speculation.control.planner import Candidate, Planner
+from infer.request import DrafterState, Phase, Request
+from infer.speculation.budget import NOTHING, Budget, Grant, Grants, Verified
+from infer.speculation.control.acceptance_model import kinds_ahead, next_kind
+from infer.speculation.control.planner import AsAllowed, Candidate, Planner
 from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.proposers.combined import CombinedProposer
 from infer.speculation.tree import DraftTree
 
 log = logging.getLogger(__name__)
 
-JOINED = 0.75  # share of a load that must be decoding, or more requests are about to join than a plan would outlast
-LASTS = 4  # tracking starts only if a request has at least this many times its drafter's warm-up in tokens left
-PATIENCE = 16  # after every so many steps in a row without a draft, a drafter may release the request
+# Share of a load that must be decoding for a plan; otherwise more requests are about to join than a plan would outlast.
+MIN_DECODE_SHARE = 0.75
+MIN_WARM_UPS = 4  # tracking starts only if a request has at least this many times its drafter's warm-up in tokens left
+IDLE_STEPS = 16  # after every so many steps in a row without a draft, a drafter may release the request
 
 
-def keepers(proposer: Proposer) -> Sequence[Proposer]:
+def stateful(proposer: Proposer) -> Sequence[Proposer]:
     """Return the proposers that keep state of requests.
 
     A combined proposer leaves that to its sources, which may also be registered under their names.
@@ -39,8 +46,11 @@ def grouped(names: Sequence[str]) -> list[list[int]]:
     return list(groups.values())
 
 
-class Drafting:
-    """Proposers by name, each with its largest budget per step. Requests cannot select other names."""
+class Speculator:
+    """Proposers by name, each with its largest budget per step, and the planner of their drafts.
+
+    Requests cannot select other names. A proposer that fails costs its request the drafts, never a token.
+    """
 
     def __init__(
         self,
@@ -49,12 +59,13 @@ class Drafting:
         context: int,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        everyone = {"none": (NoProposer(), NOTHING), **proposers}
-        self._proposers: dict[str, Proposer] = {name: proposer for name, (proposer, _) in everyone.items()}
-        self._limits = {name: limit for name, (_, limit) in everyone.items()}
-        self._keepers = dict.fromkeys(own for proposer in self._proposers.values() for own in keepers(proposer))
+        limits = {"none": (NoProposer(), NOTHING), **proposers}
+        self._proposers: dict[str, Proposer] = {name: proposer for name, (proposer, _) in limits.items()}
+        self._limits = {name: limit for name, (_, limit) in limits.items()}
+        self._stateful = dict.fromkeys(part for proposer in self._proposers.values() for part in stateful(proposer))
         self._context, self.default, self._timer = context, default, timer
-        self._followed: dict[str, set[str]] = {}  # by drafter, the requests that it keeps state of
+        self.planner: Planner = AsAllowed()
+        self._tracked: dict[str, set[str]] = {}  # by drafter, the requests that it keeps state of
         self._idle: dict[str, int] = {}  # for each of these, steps since its last draft
         self.seconds = 0.0  # spent in proposing, in all
         self.failures = 0  # requests whose proposer failed
@@ -66,7 +77,7 @@ class Drafting:
         return sorted(self._proposers)
 
     def name_for(self, request: Request) -> str:
-        return "none" if request.upkeep is Upkeep.NONE else self._drafter(request)
+        return "none" if request.drafter_state is DrafterState.NONE else self._drafter(request)
 
     def _drafter(self, request: Request) -> str:
         """Return the name of the proposer that drafts for the request whenever that pays."""
@@ -74,77 +85,52 @@ class Drafting:
             return "none"
         return request.params.proposer or self.default
 
-    def wants_features(self, requests: Sequence[Request]) -> tuple[int, ...]:
-        """Return which hidden states of the target these requests' proposers read; () if none reads any."""
-        if not any(self._followed.values()):
-            return ()
-        return next((aux for request in requests if (aux := self._of(request).aux_layers)), ())
+    # ---- the decision: how much is drafted, and for whom state is kept --------------------------------------------
 
-    def reads(self, request: Request) -> bool:
-        """Return whether the request's proposer takes its features."""
-        return request.upkeep is not Upkeep.NONE and bool(self._of(request).aux_layers)
+    def plan(self, decoding: Sequence[Request], load: int) -> None:
+        """Plan the drafts of the next step. `load` counts the decoding requests and those about to join them."""
+        names = tuple(request.request_id for request in decoding)
+        due = self.planner.needs_candidates(names, load)
+        self.planner.plan(names, load, self._candidates(decoding, load) if due else None)
 
-    def meet(self, request: Request, planner: Planner, load: int) -> None:
-        """Decide, before admission, whether the drafter tracks the request from the start. `load` counts it too.
+    def grant(self, decoding: Sequence[Request], admissible: Sequence[Request], load: int) -> Grants:
+        """Return the budget of each decoding request in this step; start and stop tracking requests accordingly.
 
-        While nothing is drafted, the cost of speculation is this tracking: features are kept, prompts are read. So
-        where drafting would not pay no request is tracked; `grant` starts tracking one that is drafted for after all.
+        `admissible`: the waiting requests that may be admitted in this step. For each of them the drafter's state is
+        decided, on which it depends which cached pages it can use.
         """
-        name = self._drafter(request)
-        if not self._follows(name):
-            return
-        followed = self._followed.setdefault(name, set())
-        pays = planner.outlook(name, self._limits[name], load, request.kinds_ahead, len(request.tokens))
-        request.upkeep = Upkeep.WHOLE if pays else Upkeep.NONE
-        (followed.add if pays else followed.discard)(request.request_id)
-        parent = request.parent
-        if pays and parent is not None and parent.phase is Phase.DECODE and not self._caught_up(parent):
-            request.parent = None  # the drafter's KV in its pages is incomplete
+        for request in admissible:
+            self._on_admission(request, load)
+        return {
+            request.request_id: Grant(self._granted(request, load), self._of(request).places) for request in decoding
+        }
 
-    def _caught_up(self, request: Request) -> bool:
-        """Make its drafter read all committed positions; return False if it has not tracked it from the start."""
-        if request.upkeep is Upkeep.WHOLE:
-            try:
-                self._of(request).catch_up(request)
-            except Exception as error:
-                self._give_up(request, error)
-        return request.upkeep is Upkeep.WHOLE
-
-    def grant(self, request: Request, planner: Planner, load: int) -> Budget:
-        """Return the request's budget in this step.
-
-        Also makes a drafter start tracking a request that it had released, or release one.
-        """
-        known, passed_over = request.request_id, planner.passes_over(request.request_id)
-        if passed_over and request.upkeep is Upkeep.NONE:  # the most frequent case where drafting does not pay
-            return NOTHING
-        granted, name = NOTHING if passed_over else planner.budget(known, self.budget(request)), self._drafter(request)
-        if not self._follows(name):
-            return granted
-        if granted.nodes:
-            self._idle[known] = 0
-            if request.upkeep is Upkeep.NONE:
-                request.upkeep = Upkeep.REST
-                self._followed.setdefault(name, set()).add(known)
+    def sync(self, admitted: Sequence[Request], preempted: Sequence[Request]) -> None:
+        """Take note of what the scheduler did: drop the state of pre-empted requests, adopt that of cached pages."""
+        for request in preempted:
+            self.release(request)
+        for request in admitted:
+            if request.computed:
                 try:
-                    self._proposers[name].wake(request)
+                    self._of(request).resume(request)
                 except Exception as error:
                     self._give_up(request, error)
-            return granted if self._is_ready(request) else NOTHING
-        if request.upkeep is not Upkeep.NONE:
-            self._idle[known] = self._idle.get(known, 0) + 1
-            tired = self._idle[known] % PATIENCE == 0
-            if tired and not planner.outlook(name, self._limits[name], load, request.kinds_ahead):
-                self.release(request)
-                request.upkeep = Upkeep.NONE
-        return NOTHING
 
-    def _is_ready(self, request: Request) -> bool:
-        return request.upkeep is not Upkeep.NONE and self._of(request).ready(request)
+    def steady_budget(self, request: Request) -> tuple[str, Budget] | None:
+        """Return which proposer drafts for the request, and its budget for as long as the request does not end.
 
-    def _follows(self, name: str) -> bool:
-        proposer = self._proposers[name]
-        return bool(proposer.aux_layers or proposer.kv_layers)
+        None if its drafter must first start tracking it.
+        """
+        name, drafter = self.name_for(request), self._drafter(request)
+        if name != drafter and not self.planner.passes_over(request.request_id):
+            return None
+        if name == "none" or not self._of(request).ready(request):
+            return name, NOTHING
+        budget = self.planner.budget(request.request_id, self._within(name, request.params.max_draft_tokens))
+        return ("none", NOTHING) if budget == NOTHING and not self._keeps_state(name) else (name, budget)
+
+    def places(self, request: Request, budget: Budget) -> int:
+        return self._of(request).places(budget) if budget.nodes else 0
 
     def budget(self, request: Request) -> Budget:
         """Return the request's largest budget: no deeper than the tokens it may still emit before the bonus token."""
@@ -152,8 +138,16 @@ class Drafting:
         if name == "none":
             return NOTHING
         room = min(request.remaining, self._context - len(request.tokens)) - 1
-        asked = request.params.max_draft_tokens
-        return self._within(name, room if asked is None else min(room, asked))
+        requested = request.params.max_draft_tokens
+        return self._within(name, room if requested is None else min(room, requested))
+
+    def verified(self, request: Request, draft: Verified) -> None:
+        """Record the outcome of a draft. Called before its tokens are appended to the request."""
+        self.planner.drafted(request.request_id, self.name_for(request), next_kind(request), draft)
+
+    def observe(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
+        """Record what a step without prefill took; see `Planner.stepped`."""
+        self.planner.stepped(batch, rows, drafting, seconds)
 
     def _within(self, name: str, depth: int | None) -> Budget:
         """Return the largest budget of this proposer that is no deeper than `depth`."""
@@ -161,41 +155,104 @@ class Drafting:
         depth = limit.depth if depth is None else max(0, min(limit.depth, depth))
         return NOTHING if depth == 0 else Budget(depth if limit.is_chain else limit.nodes, depth)
 
-    def settled(self, request: Request, planner: Planner) -> tuple[str, Budget] | None:
-        """Return which proposer drafts for the request, and its budget for as long as the request does not end.
+    def _should_track(self, name: str, request: Request, load: int, unread: int = 0) -> bool:
+        return self.planner.outlook(name, self._limits[name], load, kinds_ahead(request), unread)
 
-        None if its drafter must first start tracking it.
-        """
-        name, drafter = self.name_for(request), self._drafter(request)
-        if name != drafter and not planner.passes_over(request.request_id):
-            return None
-        if name == "none" or not self._of(request).ready(request):
-            return name, NOTHING
-        budget = planner.budget(request.request_id, self._within(name, request.params.max_draft_tokens))
-        return ("none", NOTHING) if budget == NOTHING and not self._follows(name) else (name, budget)
-
-    def places(self, request: Request, budget: Budget) -> int:
-        return self._of(request).places(budget) if budget.nodes else 0
-
-    def candidates(self, decoding: Sequence[Request], planner: Planner, load: int) -> list[Candidate]:
-        """Return those of these requests that may be drafted for. `load` counts them and those about to join them.
+    def _candidates(self, decoding: Sequence[Request], load: int) -> list[Candidate]:
+        """Return those of these requests that may be drafted for.
 
         Empty while so many are about to join that drafting will not pay with them: during a burst of prompts only few
         requests decode, and only for a moment.
         """
-        name = self.default
-        if load * JOINED > len(decoding) and not any(
-            planner.outlook(name, self._limits[name], load, own.kinds_ahead) for own in decoding
+        if load * MIN_DECODE_SHARE > len(decoding) and not any(
+            self._should_track(self.default, request, load) for request in decoding
         ):
             return []
         allowed = ((request, self.budget(request)) for request in decoding)
-        return [self._candidate(own, budget, planner, load) for own, budget in allowed if budget.nodes]
+        return [self._candidate(request, budget, load) for request, budget in allowed if budget.nodes]
 
-    def _candidate(self, request: Request, allowed: Budget, planner: Planner, load: int) -> Candidate:
+    def _candidate(self, request: Request, allowed: Budget, load: int) -> Candidate:
         name, ready = self._drafter(request), self._is_ready(request)
-        wakes = not ready and request.remaining >= LASTS * self._proposers[name].warm_up
-        wakes = wakes and planner.outlook(name, self._limits[name], load, request.kinds_ahead)
-        return Candidate(request.request_id, name, allowed, ready, request.kind, wakes, len(request.tokens))
+        wakes = not ready and request.remaining >= MIN_WARM_UPS * self._proposers[name].warm_up
+        wakes = wakes and self._should_track(name, request, load)
+        return Candidate(request.request_id, name, allowed, ready, next_kind(request), wakes, len(request.tokens))
+
+    def _on_admission(self, request: Request, load: int) -> None:
+        """Decide, before admission, whether the drafter tracks the request from the start. `load` counts it too.
+
+        While nothing is drafted, the cost of speculation is this tracking: features are kept, prompts are read. So
+        where drafting would not pay no request is tracked; `_granted` starts tracking one that may draft after all.
+        """
+        name = self._drafter(request)
+        if not self._keeps_state(name):
+            return
+        tracked = self._tracked.setdefault(name, set())
+        pays = self._should_track(name, request, load, len(request.tokens))
+        request.drafter_state = DrafterState.FULL if pays else DrafterState.NONE
+        (tracked.add if pays else tracked.discard)(request.request_id)
+        parent = request.parent
+        if pays and parent is not None and parent.phase is Phase.DECODE and not self._caught_up(parent):
+            request.parent = None  # the drafter's KV in its pages is incomplete
+
+    def _caught_up(self, request: Request) -> bool:
+        """Make its drafter read all committed positions; return False if it has not tracked it from the start."""
+        if request.drafter_state is DrafterState.FULL:
+            try:
+                self._of(request).catch_up(request)
+            except Exception as error:
+                self._give_up(request, error)
+        return request.drafter_state is DrafterState.FULL
+
+    def _granted(self, request: Request, load: int) -> Budget:
+        """Return the request's budget in this step.
+
+        Starts tracking a request that may draft again, and releases one that has been idle for long while drafting
+        does not pay. A request whose drafter is not ready gets NOTHING.
+        """
+        request_id = request.request_id
+        passed_over = self.planner.passes_over(request_id)
+        if passed_over and request.drafter_state is DrafterState.NONE:  # the common case where drafting does not pay
+            return NOTHING
+        granted = NOTHING if passed_over else self.planner.budget(request_id, self.budget(request))
+        name = self._drafter(request)
+        if not self._keeps_state(name):
+            return granted
+        if granted.nodes:
+            self._idle[request_id] = 0
+            if request.drafter_state is DrafterState.NONE:
+                request.drafter_state = DrafterState.PARTIAL
+                self._tracked.setdefault(name, set()).add(request_id)
+                try:
+                    self._proposers[name].wake(request)
+                except Exception as error:
+                    self._give_up(request, error)
+            return granted if self._is_ready(request) else NOTHING
+        if request.drafter_state is not DrafterState.NONE:
+            self._idle[request_id] = self._idle.get(request_id, 0) + 1
+            idle_too_long = self._idle[request_id] % IDLE_STEPS == 0
+            if idle_too_long and not self._should_track(name, request, load):
+                self.release(request)
+                request.drafter_state = DrafterState.NONE
+        return NOTHING
+
+    def _is_ready(self, request: Request) -> bool:
+        return request.drafter_state is not DrafterState.NONE and self._of(request).ready(request)
+
+    def _keeps_state(self, name: str) -> bool:
+        proposer = self._proposers[name]
+        return bool(proposer.aux_layers or proposer.kv_layers)
+
+    # ---- drafts and the state of drafters ------------------------------------------------------------------------
+
+    def wants_features(self, requests: Sequence[Request]) -> tuple[int, ...]:
+        """Return which hidden states of the target these requests' proposers read; () if none reads any."""
+        if not any(self._tracked.values()):
+            return ()
+        return next((aux for request in requests if (aux := self._of(request).aux_layers)), ())
+
+    def reads(self, request: Request) -> bool:
+        """Return whether the request's proposer takes its features."""
+        return request.drafter_state is not DrafterState.NONE and bool(self._of(request).aux_layers)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         """Return one tree per request, from whichever proposer drafts for it."""
@@ -208,10 +265,10 @@ class Drafting:
     def _propose_all(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         trees: list[DraftTree] = []
         rows: list[list[int]] = []
-        names = [self.name_for(own) if budget.nodes else "none" for own, budget in zip(requests, budgets, strict=True)]
-        for own in grouped(names):
-            trees.append(self._propose([requests[i] for i in own], [budgets[i] for i in own]))
-            rows.append(own)
+        pairs = zip(requests, budgets, strict=True)
+        for group in grouped([self.name_for(request) if budget.nodes else "none" for request, budget in pairs]):
+            trees.append(self._propose([requests[i] for i in group], [budgets[i] for i in group]))
+            rows.append(group)
         return trees[0] if len(trees) == 1 else DraftTree.stack(trees, rows)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
@@ -222,12 +279,12 @@ class Drafting:
         reading = [count if self.reads(request) else 0 for request, count in zip(requests, counts, strict=True)]
         groups = grouped([self.name_for(request) for request in requests])
         pieces = features.split(reading) if len(groups) > 1 and any(reading) else ()
-        for own in groups:
-            batch, drafter = [requests[i] for i in own], self._of(requests[own[0]])
-            whole = sum(reading) == sum(reading[i] for i in own)
-            rows = features if whole or not drafter.aux_layers else torch.cat([pieces[i] for i in own])
+        for group in groups:
+            batch, drafter = [requests[i] for i in group], self._of(requests[group[0]])
+            all_rows = sum(reading) == sum(reading[i] for i in group)
+            rows = features if all_rows or not drafter.aux_layers else torch.cat([pieces[i] for i in group])
             try:
-                drafter.commit(batch, [counts[i] for i in own], rows)
+                drafter.commit(batch, [counts[i] for i in group], rows)
             except Exception as error:  # its state of any of them can no longer be trusted
                 for request in batch:
                     self._give_up(request, error)
@@ -250,22 +307,22 @@ class Drafting:
 
     def synced(self, request: Request) -> int:
         """Return how many of its committed positions are filled in all layers that its pages are keyed by."""
-        return self._of(request).synced(request) if request.upkeep is Upkeep.WHOLE else request.computed
+        return self._of(request).synced(request) if request.drafter_state is DrafterState.FULL else request.computed
 
-    def resume(self, request: Request) -> None:
-        try:
-            self._of(request).resume(request)
-        except Exception as error:
-            self._give_up(request, error)
+    def forget(self, request: Request) -> None:
+        """Drop all state of a request that has ended."""
+        self.release(request)
+        self.planner.forget(request.request_id)
 
     def release(self, request: Request) -> None:
-        for proposer in self._keepers:
+        """Drop what drafters keep of a request."""
+        for proposer in self._stateful:
             try:
                 proposer.release(request)
             except Exception:  # the request still ends, and the others continue
                 log.exception("%s: proposer %s could not let go of it", request.request_id, proposer.name)
-        for followed in self._followed.values():
-            followed.discard(request.request_id)
+        for tracked in self._tracked.values():
+            tracked.discard(request.request_id)
         self._idle.pop(request.request_id, None)
 
     def _of(self, request: Request) -> Proposer:
@@ -289,4 +346,4 @@ class Drafting:
         log.warning("%s: proposer %s failed and drafts no more for it: %r", request.request_id, name, error)
         self.release(request)
         self.failures += 1
-        request.drafting_failed, request.upkeep = True, Upkeep.NONE
+        request.drafting_failed, request.drafter_state = True, DrafterState.NONE

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from infer.config import ProposerConfig
-from infer.request import SamplingParams, Upkeep
+from infer.request import DrafterState, SamplingParams
 from infer.speculation.budget import NOTHING, Budget, Verified
 from infer.speculation.control.acceptance_model import Kind, Survival
 from infer.speculation.control.confidence import Confidence, Prices
@@ -34,7 +34,7 @@ class AtRandom(AsAllowed):
     def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
         return self.chance.random() < self.pays
 
-    def plan(self, decoding, load, ask) -> None:
+    def plan(self, decoding, load, candidates) -> None:
         self.quiet -= 1
         if self.quiet < -20:
             self.quiet = self.chance.choice([3, KEPT_ROWS + 9])
@@ -69,13 +69,13 @@ def test_no_plan_changes_a_token(make_engine, prompts, proposer, head, shape, pa
     few = [*prompts[2:4], *prompts[5:7]]  # the last two longer than what waits to be read
     planned = []
     for pays in (1.0, 0.2):
-        engine._planner = planner = AtRandom(seed=5, pays=pays)
+        engine.speculator.planner = planner = AtRandom(seed=5, pays=pays)
         planned.append(ids(engine.generate(few, long)))
         assert planner.longest > KEPT_ROWS
         assert engine.stats.proposer_failures == 0
         assert engine.stats.speculation.drafted > 0
-        assert not any(engine._drafting._followed.values())
-        assert not engine._drafting._idle
+        assert not any(engine.speculator._tracked.values())
+        assert not engine.speculator._idle
         assert_nothing_left(engine)
     engine.set_proposer("none")
     assert planned == [ids(engine.generate(few, long))] * 2
@@ -88,7 +88,7 @@ class AtAnyPrice(AsAllowed):
         self.chance, self.confidence = random.Random(seed), Confidence(Survival())
         self.depths: set[int] = set()
 
-    def plan(self, decoding, load, ask) -> None:
+    def plan(self, decoding, load, candidates) -> None:
         self.confidence.prices = Prices(*(self.chance.random() ** 3 for _ in range(3)))
 
     def drafted(self, request_id: str, drafter: str, kind: Kind, draft: Verified) -> None:
@@ -101,7 +101,7 @@ class AtAnyPrice(AsAllowed):
 )
 def test_no_price_changes_a_token(make_engine, prompts, head, params):
     engine = make_engine(proposer="head", head=head, max_batch=3)
-    engine._planner = planner = AtAnyPrice(seed=2)
+    engine.speculator.planner = planner = AtAnyPrice(seed=2)
     engine._head.confidence = planner.confidence
     few = [*prompts[2:4], *prompts[5:7]]
     priced = ids(engine.generate(few, params))
@@ -146,17 +146,17 @@ def test_a_drafter_follows_nobody_while_drafting_does_not_pay_and_all_once_it_do
     few = [*prompts[2:4], *prompts[5:7]]
     draft_model = "same" if proposer == "draft_model" else None
     engine = make_engine(proposer=proposer, head=head, shape=SHAPES[shape], draft_model=draft_model, max_batch=4)
-    engine._planner = switch = Switch()
+    engine.speculator.planner = switch = Switch()
     names = [engine.add(prompt, long) for prompt in few]
     requests = [engine.request(name) for name in names]
     for _ in range(40):
         engine.step()
-    assert [own.upkeep for own in requests] == [Upkeep.NONE] * 4
+    assert [own.drafter_state for own in requests] == [DrafterState.NONE] * 4
     assert sum(own.stats.drafted for own in requests) == 0
     switch.pays = True
     while engine.has_work:
         engine.step()
-    assert [own.upkeep for own in requests] == [Upkeep.REST] * 4
+    assert [own.drafter_state for own in requests] == [DrafterState.PARTIAL] * 4
     assert all(own.stats.drafted > 0 for own in requests)
     assert sum(own.stats.accepted for own in requests) > 0
     assert engine.stats.proposer_failures == 0
@@ -167,7 +167,7 @@ def test_a_drafter_follows_nobody_while_drafting_does_not_pay_and_all_once_it_do
 
 def test_who_is_woken_is_drafted_for_once_its_drafter_has_seen_some_of_it(make_engine, prompts):
     engine = make_engine(proposer="head", shape=SHAPES["chain"])
-    engine._planner = switch = Switch()
+    engine.speculator.planner = switch = Switch()
     request = engine.request(engine.add(prompts[2], replace(GREEDY, max_tokens=100)))
     for _ in range(20):
         engine.step()
@@ -176,7 +176,7 @@ def test_who_is_woken_is_drafted_for_once_its_drafter_has_seen_some_of_it(make_e
         engine.step()
     seen = len(request.tokens) - woken
     assert LEAST_SEEN <= seen <= LEAST_SEEN + engine.config.page_size + 8  # a page begins, and the last step emits more
-    assert request.upkeep is Upkeep.REST
+    assert request.drafter_state is DrafterState.PARTIAL
 
 
 @pytest.mark.parametrize(("proposer", "shape"), [("head", "chain"), ("head", "tree"), ("combined", "chain")])
@@ -189,13 +189,15 @@ def test_probes_wake_one_request_and_let_go_of_it(make_engine, prompts, monkeypa
     controller = Controller(costs, Survival({proposer: [0.0]}))
     stepped = controller.stepped  # in steps as long as made-up prices have them, however fast this machine is
     controller.stepped = lambda batch, rows, drafting, whole: stepped(batch, rows, 0.0, 0.005)
-    engine._planner = controller
+    engine.speculator.planner = controller
     names = [engine.add(prompt, long) for prompt in prompts[2:5]]
     requests = [engine.request(name) for name in names]
     followed = []
     while engine.has_work:
         engine.step()
-        followed.append(sum(own.upkeep is not Upkeep.NONE for own in requests if own.finish_reason is None))
+        followed.append(
+            sum(own.drafter_state is not DrafterState.NONE for own in requests if own.finish_reason is None)
+        )
         assert not controller.current.budgets
     assert {0, 1} <= set(followed) <= {0, 1, 2}  # who has drafted is let go of a few steps later
     assert sum(own.stats.drafted > 0 for own in requests) > 1
@@ -211,10 +213,13 @@ def test_few_are_not_drafted_for_while_many_are_about_to_join(make_engine, promp
     asked = []
 
     class Watch(Switch):
-        def plan(self, decoding, load, ask) -> None:
-            asked.append((len(decoding), len(ask())))
+        def needs_candidates(self, decoding, load) -> bool:
+            return True
 
-    engine._planner = watch = Watch()
+        def plan(self, decoding, load, candidates) -> None:
+            asked.append((len(decoding), len(candidates)))
+
+    engine.speculator.planner = watch = Watch()
     for prompt in [prompts[4], prompts[7], prompts[8]]:  # the first decodes while the others are read
         engine.add(prompt, replace(GREEDY, max_tokens=60))
     while engine.has_work:
@@ -232,7 +237,7 @@ def test_pages_are_shared_by_what_fills_them(make_engine, prompts):
     """Who is not followed begins with anybody's pages, who is with those that its drafter has read."""
     prompt, short = prompts[6], replace(GREEDY, max_tokens=4)
     engine = make_engine(proposer="head", max_batch=4)
-    engine._planner = switch = Switch()
+    engine.speculator.planner = switch = Switch()
     full = (len(prompt) - 1) // engine.config.page_size * engine.config.page_size
     assert full
 
@@ -275,7 +280,7 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     assert "measuring what steps and drafts cost" in capfd.readouterr().err
     assert engine.stats.prompt_tokens == before
     assert_nothing_left(engine)
-    controller = engine._planner
+    controller = engine.speculator.planner
     costs, table = controller.costs, controller.costs.table
     assert table.batches == (1, 2, 4, 8)
     assert set(table.drafts) == {"head"}
@@ -301,8 +306,8 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     assert engine._head.confidence is None
     engine.set_proposer("head")
     assert "measuring" not in capfd.readouterr().err
-    assert engine._planner.costs is costs  # with what steps have taught
-    assert engine._planner.survival is controller.survival
+    assert engine.speculator.planner.costs is costs  # with what steps have taught
+    assert engine.speculator.planner.survival is controller.survival
     assert engine._head.confidence is controller.confidence
 
 
@@ -316,7 +321,7 @@ def test_a_machine_that_cannot_be_measured_begins_plain_and_learns(make_engine, 
     assert re.search(r"not measured \(.*\): nothing is drafted until steps have shown", capfd.readouterr().err)
     assert list(tmp_path.rglob("costs-*")) == []
     assert not engine.profile_due  # it was tried
-    costs = engine._planner.costs
+    costs = engine.speculator.planner.costs
     assert costs.guessed
     assert engine.costs is None
     assert ids(engine.generate(few, replace(GREEDY, max_tokens=4))) == [own[:4] for own in plain[0]]
@@ -345,10 +350,10 @@ def test_what_steps_cost_can_be_measured_after_the_start(make_engine, prompts, t
     plain = [ids(make_engine(proposer="none").generate(few, params)) for params in (GREEDY, SAMPLED)]
     engine = make_engine(shape=adaptive, max_batch=2, timer=Ticking(1e-3), profile=False)
     assert engine.profile_due
-    assert engine._planner.costs.guessed
+    assert engine.speculator.planner.costs.guessed
     assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
 
-    before, stats, calls = engine._planner, engine.stats.generation_tokens, 0
+    before, stats, calls = engine.speculator.planner, engine.stats.generation_tokens, 0
 
     def check() -> None:
         nonlocal calls
@@ -359,7 +364,7 @@ def test_what_steps_cost_can_be_measured_after_the_start(make_engine, prompts, t
     with pytest.raises(Called):
         engine.profile(check)
     assert engine.profile_due
-    assert engine._planner is before
+    assert engine.speculator.planner is before
     assert engine._head.confidence is before.confidence is not None
     assert engine.stats.generation_tokens == stats
     assert_nothing_left(engine)
@@ -368,7 +373,7 @@ def test_what_steps_cost_can_be_measured_after_the_start(make_engine, prompts, t
     engine.profile()
     assert not engine.profile_due
     assert engine.costs.batches == (1, 2)
-    assert engine._planner.survival is before.survival
+    assert engine.speculator.planner.survival is before.survival
     assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
     later = make_engine(shape=adaptive, max_batch=2, timer=Ticking(1e-3), profile=False)
     assert not later.profile_due  # the table was kept
@@ -379,16 +384,17 @@ def test_what_steps_cost_can_be_measured_after_the_start(make_engine, prompts, t
 def test_reading_again_fills_a_drafters_layers(make_engine, prompts):
     """What is timed is a prompt's reading."""
     engine = make_engine(proposer="head")
-    (request,) = engine.rehearse([prompts[5]], replace(GREEDY, max_tokens=8))
+    profiled = engine.profiled()
+    (request,) = profiled.start([prompts[5]], replace(GREEDY, max_tokens=8))
     own = engine._pool.layers.caches[engine._head._first_layer :]
     for cache in own:
         cache.zero_()
-    engine.try_read([request])
+    profiled.prefill_drafter([request])
     size = engine.config.page_size
     slots = [request.pages[place // size] * size + place % size for place in range(1, request.computed + 1)]
     assert len(slots) >= len(prompts[5])
     assert all(bool((cache[:, :, slots] != 0).any(-1).all()) for cache in own)
-    engine.dismiss([request])
+    profiled.discard([request])
     assert_nothing_left(engine)
 
 
@@ -401,7 +407,7 @@ def test_a_context_too_short_to_measure_in(make_small_engine):
 
 def test_requests_that_ask_for_less_are_planned_within_it(make_engine, prompts):
     engine = make_engine(proposer="head", max_batch=4)
-    engine._planner = AtRandom(seed=1)
+    engine.speculator.planner = AtRandom(seed=1)
     asked = SamplingParams(max_tokens=30, ignore_eos=True, max_draft_tokens=1)
     for completion in engine.generate(prompts[:3], asked):
         assert 0 < completion.stats.drafted <= completion.stats.steps

@@ -38,13 +38,13 @@ def requests():
 
 def run(engine, requests):
     drafted: dict[str, int] = {}
-    finish = engine._finish
+    forget = engine.speculator.forget
 
-    def noting(request, reason):
+    def noting(request):
         drafted[request.request_id] = request.stats.drafted
-        finish(request, reason)
+        forget(request)
 
-    engine._finish = noting
+    engine.speculator.forget = noting
     return [answer.token_ids for answer in answer_all(engine, requests)], drafted
 
 

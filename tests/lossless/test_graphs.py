@@ -19,7 +19,7 @@ from infer.config import EngineConfig
 from infer.graphs.capture import wants_graphs
 from infer.graphs.cuda_graph import Buckets, Graph, doubling
 from infer.parallel.target_worker import Shard
-from infer.request import SamplingParams, Upkeep
+from infer.request import DrafterState, SamplingParams
 from tests.heads import make_head
 from tests.lossless.plain import ids
 from tests.lossless.test_controller import Switch
@@ -118,7 +118,7 @@ def test_a_head_that_was_woken_late(make_small_engine, replays):
     for way in ways:
         for shape in (None, TREE):
             engine = make_small_engine(torch.float32, "head", shape, threads=1, max_batch=2, page_size=4, **way)
-            engine._planner = switch = Switch()
+            engine.speculator.planner = switch = Switch()
             requests = [engine.request(engine.add(prompt, replace(GREEDY, max_tokens=72))) for prompt in PROMPTS[:2]]
             for _ in range(10):
                 engine.step()
@@ -126,7 +126,7 @@ def test_a_head_that_was_woken_late(make_small_engine, replays):
             switch.pays = True
             while engine.has_work:
                 engine.step()
-            assert [own.upkeep for own in requests] == [Upkeep.REST, Upkeep.REST]
+            assert [own.drafter_state for own in requests] == [DrafterState.PARTIAL, DrafterState.PARTIAL]
             found.append([(own.output_ids, own.stats) for own in requests])
             assert (replays["draft"] > 0, replays["round"] > 9) == (way != ways[2], way == ways[1])
             replays.clear()

@@ -9,7 +9,7 @@ import torch
 
 from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
-from infer.request import SamplingParams, Upkeep
+from infer.request import DrafterState, SamplingParams
 from infer.sampling.grammar import Grammar
 from infer.speculation.control.confidence import Verdict
 from infer.speculation.proposers.levels import StepByStep
@@ -158,7 +158,7 @@ def check(engine, compare):
     assert [own.token_ids for own in engine.generate(prompts, params)] == plain
     assert all(same for _, same in notes)
     assert {count for count, _ in notes} == {1, 2, 3, 4}  # drafts that end as texts do leave the others
-    assert engine._drafting.failures == 0
+    assert engine.speculator.failures == 0
 
 
 @pytest.mark.parametrize("weights", ["same", "int8"])
@@ -228,13 +228,13 @@ def test_judged_chains_too_which_end_at_any_level(folder, count):
     engine.generate(prompts_of(6), params)
     assert all(same for _, same in notes)
     assert {count for count, _ in notes} == {1, 2, 3, 4, 5, 6}
-    assert engine._drafting.failures == 0
+    assert engine.speculator.failures == 0
 
 
 def test_a_head_that_was_woken_within_a_text(folder):
     engine, bases = serve(folder, "eagle3", torch.float32, "same"), set()
     notes, proposer = compare(engine), engine._head
-    engine._drafting.meet = lambda request, planner, load: setattr(request, "upkeep", Upkeep.NONE)
+    engine.speculator._on_admission = lambda request, load: setattr(request, "drafter_state", DrafterState.NONE)
     levels = proposer._levels
 
     def noted(requests, deepest):
@@ -246,7 +246,7 @@ def test_a_head_that_was_woken_within_a_text(folder):
     assert all(same for _, same in notes)
     assert len(bases - {0}) > 1
     assert 4 in {count for count, _ in notes}
-    assert engine._drafting.failures == 0
+    assert engine.speculator.failures == 0
 
 
 def test_what_looks_at_logits_goes_step_by_step(folder):

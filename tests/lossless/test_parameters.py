@@ -93,13 +93,13 @@ def controlled(engine: Engine) -> Engine:
     curves = Curve((1.0, 2.0), (0.004, 0.0045)), Curve((24.0, 48.0), (0.006, 0.012))
     drafts = Curve((1.0, 4.0), (0.0002, 0.0008)), Curve((1.0, 4.0), (0.0004, 0.0016))
     survival = Survival()
-    engine._planner = Controller(
+    engine.speculator.planner = Controller(
         Costs(CostTable((1, 24), curves, (0.0, 0.0), dict.fromkeys(engine.proposer_names, drafts))),
         survival,
         Confidence(survival),
     )
     if engine._head is not None and engine._head.judges_chains:
-        engine._head.confidence = engine._planner.confidence
+        engine._head.confidence = engine.speculator.planner.confidence
     return engine
 
 

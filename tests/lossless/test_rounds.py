@@ -99,7 +99,7 @@ def test_drafts_that_are_often_right(make_engine, expected, prompts, rounds, hea
 
 def heard(engine):
     """What is said of drafts from now on, by prompt and temperature."""
-    drafts, tell = defaultdict(list), engine._stepping._drafted
+    drafts, tell = defaultdict(list), engine.speculator.verified
 
     def hear(request, draft):
         if request.remaining > 8:
@@ -107,7 +107,7 @@ def heard(engine):
             drafts[own].append((draft.nodes, draft.depth, [*draft.path]))
         tell(request, draft)
 
-    engine._stepping._drafted = hear
+    engine.speculator.verified = hear
     return drafts
 
 
@@ -225,7 +225,7 @@ def test_where_drafting_does_not_pay_plain_rounds_go_ahead(
         def stepped(self, batch, rows, drafting, whole) -> None:
             told.append((rounds["read"], batch, rows, drafting, whole > 0))
 
-    engine._planner = switch = Told()
+    engine.speculator.planner = switch = Told()
     names = [engine.add(*own) for own in zip(PROMPTS, [replace(own, max_tokens=80) for own in PARAMS], strict=True)]
     requests = [engine.request(name) for name in names]
     for _ in range(20):
@@ -250,7 +250,7 @@ def test_probes_find_out_between_rounds_ahead(make_small_engine, make_plain, rou
     engine.set_proposer("head", config=replace(engine.proposer_config, adaptive=True))
     curve = Curve((1.0, 2.0), (0.005, 0.01))  # rows as dear as steps
     costs = Costs(CostTable((1, 4), (curve, curve), (0.0, 0.0), {"head": (curve, curve)}))
-    engine._planner = controller = Controller(costs, Survival({"head": [0.0]}))
+    engine.speculator.planner = controller = Controller(costs, Survival({"head": [0.0]}))
     stepped = controller.stepped
     controller.stepped = lambda batch, rows, drafting, whole: stepped(batch, rows, drafting, 0.005 * rows)
     params = replace(GREEDY, max_tokens=150)

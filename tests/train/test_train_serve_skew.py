@@ -354,6 +354,20 @@ def test_item_10_a_tree_holds_the_chain_and_no_draft_is_deeper_than_the_head(
             head_proposer(head, 8, deeper)
 
 
+def test_a_head_may_follow_one_that_drafts_less_far(engine: Engine, head_of: Callable[[str], Head]) -> None:
+    """Drafts that only the next head can make are no mistake of the present one."""
+    before = engine.proposer_config
+    try:
+        engine.set_proposer("head", head_of("medusa"), config=replace(before, max_draft_tokens=5))
+        deep = replace(before, max_draft_tokens=9)
+        with pytest.raises(ValueError, match="medusa head drafts 5 tokens at most, not 9"):
+            engine.set_proposer("head", config=deep)
+        engine.set_proposer("head", head_of("eagle"), config=deep)
+        assert engine.head is not None
+    finally:
+        engine.set_proposer("none", config=before)
+
+
 @pytest.mark.parametrize("variant", WITH_ATTENTION)
 def test_item_11_accepted_positions_are_read_again_with_the_targets_features(
     variant: str, tiny_target_folder: Path, head_of: Callable[[str], Head], prompts: list[list[int]]
@@ -377,7 +391,7 @@ def test_item_11_accepted_positions_are_read_again_with_the_targets_features(
             request_id = own.add(text[: computed + 1], SamplingParams(max_tokens=4))
             own.step()
             request = own._requests[request_id]
-        own._drafting.propose([request], [Budget(1, 1)])  # reads what is pending
+        own.speculator.propose([request], [Budget(1, 1)])  # reads what is pending
         slots = [own._pool._slot(request, place) for place in range(1, computed + 1)]
         caches.append([cache[:, :, slots].clone() for cache in own._pool.layers.caches[8:]])
     for mine, fresh in zip(*caches, strict=True):

@@ -91,7 +91,7 @@ def test_the_controller_opens_chains_at_the_prices_of_its_plan():
     confidence = Confidence(survival)
     controller = Controller(make_costs(row=0.5, draft=0.3), survival, confidence)
     candidates = [*chains(2, DEPTH), Candidate("2", "ngram", Budget(4, 4))]
-    controller.plan(("0", "1", "2"), 3, lambda: candidates)
+    controller.plan(("0", "1", "2"), 3, candidates)
     assert controller.budget("0", Budget(DEPTH, DEPTH)) == Budget(DEPTH, DEPTH)
     speed, prices = controller.current.speed, confidence.prices
     assert prices is not None

@@ -114,7 +114,7 @@ def test_context_decides_whether_drafting_pays(row, cost, pays):
     """Long plain steps make it worth more; dear rows and drafts less."""
     for context, drafts in ((100, not pays), (2000, pays)):
         controller = Controller(with_context(make_costs(row, draft=0.5), *cost), with_rates([0.6]))
-        controller.plan(("0",), 1, lambda: [own._replace(context=context) for own in chains(1, 4)])  # noqa: B023
+        controller.plan(("0",), 1, [own._replace(context=context) for own in chains(1, 4)])
         assert bool(controller.current.budgets) == drafts
 
 
@@ -127,7 +127,7 @@ class KnownMachine:
     def __init__(self, holds: int) -> None:
         self.holds, self.now = holds, 0.0
 
-    def rehearse(self, prompts, params, check):
+    def start(self, prompts, params, check):
         check()
         room = self.holds
         self.now += self.READS * sum(map(len, prompts))
@@ -139,23 +139,23 @@ class KnownMachine:
         self.requests = requests
         return requests
 
-    def dismiss(self, requests) -> None:
+    def discard(self, requests) -> None:
         assert requests is self.requests
 
     def step(self) -> None:
-        self.try_verify(self.requests, 0)
+        self.verify(self.requests, 0)
         self.now += self.PLAIN
 
-    def try_verify(self, requests, drafts: int) -> None:
+    def verify(self, requests, drafts: int) -> None:
         further = [own.context - PROMPT_TOKENS for own in requests]
         first, rest = self.FIRST * len(requests), self.FURTHER * len(requests) * drafts
         self.now += self.FIXED + first + rest + sum(further) * (self.CONTEXT.first + self.CONTEXT.further * drafts)
 
-    def try_draft(self, requests, budget) -> None:
+    def draft(self, requests, budget) -> None:
         further = sum(own.context - PROMPT_TOKENS for own in requests)
         self.now += budget.depth * (self.LEVEL * len(requests) + self.CONTEXT.levels["head"] * further)
 
-    def try_read(self, requests) -> None:
+    def prefill_drafter(self, requests) -> None:
         self.now += self.READ * sum(own.computed for own in requests)
 
 
@@ -269,7 +269,7 @@ def test_what_drafts_have_taught_fades_while_nobody_drafts():
     assert costs.verify(1, 8.0) > table.verify(1, 8.0) + 5.0
     controller, nobody = Controller(costs, Survival()), [own._replace(ready=False, wakes=False) for own in chains(1, 4)]
     for _ in range(70 * KEPT_STEPS):
-        controller.plan(("0",), 1, lambda: nobody)
+        controller.plan(("0",), 1, nobody)
         controller.stepped(1, 1, 0.0, table.plain(1))
     assert costs.draft("head", 1, 2) == pytest.approx(table.draft("head", 1, 2), rel=0.01)
     assert costs.verify(1, 8.0) == pytest.approx(table.verify(1, 8.0), rel=0.01)
@@ -303,7 +303,7 @@ def test_what_drafts_have_taught_fades_by_the_second_and_is_then_learnt_anew_soo
 
 def test_a_probe_pays_for_the_change_back_too():
     controller = Controller(make_costs(row=9.0, draft=9.0), Survival())
-    controller.plan(("0",), 1, lambda: chains(1, 4))
+    controller.plan(("0",), 1, chains(1, 4))
     _, price = controller._price_probe(1)
     controller._settling.change_s = 2.5
     assert controller._price_probe(1)[1] == pytest.approx(price + 2.5)
@@ -321,7 +321,7 @@ def test_who_always_drafts_still_hears_what_a_plain_step_costs():
     controller, table = Controller(make_costs(row=1.0, draft=0.1), with_rates([0.95] * 4)), make_costs(1.0, 0.1)
     plain_steps, steps = 0, 20 * DRAFTED_STEPS
     for _ in range(steps):
-        controller.plan(tuple("0123"), 4, lambda: chains(4, 4))
+        controller.plan(tuple("0123"), 4, chains(4, 4))
         rows = 4 + sum(controller.budget(name, Budget(4, 4)).nodes for name in "0123")
         plain_steps += rows == 4
         verify = float(table.verify(4, float(rows)))
@@ -358,7 +358,7 @@ def test_who_comes_while_others_are_drafted_for_is_so_too_and_changes_no_plan(mo
     def plan(names: str, load: int) -> dict[str, int]:
         known = [own._replace(request_id=name) for own, name in zip(chains(len(names), 4), names, strict=True)]
         known = [{"s": sampled, "o": other, "u": unwoken}.get(own.request_id, own) for own in known]
-        controller.plan(tuple(names), load, lambda: known)
+        controller.plan(tuple(names), load, known)
         return {name: controller.budget(name, Budget(4, 4)).depth for name in names}
 
     depth = plan("abcd", 4)["a"]
@@ -386,11 +386,11 @@ def test_to_begin_drafting_must_gain_what_changing_back_costs():
     assert controller.outlook("head", Budget(4, 4), 4, ahead)
     controller._settling.change_s = lost
     assert not controller.outlook("head", Budget(4, 4), 4, ahead)
-    controller.plan(tuple("0123"), 4, lambda: chains(4, 4))
+    controller.plan(tuple("0123"), 4, chains(4, 4))
     assert not controller.current.budgets
     controller._settling.change_s = 0.0
     for _ in range(KEPT_STEPS):
-        controller.plan(tuple("0123"), 4, lambda: chains(4, 4))
+        controller.plan(tuple("0123"), 4, chains(4, 4))
     assert controller.current.budgets
     controller._settling.change_s = lost  # of no account for those who draft
     assert controller.outlook("head", Budget(4, 4), 4, ahead)
@@ -410,7 +410,7 @@ def test_chains_are_judged_where_a_step_takes_long_enough(count, milliseconds, j
     survival = with_rates([0.7] * count)
     controller = Controller(costs, survival, Confidence(survival))
     names = tuple(map(str, range(count)))
-    controller.plan(names, count, lambda: chains(count, 4))
+    controller.plan(names, count, chains(count, 4))
     assert controller.current.budgets
     assert controller.confidence.judging == judged
     assert (controller.confidence.prices is not None) == judged
@@ -622,7 +622,7 @@ def test_who_is_not_worth_waking_is_not_planned_for():
     for wakes in (True, False):
         controller = Controller(make_costs(row=0.5, draft=0.5), Survival({"head": [0.9] * 4}))
         known = [own._replace(ready=False, wakes=wakes) for own in chains(2, 4)]
-        controller.plan(tuple(own.request_id for own in known), len(known), lambda: known)  # noqa: B023
+        controller.plan(tuple(own.request_id for own in known), len(known), known)
         assert bool(controller.current.budgets) == wakes
 
 
@@ -682,7 +682,7 @@ def test_a_beginning_that_fails_does_not_end_drafting_for_what_follows():
     lengths, emitted, seconds = dict.fromkeys("0123", 0), 0, 0.0
     for _ in range(4000):
         known = [Candidate(name, "head", Budget(4, 4), kind=Kind.of(0.0, length)) for name, length in lengths.items()]
-        controller.plan(tuple(lengths), len(lengths), lambda: known)  # noqa: B023
+        controller.plan(tuple(lengths), len(lengths), known)
         asked = {own.request_id: controller.budget(own.request_id, own.allowed).depth for own in known}
         drafting = controller.costs.draft("head", len(known), max(asked.values()))
         whole = controller.costs.verify(4, 4.0 + sum(asked.values())) + drafting
@@ -709,7 +709,7 @@ def test_who_comes_between_two_plans_is_judged_by_one_calculation(monkeypatch):
     for _ in range(300):
         controller.survival.record("a", "head", chain(4, 0), 0.0, LATE)
     for _ in range(20):
-        controller.plan(("0",), 1, lambda: [])
+        controller.plan(("0",), 1, [])
     assert not controller.outlook("head", Budget(4, 4), 4, ahead)
 
 
@@ -718,7 +718,7 @@ def run(controller: Controller, steps: int, rate: float, batch: int = 4, depth: 
     chance, costs, seconds, tokens, drafting_steps = random.Random(1), controller.costs, 0.0, 0, 0
     for _ in range(steps):
         known = chains(batch, depth)
-        controller.plan(tuple(own.request_id for own in known), batch, lambda: known)  # noqa: B023
+        controller.plan(tuple(own.request_id for own in known), batch, known)
         asked = {own.request_id: controller.budget(own.request_id, own.allowed).depth for own in known}
         rows, deepest = batch + sum(asked.values()), max(asked.values())
         drafting = costs.draft("head", batch, deepest)
@@ -748,7 +748,7 @@ def test_a_probe_of_who_is_not_followed_lasts_until_it_has_drafted():
 
     def step(drafted: int) -> list[str]:
         """Whom it gives a budget; one draft was verified if `drafted`."""
-        controller.plan(("0", "1"), 2, lambda: unfollowed)
+        controller.plan(("0", "1"), 2, unfollowed)
         asked = [name for name in ("0", "1") if controller.budget(name, Budget(4, 4)).nodes]
         assert asked == [name for name in ("0", "1") if not controller.passes_over(name)]
         if asked and drafted:
@@ -773,8 +773,11 @@ def test_where_nobody_drafts_one_who_comes_changes_no_plan():
     controller, asked = Controller(make_costs(row=9.0, draft=9.0), Survival()), []
 
     def plan(count: int) -> int:
+        names = tuple(map(str, range(count)))
         asked.append(count)
-        controller.plan(tuple(map(str, range(count))), count, lambda: (asked.clear(), chains(count, 4))[1])
+        if due := controller.needs_candidates(names, count):
+            asked.clear()
+        controller.plan(names, count, chains(count, 4) if due else None)
         return len(asked)
 
     assert [plan(8), plan(9), plan(10), plan(8), plan(11), plan(9), plan(8)] == [0, 1, 2, 3, 0, 1, 0]
@@ -792,7 +795,7 @@ def test_it_finds_out_when_content_changes():
 
 def test_budgets_stay_within_what_is_allowed_now():
     controller = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9]))
-    controller.plan(("0",), 1, lambda: chains(1, 4))
+    controller.plan(("0",), 1, chains(1, 4))
     assert controller.budget("0", Budget(2, 2)) == Budget(2, 2)
     assert controller.budget("unknown", Budget(2, 2)) == NOTHING
 
@@ -817,7 +820,7 @@ def test_a_table_is_measured_once_and_a_damaged_one_anew(tmp_path):
 
 def test_a_draft_that_may_have_read_prompts_does_not_say_what_drafts_cost():
     controller = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9, 0.9]))
-    controller.plan(("0", "1"), 2, lambda: chains(2, 4))
+    controller.plan(("0", "1"), 2, chains(2, 4))
     expected = controller.costs.draft("head", 2, controller.current.depth)
 
     def corrected() -> bool:
@@ -833,7 +836,7 @@ def test_a_draft_that_may_have_read_prompts_does_not_say_what_drafts_cost():
 
 def test_a_machine_that_is_slow_for_a_step_teaches_nothing_of_its_drafts():
     controller = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9, 0.9]))
-    controller.plan(("0", "1"), 2, lambda: chains(2, 4))
+    controller.plan(("0", "1"), 2, chains(2, 4))
     depth, table = controller.current.depth, make_costs(row=0.1, draft=0.1)
     drafting, verify = table.draft("head", 2, depth), float(table.verify(2, 10.0))
     for slow in (1.0, 2.0, 0.5, 2.0, 2.0, 2.0):
@@ -845,7 +848,7 @@ def test_a_machine_that_is_slow_for_a_step_teaches_nothing_of_its_drafts():
 
 def test_a_round_whose_drafts_cannot_be_told_teaches_what_all_of_it_costs():
     controller = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9, 0.9]))
-    controller.plan(("0", "1"), 2, lambda: chains(2, 4))
+    controller.plan(("0", "1"), 2, chains(2, 4))
     table, depth = make_costs(row=0.1, draft=0.1), controller.current.depth
     rows = 2 * (1 + depth)
     assert depth > 1

@@ -58,8 +58,8 @@ class Disturbed(KnownMachine):
         super().__init__(holds)
         self.chance, self.share = random.Random(3), share
 
-    def try_verify(self, requests, drafts: int) -> None:
-        super().try_verify(requests, drafts)
+    def verify(self, requests, drafts: int) -> None:
+        super().verify(requests, drafts)
         if self.chance.random() < self.share:
             self.now += self.chance.uniform(0.01, 0.4)
 
@@ -129,7 +129,7 @@ def decode(controller: Controller, machine: Costs, steps: int, rate: float, batc
     chance, depths = random.Random(1), list[int]()
     for _ in range(steps):
         here = chains(batch, 4)
-        controller.plan(tuple(own.request_id for own in here), batch, lambda: here)  # noqa: B023
+        controller.plan(tuple(own.request_id for own in here), batch, here)
         drafted = {own.request_id: controller.budget(own.request_id, own.allowed).depth for own in here}
         for name, depth in drafted.items():
             right = next((place for place in range(depth) if chance.random() > rate), depth)

@@ -17,7 +17,7 @@ from infer.speculation.proposers.base import NoProposer, WithoutLayers
 from infer.speculation.proposers.combined import CombinedProposer, merge
 from infer.speculation.proposers.ngram import NgramProposer
 from infer.speculation.proposers.suffix import CountedTrie, Earlier, SuffixProposer, Text, count_nodes, follow
-from infer.speculation.speculator import Drafting
+from infer.speculation.speculator import Speculator
 from infer.speculation.tree import DraftTree
 
 DEPTH = 4
@@ -156,7 +156,7 @@ def test_an_aborted_answer_is_not_learnt():
 def test_an_answer_is_learnt_once_though_two_proposers_draw_on_it():
     suffix, ngram = SuffixProposer(), NgramProposer(1, 2)
     everyone = {"suffix": suffix, "ngram": ngram, "combined": CombinedProposer([suffix, ngram])}
-    drafting = Drafting({name: (own, Budget(3, 3)) for name, own in everyone.items()}, "combined", context=100)
+    drafting = Speculator({name: (own, Budget(3, 3)) for name, own in everyone.items()}, "combined", context=100)
     first = request([1, 2, 3, 2])
     drafting.propose([first], [Budget(3, 3)])
     first.finish_reason = "stop"
@@ -210,7 +210,7 @@ class Failing(WithoutLayers):
 
 def test_a_failure_stops_drafts_for_that_request_only_and_is_said_once(caplog):
     proposer = Failing()
-    drafting = Drafting({"failing": (proposer, Budget(1, 1))}, "failing", context=100)
+    drafting = Speculator({"failing": (proposer, Budget(1, 1))}, "failing", context=100)
     requests = [request([1, 2]), request([1, 13]), request([1, 4])]
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -227,7 +227,7 @@ def test_a_failure_stops_drafts_for_that_request_only_and_is_said_once(caplog):
 
 def test_each_request_has_its_own_proposer_and_limits():
     everyone = {"failing": (Failing(), Budget(5, 5)), "ngram": (NgramProposer(1, 2), Budget(3, 3))}
-    drafting = Drafting(everyone, "ngram", context=40)
+    drafting = Speculator(everyone, "ngram", context=40)
     plain, own = request([1, 2, 1, 2, 1]), request([5, 6], proposer="failing")
     off = request([1, 2, 1], speculate=False)
     short = request([3, 4, 3], max_draft_tokens=2)
@@ -238,11 +238,11 @@ def test_each_request_has_its_own_proposer_and_limits():
     tree = drafting.propose(batch, budgets)
     assert [tree.token[b, : int(tree.length[b])].tolist() for b in range(4)] == [[1, 2, 1], [6, 7], [1], [3, 4, 3]]
     with pytest.raises(ValueError, match=r"proposer=head: this engine has failing, ngram, none"):
-        Drafting(everyone, "head", context=40)
+        Speculator(everyone, "head", context=40)
 
 
 def test_near_the_end_nothing_is_drafted_that_could_not_be_emitted():
-    drafting = Drafting({"ngram": (NgramProposer(1, 2), Budget(3, 3))}, "ngram", context=10)
+    drafting = Speculator({"ngram": (NgramProposer(1, 2), Budget(3, 3))}, "ngram", context=10)
     for length, expected in itertools.product(range(5, 10), [None]):
         own = request(list(range(length)))
         assert drafting.budget(own).depth == max(0, min(3, 10 - length - 1)), expected

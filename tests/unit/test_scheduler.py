@@ -12,12 +12,12 @@ from infer.engine.scheduler import Scheduler
 from infer.kvcache.pool import KVPool
 from infer.kvcache.tensors import KVLayers, LayerShape
 from infer.request import Phase, Request, SamplingParams
-from infer.speculation.budget import Budget
+from infer.speculation.budget import Budget, Grant
 
 CONTEXT = 64
 
 
-def make(num_pages, max_batch, max_rows, chunk, drafts):
+def make(num_pages, max_batch, max_rows, chunk):
     layers = KVLayers(
         [LayerShape(1, 1)],
         tree_layers=1,
@@ -27,32 +27,32 @@ def make(num_pages, max_batch, max_rows, chunk, drafts):
         device=torch.device("cpu"),
     )
     pool = KVPool(layers, max_requests=max_batch, max_positions=CONTEXT)
-    preempted = []
-    scheduler = Scheduler(
-        pool,
-        max_batch=max_batch,
-        max_rows=max_rows,
-        prefill_chunk=chunk,
-        draft_budget=lambda request: Budget(*[max(0, min(drafts, request.remaining - 1))] * 2),
-        draft_places=lambda request, budget: budget.nodes,
-        on_preempt=preempted.append,
-        on_meet=lambda request: None,
-        on_resume=lambda request: None,
-    )
-    return pool, scheduler, preempted
+    scheduler = Scheduler(pool, max_batch=max_batch, max_rows=max_rows, prefill_chunk=chunk)
+    return pool, scheduler
 
 
-def take_step(pool, scheduler, max_batch, max_rows, generator):
+def schedule(scheduler, drafts):
+    """One step in which every request may draft chains of `drafts` tokens."""
+    limits = {one.request_id: max(0, min(drafts, one.remaining - 1)) for one in scheduler.decoding}
+    grants = {name: Grant(Budget(limit, limit), lambda budget: budget.nodes) for name, limit in limits.items()}
+    return scheduler.schedule(grants, scheduler.admissible())
+
+
+def take_step(pool, scheduler, max_batch, max_rows, drafts, generator):
     """One step with random acceptance, and what must hold of every step; the requests that ended."""
     first = scheduler.running[:1]
     decoding = [request for request in scheduler.running if request.phase is Phase.DECODE]
-    step = scheduler.schedule()
+    preemptions = scheduler.preemptions
+    step = schedule(scheduler, drafts)
+    assert len(step.preempted) == scheduler.preemptions - preemptions
+    assert all(request in scheduler.waiting for request in step.preempted)
+    assert not set(map(id, step.preempted)) & set(map(id, step.admitted))
     assert scheduler.running[: len(first)] == first, "the first in order had to go for another"
     pool.invariants(scheduler.running)
     assert sum(1 + b.nodes for b in step.budgets) + sum(step.chunks) <= max_rows
     assert len(scheduler.running) <= max_batch
     assert step.decodes or step.prefills or not scheduler.running, "a step must bring something forward"
-    # or pre-empted, and perhaps let in again at once, its pages being free by then
+    # or pre-empted
     served = [*step.decodes, *step.prefills, *scheduler.waiting]
     assert all(request in served for request in decoding), "one was left out"
     for request, budget in zip(step.decodes, step.budgets, strict=True):
@@ -88,7 +88,7 @@ def test_every_request_ends_and_every_page_returns(
     sizes, num_pages, max_batch, chunk, extra_rows, drafts, aborts, seed
 ):
     max_rows = max(chunk, max_batch) + extra_rows
-    pool, scheduler, preempted = make(num_pages, max_batch, max_rows, chunk, drafts)
+    pool, scheduler = make(num_pages, max_batch, max_rows, chunk)
     generator = torch.Generator().manual_seed(seed)
     requests = []
     for index, (prompt, length) in enumerate(sizes):
@@ -103,12 +103,14 @@ def test_every_request_ends_and_every_page_returns(
             for index in aborts & set(range(len(requests))):
                 if requests[index].phase is not Phase.FINISHED:
                     scheduler.remove(requests[index])
-        finished += [request.request_id for request in take_step(pool, scheduler, max_batch, max_rows, generator)]
+        finished += [
+            request.request_id for request in take_step(pool, scheduler, max_batch, max_rows, drafts, generator)
+        ]
     assert not scheduler.running
     assert not scheduler.waiting
     pool.invariants([])
     assert pool.free_pages == num_pages
-    assert len(preempted) == scheduler.preemptions
+
     assert set(finished) >= {str(i) for i in range(len(sizes))} - {str(i) for i in aborts}
 
 
@@ -132,7 +134,7 @@ def test_nobody_waits_longer_than_those_before_it_take(
     steps that it would take alone, and whoever came with `present - 1` others before it within as many times that.
     """
     max_rows = max(chunk, max_batch) + extra_rows
-    pool, scheduler, _ = make(num_pages, max_batch, max_rows, chunk, drafts)
+    pool, scheduler = make(num_pages, max_batch, max_rows, chunk)
     generator = torch.Generator().manual_seed(seed)
     endless, numbers = itertools.cycle(sizes), itertools.count()
     came: dict[str, int] = {}
@@ -150,7 +152,7 @@ def test_nobody_waits_longer_than_those_before_it_take(
     for turn in range(120):
         while len(scheduler.waiting) + len(scheduler.running) < present:
             arrive(turn)
-        ended = take_step(pool, scheduler, max_batch, max_rows, generator)
+        ended = take_step(pool, scheduler, max_batch, max_rows, drafts, generator)
         new = {request.request_id for request in (*scheduler.running, *ended)}.difference(begun)
         begun += sorted(new, key=int)
         for request in ended:
@@ -160,7 +162,7 @@ def test_nobody_waits_longer_than_those_before_it_take(
 
 
 def test_drafts_share_the_rows_alike_and_leave_room_for_prompts():
-    pool, scheduler, _ = make(num_pages=100, max_batch=5, max_rows=20, chunk=9, drafts=8)
+    pool, scheduler = make(num_pages=100, max_batch=5, max_rows=20, chunk=9)
     generator = torch.Generator().manual_seed(0)
 
     def arrive(count, prompt):
@@ -172,10 +174,10 @@ def test_drafts_share_the_rows_alike_and_leave_room_for_prompts():
             )
 
     arrive(4, 1)
-    take_step(pool, scheduler, 5, 20, generator)
-    step = scheduler.schedule()
+    take_step(pool, scheduler, 5, 20, 8, generator)
+    step = schedule(scheduler, 8)
     assert [budget.nodes for budget in step.budgets] == [4, 4, 4, 4]
     arrive(1, 40)
-    step = scheduler.schedule()
+    step = schedule(scheduler, 8)
     assert [budget.nodes for budget in step.budgets] == [2, 2, 2, 2]
     assert step.chunks == [8]

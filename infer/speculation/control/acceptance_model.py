@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from infer.request import Request
 from infer.speculation.budget import Budget, Verified, cuts
 
 UNKNOWN = 0.5  # conditional acceptance rate of a drafter without evidence
@@ -55,6 +56,18 @@ class Kind(NamedTuple):
 
 
 LATE = Kind()  # greedy drafts at the last age
+LOOKAHEAD = 256  # tokens: few outputs reach max_tokens
+
+
+def next_kind(request: Request) -> Kind:
+    """Return the acceptance bucket of the tokens that are drafted next for the request."""
+    return Kind.of(request.params.temperature, request.output_length)
+
+
+def kinds_ahead(request: Request) -> dict[Kind, int]:
+    """Return how many tokens the request may still emit in each acceptance bucket, up to LOOKAHEAD."""
+    begin = request.output_length
+    return Kind.counts(request.params.temperature, begin, min(request.params.max_tokens, begin + LOOKAHEAD))
 
 
 @dataclass

@@ -16,7 +16,7 @@ from infer.speculation.control.acceptance_model import Survival
 from infer.speculation.control.confidence import DRAFTER, Confidence
 from infer.speculation.control.cost_model import Costs, CostTable
 from infer.speculation.control.planner import Controller
-from infer.speculation.control.profiler import Unmeasured, kept_table, measure
+from infer.speculation.control.profiler import Measurable, Unmeasured, kept_table, measure
 from infer.speculation.control.trials import guessed_costs
 from infer.speculation.proposers.head import HeadProposer
 from kernels.cpu.library import cache_folder, processor
@@ -42,6 +42,7 @@ class Learnt:
 
 def make_controller(
     engine: Engine,
+    profiled: Measurable,
     limits: Mapping[str, Budget],
     learnt: Learnt,
     head: HeadProposer | None,
@@ -51,6 +52,8 @@ def make_controller(
     check: Callable[[], None] | None = None,
 ) -> Controller:
     """Return a controller for the engine. `limits`: the largest budget of each of its proposers.
+
+    `profiled`: the engine as it is profiled.
 
     The first time, profiling takes seconds of `timer`. If it fails, or without `profile` if no earlier start has stored
     a table, the controller starts without drafts and learns what they cost. `check`, for profiling in idle time, may
@@ -81,7 +84,7 @@ def make_controller(
             judged.confidence = Confidence(Survival())
         try:
             return measure(
-                engine,
+                profiled,
                 drafters,
                 vocab_size=target.config.vocab_size,
                 context=engine.context,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from infer.request import Request
-from infer.speculation.control.acceptance_model import Survival
+from infer.speculation.control.acceptance_model import Survival, next_kind
 
 DRAFTER = "head"  # the proposer whose chains are scored
 LEARNS = 0.05  # step size of the gradient descent
@@ -103,7 +103,7 @@ class Confidence:
             self._drafts.pop(request.request_id, None)
             params = request.params
             if params.proposer in (None, DRAFTER) and params.acceptance != "block":
-                history = self._survival.chances(request.request_id, DRAFTER, depth, request.kind)
+                history = self._survival.chances(request.request_id, DRAFTER, depth, next_kind(request))
                 self._drafts[request.request_id] = Drafted(params.temperature > 0, history)
 
     def judge(self, requests: Sequence[Request], log_probabilities: Sequence[float]) -> list[Verdict]:

@@ -7,7 +7,7 @@ whole batch to maximise tokens per second. The plan decides how many tokens a st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
 from typing import NamedTuple, Protocol
@@ -70,10 +70,14 @@ class Planner(Protocol):
         """The current forecast; None from a planner that makes none."""
         ...
 
-    def plan(self, decoding: tuple[str, ...], load: int, ask: Callable[[], Sequence[Candidate]]) -> None:
+    def needs_candidates(self, decoding: tuple[str, ...], load: int) -> bool:
+        """Return whether the next call of `plan`, with the same arguments, needs to be told the candidates."""
+        ...
+
+    def plan(self, decoding: tuple[str, ...], load: int, candidates: Sequence[Candidate] | None) -> None:
         """Plan the next step of the `decoding` requests; their number will soon be `load`.
 
-        `ask` returns those of them that may be drafted for.
+        `candidates`: those of them that may be drafted for, None unless `needs_candidates`.
         """
         ...
 
@@ -110,7 +114,10 @@ class AsAllowed:
     def forecast(self) -> Forecast | None:
         return None
 
-    def plan(self, decoding: tuple[str, ...], load: int, ask: Callable[[], Sequence[Candidate]]) -> None:
+    def needs_candidates(self, decoding: tuple[str, ...], load: int) -> bool:
+        return False
+
+    def plan(self, decoding: tuple[str, ...], load: int, candidates: Sequence[Candidate] | None) -> None:
         pass
 
     def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
@@ -132,7 +139,7 @@ class AsAllowed:
         pass
 
 
-class Never(AsAllowed):
+class NoDrafts(AsAllowed):
     """Grants no drafts, though proposers are kept up to date."""
 
     def budget(self, request_id: str, allowed: Budget) -> Budget:
@@ -188,30 +195,40 @@ class Controller:
         self._seconds: dict[tuple[str, Budget, int], list[float]] = {}
         self._remembered_s = 0.0
 
-    def plan(self, decoding: tuple[str, ...], load: int, ask: Callable[[], Sequence[Candidate]]) -> None:
+    def needs_candidates(self, decoding: tuple[str, ...], load: int) -> bool:
+        return self._outdated(decoding, load) or self._has_new(decoding)
+
+    def plan(self, decoding: tuple[str, ...], load: int, candidates: Sequence[Candidate] | None) -> None:
+        outdated = self._outdated(decoding, load)
         self._age += 1
         if self._remembered_s >= REMEMBERED_S:
             self._seconds.clear()
             self._remembered_s = 0.0
         self._settling.next_step(self.current.speedup)
-        if self._outdated(decoding, load):
-            self._decoding, self._candidates, self._age = decoding, ask(), 0
-            if self._candidates:
-                self.costs.set_context([own.context for own in self._candidates])
+        if outdated:
+            assert candidates is not None
+            self._decoding, self._candidates, self._age = decoding, candidates, 0
+            if candidates:
+                self.costs.set_context([candidate.context for candidate in candidates])
             if not self.current.budgets:  # corrections learnt at another load would go stale now
                 self.costs.fade(self._quiet_s)
             self._quiet_s = 0.0
-            planned = [] if self.costs.guessed else [own for own in self._candidates if own.ready or own.wakes]
+            planned = [] if self.costs.guessed else [one for one in candidates if one.ready or one.wakes]
             batch, depth = len(decoding), self.current.depth
             self.current = best_plan(batch, planned, self.costs, self.survival, depth, self._beginning(batch))
             if self.confidence is not None and self.current.budgets:
                 self._leave_to(self.confidence)
-        elif self.current.budgets and not set(decoding) <= set(self._decoding):
-            self.current = joined(self.current, self._candidates, candidates := ask())
+        elif self._has_new(decoding):
+            assert candidates is not None
+            self.current = joined(self.current, self._candidates, candidates)
             self._decoding, self._candidates = decoding, candidates
         self._probe = self._next_probe(decoding)
         if self.confidence is not None and not self.current.budgets:
             self.confidence.prices, self.confidence.judging = None, True
+
+    def _has_new(self, decoding: tuple[str, ...]) -> bool:
+        """Return whether the plan in force drafts, and requests have joined that it does not cover."""
+        return bool(self.current.budgets) and not set(decoding) <= set(self._decoding)
 
     def _outdated(self, decoding: tuple[str, ...], load: int) -> bool:
         """Return whether a new plan is due.
@@ -219,7 +236,7 @@ class Controller:
         It is if the plan is old, if too few of its requests are left and no others come in their place, or if too many
         requests have joined that it does not cover.
         """
-        if self._age >= KEPT_STEPS:
+        if self._age + 1 >= KEPT_STEPS:
             return True
         if decoding == self._decoding:
             return False

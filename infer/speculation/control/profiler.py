@@ -59,7 +59,7 @@ PLAIN_TOKENS = MOST_REPEATS + 4  # that requests emit while they are measured
 class Measurable(Protocol):
     """The part of an engine that the profiler times."""
 
-    def rehearse(
+    def start(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, check: Callable[[], None]
     ) -> list[Request]:
         """Start requests and bring them to decoding; return them.
@@ -69,7 +69,7 @@ class Measurable(Protocol):
         """
         ...
 
-    def dismiss(self, requests: Sequence[Request]) -> None:
+    def discard(self, requests: Sequence[Request]) -> None:
         """End the requests, leaving no trace of them."""
         ...
 
@@ -77,11 +77,11 @@ class Measurable(Protocol):
         """Run one step, without drafts while requests are profiled."""
         ...
 
-    def try_verify(self, requests: Sequence[Request], drafts: int) -> None: ...
+    def verify(self, requests: Sequence[Request], drafts: int) -> None: ...
 
-    def try_draft(self, requests: Sequence[Request], budget: Budget) -> None: ...
+    def draft(self, requests: Sequence[Request], budget: Budget) -> None: ...
 
-    def try_read(self, requests: Sequence[Request]) -> None:
+    def prefill_drafter(self, requests: Sequence[Request]) -> None:
         """Make the drafter read all committed positions of the requests. What it drafts from then on is worthless."""
         ...
 
@@ -110,14 +110,14 @@ def measure(
             f"proposer.adaptive=true: drafts of {widest - 1} tokens leave nothing of a context of {context}; draft less"
         )
     watch = Stopwatch(clock, limit_s, check)
-    rehearsals = Rehearsals(engine, watch, vocab_size, context, widest, max_rows)
+    profiled = ProfiledRequests(engine, watch, vocab_size, context, widest, max_rows)
     began = clock()
-    with rehearsals.of(next(iter(drafters)), [1]):
+    with profiled.of(next(iter(drafters)), [1]):
         step = (clock() - began) / 4  # a prefill, a draft and two steps
     if step * short / ROWS_AT_ONCE > watch.left:
         raise Unmeasured(f"a step takes {step:.2g} s")
-    table = measure_batches(rehearsals, drafters, short, max_batch)
-    table = replace(table, beyond=measure_beyond(rehearsals, drafters, short))
+    table = measure_batches(profiled, drafters, short, max_batch)
+    table = replace(table, beyond=measure_beyond(profiled, drafters, short))
     if reason := contradiction(table):
         raise Unmeasured(reason)
     return table
@@ -183,7 +183,7 @@ def repeats(seconds: Sequence[float]) -> bool:
     return second <= REPEATS_WITHIN * first
 
 
-class Rehearsals:
+class ProfiledRequests:
     """Requests of random tokens that exist only while they are profiled."""
 
     def __init__(
@@ -206,16 +206,16 @@ class Rehearsals:
         room = min(self.tokens(len(lengths)), self.context - lengths[0])
         params = SamplingParams(temperature=1.0, max_tokens=room, ignore_eos=True, proposer=name)
         began = self.watch.clock()
-        requests = self.engine.rehearse(prompts, params, self.watch.check)
+        requests = self.engine.start(prompts, params, self.watch.check)
         self.reading_s = (self.watch.clock() - began) / sum(lengths)
         try:
             if requests:
-                self.engine.try_draft(requests, Budget(1, 1))
+                self.engine.draft(requests, Budget(1, 1))
                 self.engine.step()
                 self.engine.step()
             yield requests
         finally:
-            self.engine.dismiss(requests)
+            self.engine.discard(requests)
 
     def tokens(self, count: int) -> int:
         """Return the largest number of tokens that each of `count` requests emits or drafts."""
@@ -234,29 +234,31 @@ class Measured(NamedTuple):
     around: float
 
 
-def measure_batches(rehearsals: Rehearsals, drafters: Mapping[str, Budget], length: int, max_batch: int) -> CostTable:
+def measure_batches(
+    profiled: ProfiledRequests, drafters: Mapping[str, Budget], length: int, max_batch: int
+) -> CostTable:
     """Measure requests of one `length`, at as many batch sizes as there is time for."""
-    watch, sizes = rehearsals.watch, tuple(size for size in BATCHES if size <= max_batch)
+    watch, sizes = profiled.watch, tuple(size for size in BATCHES if size <= max_batch)
     drafts, reads = dict[str, tuple[Curve, ...]](), dict[str, float]()
     alone, found = 0.0, Measured((), (), (), 0.0)
     for left, (name, limit) in zip(range(len(drafters), 0, -1), drafters.items(), strict=True):
-        with rehearsals.of(name, [length]) as requests:
+        with profiled.of(name, [length]) as requests:
             if not requests:
                 raise ValueError(
                     f"proposer.adaptive=true: no request of {length} tokens fits in the cache of keys and values"
                 )
-            found = measure_sizes(rehearsals, requests, limit, (1,), ONE_SHARE / left)
+            found = measure_sizes(profiled, requests, limit, (1,), ONE_SHARE / left)
             alone = found.around
-            reads[name] = seconds_of_reading(rehearsals, requests)
+            reads[name] = seconds_of_reading(profiled, requests)
         budget, one = BATCHES_SHARE * watch.left / left, found
         sizes = tuple(
-            size for size in sizes if size == 1 or expected_seconds(rehearsals, one, sizes, size, length) <= budget
+            size for size in sizes if size == 1 or expected_seconds(profiled, one, sizes, size, length) <= budget
         )
         if len(sizes) > 1:
-            with rehearsals.of(name, [length] * sizes[-1]) as requests:
+            with profiled.of(name, [length] * sizes[-1]) as requests:
                 sizes = tuple(size for size in sizes if size <= len(requests))
                 if len(sizes) > 1:
-                    found = measure_sizes(rehearsals, requests, limit, sizes, BATCHES_SHARE / left)
+                    found = measure_sizes(profiled, requests, limit, sizes, BATCHES_SHARE / left)
         drafts[name] = found.drafts
     around = between((1, alone), (max(sizes), found.around))
     curves = {name: own[: len(sizes)] for name, own in drafts.items()}
@@ -264,16 +266,16 @@ def measure_batches(rehearsals: Rehearsals, drafters: Mapping[str, Budget], leng
 
 
 def measure_sizes(
-    rehearsals: Rehearsals,
+    profiled: ProfiledRequests,
     requests: Sequence[Request],
     limit: Budget,
     sizes: tuple[int, ...],
     share: float,
 ) -> Measured:
     """Measure all batch sizes in turns, since a shared machine is slow for seconds at a time."""
-    engine, watch = rehearsals.engine, rehearsals.watch
+    engine, watch = profiled.engine, profiled.watch
     parts = [requests[:size] for size in sizes]
-    rows = [widths(size, rehearsals.widest, rehearsals.max_rows) for size in sizes]
+    rows = [widths(size, profiled.widest, profiled.max_rows) for size in sizes]
     depths = sorted({1, (limit.depth + 1) // 2, limit.depth})
     works = [verifying(engine, own, width) for own, these in zip(parts, rows, strict=True) for width in these]
     works += [drafting(engine, own, limit, depth) for own in parts for depth in depths]
@@ -287,16 +289,18 @@ def measure_sizes(
     return Measured(sizes, tuple(verify), tuple(drafts), max(0.0, step - bare))
 
 
-def expected_seconds(rehearsals: Rehearsals, one: Measured, sizes: Sequence[int], largest: int, length: int) -> float:
+def expected_seconds(
+    profiled: ProfiledRequests, one: Measured, sizes: Sequence[int], largest: int, length: int
+) -> float:
     """Return the expected seconds of measuring all `sizes` up to the `largest`, from what `one` request cost."""
     (verify,), (draft,) = one.verify, one.drafts
     turn = 0.0
     for size in (size for size in sizes if size <= largest):
-        rows = [float(size * width) for width in widths(size, rehearsals.widest, rehearsals.max_rows)]
+        rows = [float(size * width) for width in widths(size, profiled.widest, profiled.max_rows)]
         turn += sum(max(SETTLES, verify(count)) for count in rows)
         growth = max(1.0, verify(float(size)) / verify(1.0))
         turn += sum(max(SETTLES, growth * seconds) for seconds in draft.seconds)
-    return rehearsals.reading_s * length * largest + (1 + REPEATS) * turn
+    return profiled.reading_s * length * largest + (1 + REPEATS) * turn
 
 
 def widths(batch: int, widest: int, max_rows: int) -> list[int]:
@@ -306,20 +310,20 @@ def widths(batch: int, widest: int, max_rows: int) -> list[int]:
 
 
 def verifying(engine: Measurable, requests: Sequence[Request], rows: int) -> Work:
-    return Work(lambda: engine.try_verify(requests, rows - 1))
+    return Work(lambda: engine.verify(requests, rows - 1))
 
 
 def drafting(engine: Measurable, requests: Sequence[Request], limit: Budget, depth: int) -> Work:
     budget = Budget(depth if limit.is_chain else limit.nodes, depth)
     # As between two drafts in use, the target has filled the caches with its weights.
-    return Work(lambda: engine.try_draft(requests, budget), lambda: engine.try_verify(requests, 0))
+    return Work(lambda: engine.draft(requests, budget), lambda: engine.verify(requests, 0))
 
 
-def seconds_of_reading(rehearsals: Rehearsals, requests: Sequence[Request]) -> float:
+def seconds_of_reading(profiled: ProfiledRequests, requests: Sequence[Request]) -> float:
     """Return the drafter's seconds per token of a prompt, after the target has filled the caches."""
-    engine = rehearsals.engine
-    (seconds,) = rehearsals.watch.timed(
-        [Work(lambda: engine.try_read(requests), lambda: engine.try_verify(requests, 0))], ONE_SHARE
+    engine = profiled.engine
+    (seconds,) = profiled.watch.timed(
+        [Work(lambda: engine.prefill_drafter(requests), lambda: engine.verify(requests, 0))], ONE_SHARE
     )
     return seconds / sum(request.computed for request in requests)
 
@@ -330,24 +334,24 @@ def between(left: tuple[int, float], right: tuple[int, float]) -> Curve:
     return Curve(tuple(float(size) for size, _ in points), tuple(seconds for _, seconds in points))
 
 
-def measure_beyond(rehearsals: Rehearsals, drafters: Mapping[str, Budget], short: int) -> ContextCost:
+def measure_beyond(profiled: ProfiledRequests, drafters: Mapping[str, Budget], short: int) -> ContextCost:
     """Measure what context tokens above `short` cost; zero if context, pool or time leave no room for many."""
-    engine, widest = rehearsals.engine, rehearsals.widest
-    further = min(LONG_TOKENS, rehearsals.context - rehearsals.tokens(2)) - short
-    reading = rehearsals.reading_s * (further + 2 * short) * len(drafters)
-    if further < LEAST_DIFFERENCE or reading > READING_SHARE * rehearsals.watch.left:
+    engine, widest = profiled.engine, profiled.widest
+    further = min(LONG_TOKENS, profiled.context - profiled.tokens(2)) - short
+    reading = profiled.reading_s * (further + 2 * short) * len(drafters)
+    if further < LEAST_DIFFERENCE or reading > READING_SHARE * profiled.watch.left:
         return ContextCost()
     first = rest = 0.0
     levels = dict[str, float]()
     for name, limit in drafters.items():
-        with rehearsals.of(name, [short + further, short]) as requests:
+        with profiled.of(name, [short + further, short]) as requests:
             if len(requests) < 2:
                 return ContextCost()
             works: list[Work] = []
             for own in requests:
                 works += [verifying(engine, [own], rows) for rows in (1, widest)]
                 works.append(drafting(engine, [own], limit, limit.depth))
-            seconds = rehearsals.watch.timed(works, REST_SHARE)
+            seconds = profiled.watch.timed(works, REST_SHARE)
         one, many, drafts = (max(0.0, a - b) / further for a, b in zip(seconds[:3], seconds[3:], strict=True))
         first, rest = one, max(0.0, many - one) / (widest - 1)
         levels[name] = drafts / limit.depth

@@ -1,0 +1,83 @@
+"""An engine as the profiler of step costs uses it: requests that last as long as they are timed, parts of a step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from infer.engine.stats import EngineStats
+from infer.engine.step import StepRunner
+from infer.engine.threads import cpu_threads
+from infer.kvcache.pool import KVPool
+from infer.request import Phase, Request
+from infer.sampling.params import SamplingParams
+from infer.speculation.budget import Budget
+from infer.speculation.control.planner import AsAllowed, NoDrafts
+from infer.speculation.tree import DraftTree
+
+if TYPE_CHECKING:
+    from infer.engine import Engine
+
+
+class ProfiledEngine:
+    """Implements `Measurable` (profiler.py). The engine must be idle; `pool`, `steps` and `stats` are parts of it."""
+
+    def __init__(self, engine: Engine, pool: KVPool, steps: StepRunner, stats: EngineStats) -> None:
+        self._engine, self._pool, self._steps, self._stats = engine, pool, steps, stats
+        self._speculator, self._threads = engine.speculator, engine.threads
+
+    @torch.inference_mode()
+    def start(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, check: Callable[[], None] = lambda: None
+    ) -> list[Request]:
+        self._kept_stats, self._speculator.planner = copy.deepcopy(self._stats), NoDrafts()
+        self._kept_overlap, self._steps.overlap = self._steps.overlap, None
+        pages = self._pool.pages_for(len(prompts[0]) + params.max_tokens) + 1
+        fitting = min(len(prompts), self._pool.free_pages // pages)
+        requests = [self._engine.request(self._engine.add(prompt, params)) for prompt in prompts[:fitting]]
+        try:
+            while any(request.phase in (Phase.WAITING, Phase.PREFILL) for request in requests):
+                check()
+                self.step()
+        except BaseException:
+            self.discard(requests)
+            raise
+        requests = [request for request in requests if request.phase is Phase.DECODE]
+        for request in requests:
+            reserved = self._pool.reserve(request, len(request.prompt_ids) + params.max_tokens)
+            assert reserved
+        return requests
+
+    def discard(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._engine.abort(request.request_id)
+        self._pool.pages.forget()
+        self._stats.restore(self._kept_stats)
+        self._speculator.planner, self._steps.overlap = AsAllowed(), self._kept_overlap
+
+    def step(self) -> object:
+        return self._engine.step()
+
+    @torch.inference_mode()
+    def verify(self, requests: Sequence[Request], drafts: int) -> None:
+        tree = DraftTree.chains([request.tokens[-1] for request in requests], [[1] * drafts] * len(requests))
+        with cpu_threads(self._threads.count(len(requests) * (1 + drafts))):
+            self._steps.verify_drafts(list(requests), tree)
+
+    @torch.inference_mode()
+    def draft(self, requests: Sequence[Request], budget: Budget) -> None:
+        with cpu_threads(self._threads.count(len(requests) * (1 + budget.nodes))):
+            self._speculator.propose(requests, [budget] * len(requests))
+
+    @torch.inference_mode()
+    def prefill_drafter(self, requests: Sequence[Request]) -> None:
+        rows, engine = sum(request.computed for request in requests), self._engine
+        size = len(self._speculator.wants_features(requests)) * engine.target.config.hidden_size
+        with cpu_threads(self._threads.count(rows)):
+            features = torch.zeros(rows, size, dtype=engine.dtype, device=engine.device)
+            self._speculator.read_again(requests, features)
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize(engine.device)
