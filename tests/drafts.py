@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from infer.speculation.budget import Budget, Verified
+from infer.speculation.budget import Budget, VerifiedDraft
 
 
-def chain(depth: int, accepted: int) -> Verified:
-    return Verified(Budget(depth, depth), depth, depth, range(1, accepted + 1))
+def chain(depth: int, accepted: int) -> VerifiedDraft:
+    return VerifiedDraft(Budget(depth, depth), depth, depth, range(1, accepted + 1))

@@ -45,8 +45,8 @@ from infer.sampling.grammar import Grammar
 from infer.sampling.params import as_ids
 from infer.sampling.stopping import FinishReason, StopText
 from infer.speculation.budget import NOTHING, Budget
-from infer.speculation.control.acceptance_model import Survival
-from infer.speculation.control.adaptive import Learnt, make_controller
+from infer.speculation.control.acceptance_model import AcceptanceModel
+from infer.speculation.control.adaptive import ControllerState, make_controller
 from infer.speculation.control.cost_model import CostTable
 from infer.speculation.control.planner import Controller
 from infer.speculation.control.profiled_engine import ProfiledEngine
@@ -109,7 +109,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._ids, self._arrivals = itertools.count(), itertools.count()
         self._stats, self._clock, self._timer = EngineStats(), clock, timer
-        self._learnt, self._profiles_at_start = Learnt(Survival(priors)), profile
+        self._controller_state, self._profiles_at_start = ControllerState(AcceptanceModel(priors)), profile
         self._synthetic_rates = tuple(self.proposer_config.acceptance or ())
         self._head: HeadProposer | None = None
         self._draft_model: DraftModelProposer | None = None
@@ -311,7 +311,7 @@ class Engine:
     def _make_controller(self, *, profile: bool, check: Callable[[], None] | None = None) -> Controller:
         limits = {name: limit for name, (_, limit) in self._proposers.items()}
         return make_controller(
-            self, self.profiled(), limits, self._learnt, self._head, self._timer, profile=profile, check=check
+            self, self.profiled(), limits, self._controller_state, self._head, self._timer, profile=profile, check=check
         )
 
     def profiled(self) -> ProfiledEngine:
@@ -321,7 +321,7 @@ class Engine:
     @property
     def profile_due(self) -> bool:
         """Whether step costs are still to be profiled (`profile`); until then drafts are planned on guessed costs."""
-        return self._learnt.profile_due and isinstance(self.speculator.planner, Controller)
+        return self._controller_state.profile_due and isinstance(self.speculator.planner, Controller)
 
     def profile(self, check: Callable[[], None] = lambda: None) -> None:
         """Profile the costs of steps and drafts, if that is due. Only while idle; empties the prefix cache.
@@ -412,10 +412,11 @@ class Engine:
         before, self._head = self._head, self._packed(head)
         if before is not None:
             before.graphs = None  # which refer to it
-        self._learnt = Learnt(Survival())  # another head's acceptance does not apply to this one
+        # another head's acceptance does not apply to this one
+        self._controller_state = ControllerState(AcceptanceModel())
         if before is not None and before.kv_layers == self._head.kv_layers:
             self._head.attach(self._pool)
-            self._pool.pages.forget()  # cached pages hold the previous head's KV
+            self._pool.pages.clear_cache()  # cached pages hold the previous head's KV
             return
         # Free everything that refers to the old pool before the new one is planned.
         del before, self._pool, self._runner, self._scheduler, self._proposers, self.speculator, self._steps

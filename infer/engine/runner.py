@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     positions: Tensor  # [R]
 
 
-class Verified(NamedTuple):
+class VerifyOutput(NamedTuple):
     """Results for all nodes of all trees, concatenated over requests. Valid until the next verify."""
 
     logits: Tensor  # [R, V]
@@ -48,7 +48,7 @@ class Runner:
         ]
         return self._forward(requests, starts, chunks, torch.tensor(ids, device=self.pool.device), None, aux)
 
-    def verify(self, requests: Sequence[Request], tree: DraftTree, aux: Sequence[int]) -> Verified:
+    def verify(self, requests: Sequence[Request], tree: DraftTree, aux: Sequence[int]) -> VerifyOutput:
         """Run all nodes of every tree; node j of a request has place `computed + j`, position `computed + depth`."""
         replayed = self.graphs and self.graphs.verify(requests, tree, aux)
         if replayed:
@@ -56,7 +56,7 @@ class Runner:
         starts = [request.computed for request in requests]
         counts = tree.length.tolist()
         rows = self._forward(requests, starts, counts, tree.rows(tree.token).to(self.pool.device), tree, aux)
-        return Verified(self.logits(rows.hidden), rows.aux, rows.positions)
+        return VerifyOutput(self.logits(rows.hidden), rows.aux, rows.positions)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._shard.logits(hidden)

@@ -116,7 +116,7 @@ class Scheduler:
         for request in () if step.preempted else admissible:  # those pre-empted come before anyone who waits
             if rows < 1:
                 break
-            cached = self._pool.known(request)
+            cached = self._pool.cached_prefix(request)
             # The whole prompt must fit beside the running requests, or it would soon be pre-empted again.
             if self._pool.pages_for(len(request.tokens) + 1) - len(cached) > self._pool.free_without(cached):
                 self._short = True

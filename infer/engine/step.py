@@ -21,7 +21,7 @@ from infer.sampling.choose import Choices, choose_rows
 from infer.sampling.constraint import without_forbidden
 from infer.sampling.logprobs import token_logprobs
 from infer.sampling.stopping import cut
-from infer.speculation.budget import Budget, Verified
+from infer.speculation.budget import Budget, VerifiedDraft
 from infer.speculation.speculator import Speculator
 from infer.speculation.tree import DraftTree
 from infer.speculation.verify import Verdict, verify
@@ -91,7 +91,7 @@ class StepRunner:
 
     def _observe(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
         self._stats.steps.record(batch, rows, drafting, seconds)
-        self._threads.stepped(rows, seconds)
+        self._threads.record_step(rows, seconds)
         self._speculator.observe(batch, rows, drafting, seconds)
 
     def decode(self, requests: list[Request], budgets: list[Budget]) -> list[StepOutput]:
@@ -113,7 +113,7 @@ class StepRunner:
             path = verdicts[b].path
             path_rows = [first_row[b] + node for node in path]
             tokens = [*(drafts[b][node] for node in path[1:]), verdicts[b].bonus]
-            output = self.advance(request, tokens, Verified(budgets[b], lengths[b] - 1, depths[b], path[1:]))
+            output = self.advance(request, tokens, VerifiedDraft(budgets[b], lengths[b] - 1, depths[b], path[1:]))
             outputs.append(self._scored(request, choices, path_rows, output))
             if request.finish_reason is None:
                 survivors.append(request)
@@ -123,7 +123,7 @@ class StepRunner:
             self._commit_rows(survivors, counts, aux, kept_rows)
         return outputs
 
-    def advance(self, request: Request, tokens: list[int], draft: Verified) -> StepOutput:
+    def advance(self, request: Request, tokens: list[int], draft: VerifiedDraft) -> StepOutput:
         """Advance a request by the `tokens` of a verify and emit them, up to the request's end.
 
         `tokens` are the draft's accepted tokens and the bonus token; only the last one's KV is not committed.

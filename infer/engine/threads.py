@@ -102,7 +102,7 @@ class Threads:
     def count(self, rows: int) -> int:
         return self.plan.count(rows)
 
-    def stepped(self, rows: int, seconds: float) -> None:
+    def record_step(self, rows: int, seconds: float) -> None:
         """Record a step; time the thread counts again if that is due."""
         if self._run is None or self._most == 1:
             return

@@ -13,7 +13,7 @@ from infer.graphs.round_graphs import RoundGraphs
 from infer.graphs.verify_graphs import VerifyGraphs
 from infer.kvcache.memory import MIB
 from infer.parallel.target_worker import Shard
-from infer.speculation.budget import NOTHING, Budget, cuts
+from infer.speculation.budget import NOTHING, Budget, candidate_budgets
 from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.proposers.combined import CombinedProposer
 from infer.speculation.proposers.head import HeadProposer
@@ -113,7 +113,7 @@ def budgets_ahead(proposer: Proposer, limit: Budget, *, adaptive: bool) -> Seque
     """Return the budgets to capture whole rounds for; empty if drafting needs the host."""
     if not isinstance(proposer, HeadProposer) or proposer.graphs is None:
         return ()
-    return cuts(limit) if adaptive else (limit,)
+    return candidate_budgets(limit) if adaptive else (limit,)
 
 
 def buckets_for(config: EngineConfig, widest: int, longest: int) -> Buckets:

@@ -23,7 +23,7 @@ from infer.engine.step import StepRunner
 from infer.graphs.round_graphs import Launched, RoundGraphs
 from infer.kvcache.pool import KVPool
 from infer.request import Phase, Request, StepOutput
-from infer.speculation.budget import NOTHING, Budget, Verified
+from infer.speculation.budget import NOTHING, Budget, VerifiedDraft
 from infer.speculation.speculator import Speculator
 
 
@@ -212,7 +212,7 @@ class Overlap:
             # As in an ordinary step, only as many drafted levels count as the request may still emit tokens.
             depth = min(result.depth, final_length(request, self._context) - len(request.tokens) - 1)
             drafted = depth if self._budget.is_chain else result.drafted
-            draft = Verified(self._budget, drafted, depth, result.path[:depth])
+            draft = VerifiedDraft(self._budget, drafted, depth, result.path[:depth])
             outputs.append(self._steps.advance(request, result.tokens, draft))
             if request.finish_reason is None:
                 kept.append((row, request, len(result.tokens)))

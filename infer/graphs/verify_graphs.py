@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from infer.engine.runner import Verified
+from infer.engine.runner import VerifyOutput
 from infer.graphs.cuda_graph import Buckets, Graph, GraphMemory
 from infer.kvcache.pool import KVPool
 from infer.parallel.target_worker import Shard
@@ -50,7 +50,7 @@ class VerifyGraphs:
             if sizes[1] > 1 or not tree
         ]
 
-    def verify(self, requests: Sequence[Request], tree: DraftTree, aux: Sequence[int]) -> Verified | None:
+    def verify(self, requests: Sequence[Request], tree: DraftTree, aux: Sequence[int]) -> VerifyOutput | None:
         """Verify as `Runner.verify` does; return None if no graph fits."""
         starts, width = [request.computed for request in requests], tree.token.shape[1]
         sizes = self._buckets.fit(len(requests), width)
@@ -72,7 +72,7 @@ class VerifyGraphs:
         def kept(rows: Tensor) -> Tensor:
             return rows[:count] if index is None else rows[index]
 
-        return Verified(kept(self._logits), tuple(map(kept, self._states)) if aux else (), kept(positions))
+        return VerifyOutput(kept(self._logits), tuple(map(kept, self._states)) if aux else (), kept(positions))
 
     def _fields(self, flat: Tensor, batch: int, rows: int) -> Tensor:
         return flat[: FIELDS * batch * rows].view(FIELDS, batch, rows)
@@ -82,7 +82,7 @@ class VerifyGraphs:
         ids, positions, request, committed, words = host
         count, width = inside.shape
         host[:4] = 0
-        request[:] = self._pool.nobody
+        request[:] = self._pool.null_row
         request[:count] = torch.tensor([own.slot for own in requests])[:, None]
         start = torch.tensor(starts)[:, None]
         committed[:count] = start
@@ -97,7 +97,7 @@ class VerifyGraphs:
         self._fields(self._host, batch, rows)[:] = 0
         fields = self._fields(self._device, batch, rows)
         fields.zero_()
-        fields[2] = self._pool.nobody
+        fields[2] = self._pool.null_row
         ids, positions, request, committed, words = fields.flatten(1)
         offset = torch.arange(rows, device=self._pool.device).repeat(batch)
         counts, longest = (rows,) * batch, self._buckets.longest

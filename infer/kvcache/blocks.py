@@ -96,7 +96,7 @@ class Pages:
     def value(self, page: int) -> Any:
         return self._value_of[page]
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Empty the prefix cache (the layers that fill pages have changed)."""
         self._free += self._unheld
         for known in (self._unheld, self._page_of, self._key_of, self._value_of):

@@ -17,7 +17,7 @@ from infer.request import Request
 from infer.speculation.tree import MAX_NODES
 from kernels.rows import AttentionRows
 
-FEW = 4  # up to so many pages are written to a block table one by one
+INLINE_WRITES = 4  # up to so many pages are written to a block table one by one
 
 
 class KVPool:
@@ -34,7 +34,7 @@ class KVPool:
         width = -(-(max_positions + MAX_NODES) // self.page_size)  # a tree has more places than positions
         # One more row than requests: a dummy request, all of whose pages are the null block.
         self.table = torch.zeros(max_requests + 1, width, dtype=torch.int64, device=self.device)
-        self.nobody = max_requests
+        self.null_row = max_requests
 
     @property
     def free_pages(self) -> int:
@@ -62,7 +62,7 @@ class KVPool:
         self.table[request.slot, : len(request.pages)] = 0
         request.pages = []
 
-    def known(self, request: Request) -> list[int]:
+    def cached_prefix(self, request: Request) -> list[int]:
         """Return cached pages that hold a prefix of the request. At least its last token is left to compute."""
         blocks = (len(request.tokens) - 1) // self.page_size
         return self.pages.find(*(keys.upto(request.tokens, blocks) for keys in request.lookup_keys))
@@ -111,7 +111,7 @@ class KVPool:
 
     def _append(self, request: Request, pages: Sequence[int]) -> None:
         held = len(request.pages)
-        if len(pages) <= FEW:  # as in decoding: scalars are launch arguments, so the host does not wait for a copy
+        if len(pages) <= INLINE_WRITES:  # scalars are launch arguments, so the host does not wait for a copy
             for place, page in enumerate(pages, start=held):
                 self.table[request.slot, place] = page
         else:

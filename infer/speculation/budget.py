@@ -35,7 +35,7 @@ class Grant(NamedTuple):
 Grants = Mapping[str, Grant]  # by request id, those of a step's decoding requests
 
 
-def cuts(limit: Budget) -> list[Budget]:
+def candidate_budgets(limit: Budget) -> list[Budget]:
     """Return the candidate budgets within `limit`, ascending: a chain of any depth, a tree's best nodes."""
     nodes, depth = limit
     if limit.is_chain:
@@ -44,7 +44,7 @@ def cuts(limit: Budget) -> list[Budget]:
     return [Budget(size, depth) for size in sizes if size != depth]
 
 
-class Verified(NamedTuple):
+class VerifiedDraft(NamedTuple):
     """The outcome of a request's draft."""
 
     asked: Budget  # that it was drafted under

@@ -80,7 +80,7 @@ class Inputs:
         ids, numbers = self._fields(self._host, batch)
         ids.zero_()
         numbers.zero_()
-        numbers[0] = self._pool.nobody
+        numbers[0] = self._pool.null_row
         numbers[1] = 1
         fractions = numbers[8:].view(torch.float64)
         fractions[1] = 1.0  # top-p

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from infer.request import DrafterState, Phase, Request
-from infer.speculation.budget import NOTHING, Budget, Grant, Grants, Verified
-from infer.speculation.control.acceptance_model import kinds_ahead, next_kind
+from infer.speculation.budget import NOTHING, Budget, Grant, Grants, VerifiedDraft
+from infer.speculation.control.acceptance_model import buckets_ahead, next_bucket
 from infer.speculation.control.planner import AsAllowed, Candidate, Planner
 from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.proposers.combined import CombinedProposer
@@ -122,7 +122,7 @@ class Speculator:
         None if its drafter must first start tracking it.
         """
         name, drafter = self.name_for(request), self._drafter(request)
-        if name != drafter and not self.planner.passes_over(request.request_id):
+        if name != drafter and not self.planner.skips(request.request_id):
             return None
         if name == "none" or not self._of(request).ready(request):
             return name, NOTHING
@@ -141,13 +141,13 @@ class Speculator:
         requested = request.params.max_draft_tokens
         return self._within(name, room if requested is None else min(room, requested))
 
-    def verified(self, request: Request, draft: Verified) -> None:
+    def verified(self, request: Request, draft: VerifiedDraft) -> None:
         """Record the outcome of a draft. Called before its tokens are appended to the request."""
-        self.planner.drafted(request.request_id, self.name_for(request), next_kind(request), draft)
+        self.planner.record_draft(request.request_id, self.name_for(request), next_bucket(request), draft)
 
     def observe(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
-        """Record what a step without prefill took; see `Planner.stepped`."""
-        self.planner.stepped(batch, rows, drafting, seconds)
+        """Record what a step without prefill took; see `Planner.record_step`."""
+        self.planner.record_step(batch, rows, drafting, seconds)
 
     def _within(self, name: str, depth: int | None) -> Budget:
         """Return the largest budget of this proposer that is no deeper than `depth`."""
@@ -156,7 +156,7 @@ class Speculator:
         return NOTHING if depth == 0 else Budget(depth if limit.is_chain else limit.nodes, depth)
 
     def _should_track(self, name: str, request: Request, load: int, unread: int = 0) -> bool:
-        return self.planner.outlook(name, self._limits[name], load, kinds_ahead(request), unread)
+        return self.planner.should_track(name, self._limits[name], load, buckets_ahead(request), unread)
 
     def _candidates(self, decoding: Sequence[Request], load: int) -> list[Candidate]:
         """Return those of these requests that may be drafted for.
@@ -173,9 +173,11 @@ class Speculator:
 
     def _candidate(self, request: Request, allowed: Budget, load: int) -> Candidate:
         name, ready = self._drafter(request), self._is_ready(request)
-        wakes = not ready and request.remaining >= MIN_WARM_UPS * self._proposers[name].warm_up
-        wakes = wakes and self._should_track(name, request, load)
-        return Candidate(request.request_id, name, allowed, ready, next_kind(request), wakes, len(request.tokens))
+        worth_tracking = not ready and request.remaining >= MIN_WARM_UPS * self._proposers[name].warm_up
+        worth_tracking = worth_tracking and self._should_track(name, request, load)
+        return Candidate(
+            request.request_id, name, allowed, ready, next_bucket(request), worth_tracking, len(request.tokens)
+        )
 
     def _on_admission(self, request: Request, load: int) -> None:
         """Decide, before admission, whether the drafter tracks the request from the start. `load` counts it too.
@@ -210,7 +212,7 @@ class Speculator:
         does not pay. A request whose drafter is not ready gets NOTHING.
         """
         request_id = request.request_id
-        passed_over = self.planner.passes_over(request_id)
+        passed_over = self.planner.skips(request_id)
         if passed_over and request.drafter_state is DrafterState.NONE:  # the common case where drafting does not pay
             return NOTHING
         granted = NOTHING if passed_over else self.planner.budget(request_id, self.budget(request))
@@ -223,7 +225,7 @@ class Speculator:
                 request.drafter_state = DrafterState.PARTIAL
                 self._tracked.setdefault(name, set()).add(request_id)
                 try:
-                    self._proposers[name].wake(request)
+                    self._proposers[name].start_tracking(request)
                 except Exception as error:
                     self._give_up(request, error)
             return granted if self._is_ready(request) else NOTHING

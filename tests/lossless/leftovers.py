@@ -30,6 +30,6 @@ def assert_nothing_left(engine: Engine) -> None:
     engine._pool.invariants([])
     assert pages.free == pages.count
     assert not kept(engine)
-    pages.forget()
+    pages.clear_cache()
     assert len(pages._free) == pages.count
     assert not any((pages._key_of, pages._page_of, pages._value_of))

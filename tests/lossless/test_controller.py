@@ -11,10 +11,10 @@ import pytest
 
 from infer.config import ProposerConfig
 from infer.request import DrafterState, SamplingParams
-from infer.speculation.budget import NOTHING, Budget, Verified
-from infer.speculation.control.acceptance_model import Kind, Survival
+from infer.speculation.budget import NOTHING, Budget, VerifiedDraft
+from infer.speculation.control.acceptance_model import AcceptanceBucket, AcceptanceModel
 from infer.speculation.control.confidence import Confidence, Prices
-from infer.speculation.control.cost_model import Costs, CostTable, Curve
+from infer.speculation.control.cost_model import CostModel, CostTable, Curve
 from infer.speculation.control.planner import AsAllowed, Controller
 from infer.speculation.proposers.head import KEPT_ROWS, LEAST_SEEN
 from tests.drafts import chain
@@ -24,14 +24,16 @@ from tests.lossless.plain import GREEDY, SAMPLED, ids
 
 class AtRandom(AsAllowed):
     """For whole stretches nobody drafts, longer than features may wait; then anyone, to any depth. `pays`: the chance
-    that the outlook is good, where it is asked for.
+    that the should_track is good, where it is asked for.
     """
 
     def __init__(self, seed: int, pays: float = 1.0) -> None:
         self.chance, self.quiet, self.pays = random.Random(seed), 0, pays
         self.longest = 0
 
-    def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
+    def should_track(
+        self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[AcceptanceBucket, int], unread: int = 0
+    ) -> bool:
         return self.chance.random() < self.pays
 
     def plan(self, decoding, load, candidates) -> None:
@@ -85,14 +87,14 @@ class AtAnyPrice(AsAllowed):
     """Chains end where made-up prices, other ones in every step, would have them end."""
 
     def __init__(self, seed: int) -> None:
-        self.chance, self.confidence = random.Random(seed), Confidence(Survival())
+        self.chance, self.confidence = random.Random(seed), Confidence(AcceptanceModel())
         self.depths: set[int] = set()
 
     def plan(self, decoding, load, candidates) -> None:
         self.confidence.prices = Prices(*(self.chance.random() ** 3 for _ in range(3)))
 
-    def drafted(self, request_id: str, drafter: str, kind: Kind, draft: Verified) -> None:
-        self.confidence.settle(request_id, draft.depth, len(draft.path))
+    def record_draft(self, request_id: str, drafter: str, bucket: AcceptanceBucket, draft: VerifiedDraft) -> None:
+        self.confidence.update(request_id, draft.depth, len(draft.path))
         self.depths.add(draft.depth)
 
 
@@ -124,7 +126,9 @@ class Switch(AsAllowed):
     def budget(self, request_id: str, allowed: Budget) -> Budget:
         return allowed if self.pays else NOTHING
 
-    def outlook(self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[Kind, int], unread: int = 0) -> bool:
+    def should_track(
+        self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[AcceptanceBucket, int], unread: int = 0
+    ) -> bool:
         return self.pays
 
 
@@ -185,10 +189,12 @@ def test_probes_wake_one_request_and_let_go_of_it(make_engine, prompts, monkeypa
     long = replace(GREEDY, max_tokens=300)
     engine = make_engine(proposer=proposer, shape=SHAPES[shape], max_batch=4)
     curve = Curve((1.0, 2.0), (0.005, 0.01))
-    costs = Costs(CostTable((1, 4), (curve, curve), (0.0, 0.0), {proposer: (curve, curve)}))  # rows as dear as steps
-    controller = Controller(costs, Survival({proposer: [0.0]}))
-    stepped = controller.stepped  # in steps as long as made-up prices have them, however fast this machine is
-    controller.stepped = lambda batch, rows, drafting, whole: stepped(batch, rows, 0.0, 0.005)
+    costs = CostModel(
+        CostTable((1, 4), (curve, curve), (0.0, 0.0), {proposer: (curve, curve)})
+    )  # rows as dear as steps
+    controller = Controller(costs, AcceptanceModel({proposer: [0.0]}))
+    record_step = controller.record_step  # in steps as long as made-up prices have them, however fast this machine is
+    controller.record_step = lambda batch, rows, drafting, whole: record_step(batch, rows, 0.0, 0.005)
     engine.speculator.planner = controller
     names = [engine.add(prompt, long) for prompt in prompts[2:5]]
     requests = [engine.request(name) for name in names]
@@ -251,7 +257,7 @@ def test_pages_are_shared_by_what_fills_them(make_engine, prompts):
     assert [cached(), cached()] == [0, full]  # neither is followed
     switch.pays = True
     assert [cached(), cached()] == [0, full]  # both are
-    engine._pool.pages.forget()
+    engine._pool.pages.clear_cache()
     assert cached() == 0
     switch.pays = False
     assert cached() == full
@@ -289,14 +295,14 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     assert 0 < table.reads["head"] < table.verify[0].seconds[0]
     assert engine._head.confidence is controller.confidence is not None
     assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
-    assert engine._learnt.survival._requests == {}
+    assert engine._controller_state.acceptance._requests == {}
 
     flat = tuple(Curve(own.sizes, (0.2,) * len(own.sizes)) for own in table.verify)
     free = {"head": tuple(Curve(own.sizes, (0.0,) * len(own.sizes)) for own in table.drafts["head"])}
-    controller.costs = Costs(replace(table, verify=flat, drafts=free))  # drafting pays
-    timer.tick = 0.1  # of steps that take so long, judging a chain is a small part
+    controller.costs = CostModel(replace(table, verify=flat, drafts=free))  # drafting pays
+    timer.tick = 0.1  # of steps that take so long, scoring a chain is a small part
     for _ in range(100):
-        controller.survival.record("another", "head", chain(4, 4), 4.0)
+        controller.acceptance.record("another", "head", chain(4, 4), 4.0)
     controller.forget("another")
     assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
     brier, by_history = engine.stats.forecast.errors
@@ -307,7 +313,7 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     engine.set_proposer("head")
     assert "measuring" not in capfd.readouterr().err
     assert engine.speculator.planner.costs is costs  # with what steps have taught
-    assert engine.speculator.planner.survival is controller.survival
+    assert engine.speculator.planner.acceptance is controller.acceptance
     assert engine._head.confidence is controller.confidence
 
 
@@ -373,7 +379,7 @@ def test_what_steps_cost_can_be_measured_after_the_start(make_engine, prompts, t
     engine.profile()
     assert not engine.profile_due
     assert engine.costs.batches == (1, 2)
-    assert engine.speculator.planner.survival is before.survival
+    assert engine.speculator.planner.acceptance is before.acceptance
     assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
     later = make_engine(shape=adaptive, max_batch=2, timer=Ticking(1e-3), profile=False)
     assert not later.profile_due  # the table was kept

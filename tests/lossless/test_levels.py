@@ -11,7 +11,7 @@ from infer.config import EngineConfig, ProposerConfig
 from infer.engine import Engine
 from infer.request import DrafterState, SamplingParams
 from infer.sampling.grammar import Grammar
-from infer.speculation.control.confidence import Verdict
+from infer.speculation.control.confidence import ExitDecision
 from infer.speculation.proposers.levels import StepByStep
 from kernels.cpu.library import library
 from kernels.draft import NativeChains, NativeTrees
@@ -211,14 +211,14 @@ def test_judged_chains_too_which_end_at_any_level(folder, count):
     notes, verdicts = compare(engine), torch.Generator().manual_seed(1)
 
     class Judge:
-        judging = True
+        scoring = True
 
         def start(self, requests, depths):
             pass
 
-        def judge(self, requests, values):
+        def score(self, requests, values):
             going = torch.rand(len(requests), generator=verdicts) < 0.7
-            return [Verdict(True, go_on) for go_on in going.tolist()]
+            return [ExitDecision(True, continue_) for continue_ in going.tolist()]
 
         def __getattr__(self, name):
             return lambda *given: None

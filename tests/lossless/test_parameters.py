@@ -15,9 +15,9 @@ import torch
 
 from infer.engine import Engine
 from infer.request import SamplingParams
-from infer.speculation.control.acceptance_model import Survival
+from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import Confidence
-from infer.speculation.control.cost_model import Costs, CostTable, Curve
+from infer.speculation.control.cost_model import CostModel, CostTable, Curve
 from infer.speculation.control.planner import Controller
 from tests.lossless.pairwise import pairwise
 from tests.lossless.plain import Answer, answer_all
@@ -92,13 +92,13 @@ def controlled(engine: Engine) -> Engine:
     """As with `proposer.adaptive`, on a machine where drafting pays now and then: for good drafts, for few requests."""
     curves = Curve((1.0, 2.0), (0.004, 0.0045)), Curve((24.0, 48.0), (0.006, 0.012))
     drafts = Curve((1.0, 4.0), (0.0002, 0.0008)), Curve((1.0, 4.0), (0.0004, 0.0016))
-    survival = Survival()
+    acceptance = AcceptanceModel()
     engine.speculator.planner = Controller(
-        Costs(CostTable((1, 24), curves, (0.0, 0.0), dict.fromkeys(engine.proposer_names, drafts))),
-        survival,
-        Confidence(survival),
+        CostModel(CostTable((1, 24), curves, (0.0, 0.0), dict.fromkeys(engine.proposer_names, drafts))),
+        acceptance,
+        Confidence(acceptance),
     )
-    if engine._head is not None and engine._head.judges_chains:
+    if engine._head is not None and engine._head.exits_early:
         engine._head.confidence = engine.speculator.planner.confidence
     return engine
 

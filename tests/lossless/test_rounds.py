@@ -16,8 +16,8 @@ from infer.config import EngineConfig
 from infer.graphs.round_graphs import Launched, RoundGraphs
 from infer.request import SamplingParams
 from infer.sampling.grammar import Grammar
-from infer.speculation.control.acceptance_model import Survival
-from infer.speculation.control.cost_model import Costs, CostTable, Curve
+from infer.speculation.control.acceptance_model import AcceptanceModel
+from infer.speculation.control.cost_model import CostModel, CostTable, Curve
 from infer.speculation.control.planner import Controller
 from tests.lossless import plain, test_lives
 from tests.lossless.plain import answer_all, ids
@@ -219,10 +219,10 @@ def test_where_drafting_does_not_pay_plain_rounds_go_ahead(
     told = []
 
     class Told(Switch):
-        def passes_over(self, request_id) -> bool:
+        def skips(self, request_id) -> bool:
             return not self.pays
 
-        def stepped(self, batch, rows, drafting, whole) -> None:
+        def record_step(self, batch, rows, drafting, whole) -> None:
             told.append((rounds["read"], batch, rows, drafting, whole > 0))
 
     engine.speculator.planner = switch = Told()
@@ -249,10 +249,10 @@ def test_probes_find_out_between_rounds_ahead(make_small_engine, make_plain, rou
     engine = make_small_engine(max_batch=6, **AHEAD)
     engine.set_proposer("head", config=replace(engine.proposer_config, adaptive=True))
     curve = Curve((1.0, 2.0), (0.005, 0.01))  # rows as dear as steps
-    costs = Costs(CostTable((1, 4), (curve, curve), (0.0, 0.0), {"head": (curve, curve)}))
-    engine.speculator.planner = controller = Controller(costs, Survival({"head": [0.0]}))
-    stepped = controller.stepped
-    controller.stepped = lambda batch, rows, drafting, whole: stepped(batch, rows, drafting, 0.005 * rows)
+    costs = CostModel(CostTable((1, 4), (curve, curve), (0.0, 0.0), {"head": (curve, curve)}))
+    engine.speculator.planner = controller = Controller(costs, AcceptanceModel({"head": [0.0]}))
+    record_step = controller.record_step
+    controller.record_step = lambda batch, rows, drafting, whole: record_step(batch, rows, drafting, 0.005 * rows)
     params = replace(GREEDY, max_tokens=150)
     requests = [engine.request(engine.add(prompt, params)) for prompt in PROMPTS[:3]]
     while engine.has_work:

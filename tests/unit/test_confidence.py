@@ -9,8 +9,8 @@ import pytest
 
 from infer.request import Request, SamplingParams
 from infer.speculation.budget import Budget
-from infer.speculation.control.acceptance_model import LATE, Survival
-from infer.speculation.control.confidence import Confidence, Prices, Verdict
+from infer.speculation.control.acceptance_model import LATE, AcceptanceModel
+from infer.speculation.control.confidence import Confidence, ExitDecision, Prices
 from infer.speculation.control.planner import Candidate, Controller
 from tests.drafts import chain
 from tests.unit.test_controller import chains, make_costs, with_rates
@@ -22,24 +22,24 @@ def request(name: str = "0", **params) -> Request:
     return Request(name, [1], SamplingParams(**params), 0, [1], frozenset())
 
 
-def draft(confidence: Confidence, own: Request, log_probabilities: list[float]) -> list[Verdict]:
+def draft(confidence: Confidence, own: Request, log_probabilities: list[float]) -> list[ExitDecision]:
     confidence.start([own], [len(log_probabilities)])
-    return [confidence.judge([own], [value])[0] for value in log_probabilities]
+    return [confidence.score([own], [value])[0] for value in log_probabilities]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_chances_learn_what_a_drafters_confidence_is_worth(temperature):
     """It says 0.9 or 0.3, and is right in 0.95 or 0.2 of such cases."""
-    confidence, chance, own = Confidence(Survival()), random.Random(0), request(temperature=temperature)
+    confidence, chance, own = Confidence(AcceptanceModel()), random.Random(0), request(temperature=temperature)
     truth = {0.9: 0.95, 0.3: 0.2}
     hoped = emitted = 0.0
     for turn in range(3000):
         said = [chance.choice([0.9, 0.3]) for _ in range(DEPTH)]
         draft(confidence, own, [math.log(value) for value in said])
         right = next((place for place in range(DEPTH) if chance.random() > truth[said[place]]), DEPTH)
-        expected = confidence.settle("0", DEPTH, right)
+        expected = confidence.update("0", DEPTH, right)
         assert expected is not None
-        confidence._survival.record("0", "head", chain(DEPTH, right), expected)
+        confidence._acceptance.record("0", "head", chain(DEPTH, right), expected)
         if turn >= 1000:
             hoped, emitted = hoped + expected, emitted + right
     assert hoped == pytest.approx(emitted, rel=0.05)
@@ -62,7 +62,7 @@ def test_a_token_is_kept_and_followed_if_it_is_worth_it():
     assert draft(confidence, own, [sure, sure, sure]) == [(True, True), (True, True), (True, False)]
     assert draft(confidence, own, [unsure])[0] == (True, False)  # the first is always kept
     assert draft(confidence, own, [sure, unsure])[1] == (False, False)
-    assert confidence.settle("0", 1, 1) == pytest.approx(confidence._maps[False].chance((0, 0, 1)), abs=0.5)
+    assert confidence.update("0", 1, 1) == pytest.approx(confidence._maps[False].chance((0, 0, 1)), abs=0.5)
     confidence.prices = Prices(row=0.1, step=0.85, level=0.0)
     assert draft(confidence, own, [sure, sure])[0] == (True, False)
 
@@ -72,24 +72,24 @@ def test_a_level_is_drafted_if_it_is_worth_it_to_all_together():
     confidence, batch = Confidence(with_rates([0.8] * 4)), [request(name) for name in names]
     confidence.prices = Prices(row=0.1, step=0.1, level=1.0)
     confidence.start(batch, [DEPTH] * 4)
-    assert [own.go_on for own in confidence.judge(batch, [-0.01] * 4)] == [True] * 4
+    assert [own.continue_ for own in confidence.score(batch, [-0.01] * 4)] == [True] * 4
     confidence.start(batch, [DEPTH] * 4)
-    assert [own.go_on for own in confidence.judge(batch[:1], [-0.01])] == [False]
+    assert [own.continue_ for own in confidence.score(batch[:1], [-0.01])] == [False]
 
 
 def test_what_must_not_be_judged_is_left_alone():
-    confidence = Confidence(Survival())
+    confidence = Confidence(AcceptanceModel())
     confidence.prices = Prices(row=2.0, step=2.0, level=2.0)
     block, other = request("0", temperature=1.0, acceptance="block"), request("1", proposer="combined")
     for own in (block, other):
         assert draft(confidence, own, [-9.0, -9.0]) == [(True, True)] * 2
-        assert confidence.settle(own.request_id, 2, 0) is None
+        assert confidence.update(own.request_id, 2, 0) is None
 
 
 def test_the_controller_opens_chains_at_the_prices_of_its_plan():
-    survival = with_rates([0.9, 0.1])
-    confidence = Confidence(survival)
-    controller = Controller(make_costs(row=0.5, draft=0.3), survival, confidence)
+    acceptance = with_rates([0.9, 0.1])
+    confidence = Confidence(acceptance)
+    controller = Controller(make_costs(row=0.5, draft=0.3), acceptance, confidence)
     candidates = [*chains(2, DEPTH), Candidate("2", "ngram", Budget(4, 4))]
     controller.plan(("0", "1", "2"), 3, candidates)
     assert controller.budget("0", Budget(DEPTH, DEPTH)) == Budget(DEPTH, DEPTH)
@@ -99,7 +99,7 @@ def test_the_controller_opens_chains_at_the_prices_of_its_plan():
     assert prices.step == pytest.approx(0.0)
     assert prices.level == pytest.approx(0.3 * speed)
     draft(confidence, request("0"), [-0.1] * 3)
-    controller.drafted("0", "head", LATE, chain(3, 3))
+    controller.record_draft("0", "head", LATE, chain(3, 3))
     assert confidence.errors is not None
     assert controller.forecast is not None
     assert controller.forecast.errors == confidence.errors

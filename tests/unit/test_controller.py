@@ -14,22 +14,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infer.console.card import describe_costs
-from infer.speculation.budget import NOTHING, Budget, Verified, cuts
+from infer.speculation.budget import NOTHING, Budget, VerifiedDraft, candidate_budgets
 from infer.speculation.control import planner as planning
-from infer.speculation.control.acceptance_model import AGES, LATE, Kind, Survival
+from infer.speculation.control.acceptance_model import AGES, LATE, AcceptanceBucket, AcceptanceModel
 from infer.speculation.control.baseline_probe import DRAFTED_STEPS, SETTLES_S
 from infer.speculation.control.confidence import Confidence
-from infer.speculation.control.cost_model import FADES, ContextCost, Costs, CostTable, Curve
+from infer.speculation.control.cost_model import DECAY, ContextCost, CostModel, CostTable, Curve
 from infer.speculation.control.planner import (
-    CLEARLY,
-    KEPT_STEPS,
+    HYSTERESIS,
+    MIN_GAIN,
+    PLAN_STEPS,
     PROBE_SHARE,
-    STAYS,
-    WAKING_STEPS,
+    TRACKING_STEPS,
     Candidate,
     Controller,
     best_plan,
-    divided,
+    split_into_pieces,
 )
 from infer.speculation.control.profiler import (
     LONG_TOKENS,
@@ -44,26 +44,26 @@ from infer.speculation.control.profiler import (
 from tests.drafts import chain
 
 
-def make_costs(row: float, draft: float, fixed: float = 10.0, around: float = 1.0) -> Costs:
+def make_costs(row: float, draft: float, fixed: float = 10.0, around: float = 1.0) -> CostModel:
     """Milliseconds: a verify is `fixed` and `row` for every row, a draft `draft` for every level."""
     batches = (1, 4, 16)
     verify = tuple(Curve((b, 8.0 * b), (fixed + row * b, fixed + 8 * row * b)) for b in batches)
     drafts = tuple(Curve((1.0, 4.0), (draft, 4 * draft)) for _ in batches)
-    return Costs(CostTable(batches, verify, (around,) * 3, {"head": drafts}))
+    return CostModel(CostTable(batches, verify, (around,) * 3, {"head": drafts}))
 
 
 def chains(count: int, depth: int) -> list[Candidate]:
     return [Candidate(str(index), "head", Budget(depth, depth)) for index in range(count)]
 
 
-def with_rates(rates: list[float]) -> Survival:
+def with_rates(rates: list[float]) -> AcceptanceModel:
     """Request i's drafts are right at a rate of its own at every depth, of which there is plenty of evidence."""
-    survival, chance = Survival(), random.Random(0)
+    acceptance, chance = AcceptanceModel(), random.Random(0)
     for index, rate in enumerate(rates):
         for _ in range(300):
             right = next((place for place in range(4) if chance.random() > rate), 4)
-            survival.record(str(index), "head", chain(4, right), 0.0)
-    return survival
+            acceptance.record(str(index), "head", chain(4, right), 0.0)
+    return acceptance
 
 
 def test_curves_go_on_past_their_ends_and_never_below_zero():
@@ -91,8 +91,8 @@ def test_costs_lie_between_the_measured_batches_and_are_corrected_by_steps():
     assert costs.verify(1, 1.0) == pytest.approx(18.0, rel=0.01)
 
 
-def with_context(costs: Costs, first: float, further: float, level: float) -> Costs:
-    return Costs(replace(costs.table, context=100, beyond=ContextCost(first, further, {"head": level})))
+def with_context(costs: CostModel, first: float, further: float, level: float) -> CostModel:
+    return CostModel(replace(costs.table, context=100, beyond=ContextCost(first, further, {"head": level})))
 
 
 def test_longer_requests_cost_more():
@@ -169,7 +169,7 @@ def test_a_known_machine_is_measured_as_it_is(context, holds, beyond):
     machine = KnownMachine(holds)
     table = profile(machine, context=context)
     assert (table.batches, table.context) == ((1, 2, 4), PROMPT_TOKENS)
-    costs = Costs(table)
+    costs = CostModel(table)
     assert costs.plain(2) == pytest.approx(14.25e-3)
     assert costs.verify(4, 12.0) == pytest.approx(26.25e-3)
     assert costs.draft("head", 4, 3) == pytest.approx(6e-3)
@@ -217,7 +217,7 @@ def test_a_draft_whose_chains_end_one_by_one_teaches_what_a_level_costs():
     batches = (1, 2, 4)
     drafts = tuple(Curve((1.0, 4.0), (1.0 + batch, 4 * (1.0 + batch))) for batch in batches)
     verify = tuple(Curve((float(batch),), (10.0,)) for batch in batches)
-    costs = Costs(CostTable(batches, verify, (0.0,) * 3, {"head": drafts}))
+    costs = CostModel(CostTable(batches, verify, (0.0,) * 3, {"head": drafts}))
     for _ in range(600):
         costs.learn_draft("head", [4, 2, 1], 2 * (5.0 + 3.0 + 2.0))
     assert costs.draft("head", 4, 1) == pytest.approx(10.0, rel=0.01)
@@ -226,7 +226,7 @@ def test_a_draft_whose_chains_end_one_by_one_teaches_what_a_level_costs():
 
 def test_rows_that_took_no_time_when_they_were_measured_can_become_dear():
     verify = (Curve((1.0, 4.0), (10.0, 9.9)), Curve((4.0, 64.0), (10.0, 70.0)))
-    costs = Costs(CostTable((1, 4), verify, (0.0, 0.0), {}))
+    costs = CostModel(CostTable((1, 4), verify, (0.0, 0.0), {}))
     assert costs.verify(1, 4.0) == pytest.approx(10.9)
     assert costs.verify(1, np.array([1.0, 4.0])) == pytest.approx([10.0, 10.9])
     for _ in range(600):
@@ -267,10 +267,13 @@ def test_what_drafts_have_taught_fades_while_nobody_drafts():
         costs.learn_draft("head", [1, 1], 12.0)
     assert costs.draft("head", 1, 2) == pytest.approx(12.0, rel=0.01)
     assert costs.verify(1, 8.0) > table.verify(1, 8.0) + 5.0
-    controller, nobody = Controller(costs, Survival()), [own._replace(ready=False, wakes=False) for own in chains(1, 4)]
-    for _ in range(70 * KEPT_STEPS):
+    controller, nobody = (
+        Controller(costs, AcceptanceModel()),
+        [own._replace(ready=False, worth_tracking=False) for own in chains(1, 4)],
+    )
+    for _ in range(70 * PLAN_STEPS):
         controller.plan(("0",), 1, nobody)
-        controller.stepped(1, 1, 0.0, table.plain(1))
+        controller.record_step(1, 1, 0.0, table.plain(1))
     assert costs.draft("head", 1, 2) == pytest.approx(table.draft("head", 1, 2), rel=0.01)
     assert costs.verify(1, 8.0) == pytest.approx(table.verify(1, 8.0), rel=0.01)
 
@@ -292,9 +295,9 @@ def test_what_drafts_have_taught_fades_by_the_second_and_is_then_learnt_anew_soo
         costs.learn(batch=1, rows=8, seconds=float(table.verify(1, 8.0)) + 5.0)
     learnt = beyond()
     for part in (0.25, 0.75, 1.0):  # 2 seconds, in pieces
-        costs.fade(part)
-    assert beyond() == pytest.approx(FADES**2 * learnt, rel=0.05)
-    costs.fade(100.0)
+        costs.decay(part)
+    assert beyond() == pytest.approx(DECAY**2 * learnt, rel=0.05)
+    costs.decay(100.0)
     faded = beyond()
     assert faded == pytest.approx(0.0, abs=0.05 * learnt)
     costs.learn(batch=1, rows=8, seconds=float(table.verify(1, 8.0)) + 5.0)
@@ -302,10 +305,10 @@ def test_what_drafts_have_taught_fades_by_the_second_and_is_then_learnt_anew_soo
 
 
 def test_a_probe_pays_for_the_change_back_too():
-    controller = Controller(make_costs(row=9.0, draft=9.0), Survival())
+    controller = Controller(make_costs(row=9.0, draft=9.0), AcceptanceModel())
     controller.plan(("0",), 1, chains(1, 4))
     _, price = controller._price_probe(1)
-    controller._settling.change_s = 2.5
+    controller._baseline.switch_s = 2.5
     assert controller._price_probe(1)[1] == pytest.approx(price + 2.5)
 
 
@@ -325,7 +328,7 @@ def test_who_always_drafts_still_hears_what_a_plain_step_costs():
         rows = 4 + sum(controller.budget(name, Budget(4, 4)).nodes for name in "0123")
         plain_steps += rows == 4
         verify = float(table.verify(4, float(rows)))
-        controller.stepped(4, rows, 0.4 if rows > 4 else 0.0, verify + 0.4 if rows > 4 else 0.5 * verify)
+        controller.record_step(4, rows, 0.4 if rows > 4 else 0.0, verify + 0.4 if rows > 4 else 0.5 * verify)
     assert controller.current.budgets
     assert 0 < plain_steps <= 2 * steps / DRAFTED_STEPS
     assert controller.costs.plain(4) == pytest.approx(0.5 * table.plain(4), rel=0.15)
@@ -339,11 +342,11 @@ def test_of_short_steps_only_some_teach_what_they_cost(monkeypatch):
     """
     costs, learnt = make_costs(row=0.1, draft=0.1), []
     monkeypatch.setattr(costs, "learn", lambda **step: learnt.append(step["rows"]) or 1.0)
-    controller = Controller(costs, Survival())
+    controller = Controller(costs, AcceptanceModel())
     for rows, seconds, taught in ((3, 1e-3, 10), (1, 1e-3, 10 - 1000 * SETTLES_S / 10), (3, 0.5, 100), (1, 0.5, 99)):
         learnt.clear()
         for _ in range(100):
-            controller.stepped(1, rows, 0.0, seconds)
+            controller.record_step(1, rows, 0.0, seconds)
         assert (len(learnt), set(learnt)) == (pytest.approx(taught, abs=1), {rows})
 
 
@@ -351,9 +354,9 @@ def test_who_comes_while_others_are_drafted_for_is_so_too_and_changes_no_plan(mo
     controller, plans = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9] * 4)), []
     made = planning.best_plan
     monkeypatch.setattr(planning, "best_plan", lambda *own: plans.append(own[0]) or made(*own))
-    sampled = Candidate("s", "head", Budget(4, 4), kind=Kind(sampled=True))
+    sampled = Candidate("s", "head", Budget(4, 4), bucket=AcceptanceBucket(sampled=True))
     other = Candidate("o", "ngram", Budget(4, 4))
-    unwoken = Candidate("u", "head", Budget(4, 4), ready=False, wakes=False)
+    unwoken = Candidate("u", "head", Budget(4, 4), ready=False, worth_tracking=False)
 
     def plan(names: str, load: int) -> dict[str, int]:
         known = [own._replace(request_id=name) for own, name in zip(chains(len(names), 4), names, strict=True)]
@@ -377,43 +380,43 @@ def test_who_comes_while_others_are_drafted_for_is_so_too_and_changes_no_plan(mo
 
 def test_to_begin_drafting_must_gain_what_changing_back_costs():
     costs = make_costs(row=0.1, draft=0.1)
-    again, survival = make_costs(row=0.1, draft=0.1), with_rates([0.9] * 4)
-    gain = best_plan(4, chains(4, 4), costs, survival, 0).speedup - 1
-    assert best_plan(4, chains(4, 4), costs, survival, 0, gain - 2 * CLEARLY).budgets
-    assert not best_plan(4, chains(4, 4), costs, survival, 0, gain).budgets
-    controller = Controller(again, survival)
-    ahead, lost = Kind.counts(0.0, 64, 128), 2 * gain * KEPT_STEPS * again.plain(4)
-    assert controller.outlook("head", Budget(4, 4), 4, ahead)
-    controller._settling.change_s = lost
-    assert not controller.outlook("head", Budget(4, 4), 4, ahead)
+    again, acceptance = make_costs(row=0.1, draft=0.1), with_rates([0.9] * 4)
+    gain = best_plan(4, chains(4, 4), costs, acceptance, 0).speedup - 1
+    assert best_plan(4, chains(4, 4), costs, acceptance, 0, gain - 2 * MIN_GAIN).budgets
+    assert not best_plan(4, chains(4, 4), costs, acceptance, 0, gain).budgets
+    controller = Controller(again, acceptance)
+    ahead, lost = AcceptanceBucket.counts(0.0, 64, 128), 2 * gain * PLAN_STEPS * again.plain(4)
+    assert controller.should_track("head", Budget(4, 4), 4, ahead)
+    controller._baseline.switch_s = lost
+    assert not controller.should_track("head", Budget(4, 4), 4, ahead)
     controller.plan(tuple("0123"), 4, chains(4, 4))
     assert not controller.current.budgets
-    controller._settling.change_s = 0.0
-    for _ in range(KEPT_STEPS):
+    controller._baseline.switch_s = 0.0
+    for _ in range(PLAN_STEPS):
         controller.plan(tuple("0123"), 4, chains(4, 4))
     assert controller.current.budgets
-    controller._settling.change_s = lost  # of no account for those who draft
-    assert controller.outlook("head", Budget(4, 4), 4, ahead)
+    controller._baseline.switch_s = lost  # of no account for those who draft
+    assert controller.should_track("head", Budget(4, 4), 4, ahead)
 
 
 @pytest.mark.parametrize(
-    ("count", "milliseconds", "judged"), [(4, 1.0, False), (1, 0.3, False), (1, 10.0, True), (4, 100.0, True)]
+    ("count", "milliseconds", "scored"), [(4, 1.0, False), (1, 0.3, False), (1, 10.0, True), (4, 100.0, True)]
 )
-def test_chains_are_judged_where_a_step_takes_long_enough(count, milliseconds, judged):
+def test_chains_are_judged_where_a_step_takes_long_enough(count, milliseconds, scored):
     table = make_costs(row=0.3, draft=0.1).table
 
     def scaled(curves: tuple[Curve, ...]) -> tuple[Curve, ...]:
         return tuple(Curve(own.sizes, tuple(milliseconds * 1e-3 * value for value in own.seconds)) for own in curves)
 
     drafts = {"head": scaled(table.drafts["head"])}
-    costs = Costs(replace(table, verify=scaled(table.verify), around=(0.0,) * 3, drafts=drafts))
-    survival = with_rates([0.7] * count)
-    controller = Controller(costs, survival, Confidence(survival))
+    costs = CostModel(replace(table, verify=scaled(table.verify), around=(0.0,) * 3, drafts=drafts))
+    acceptance = with_rates([0.7] * count)
+    controller = Controller(costs, acceptance, Confidence(acceptance))
     names = tuple(map(str, range(count)))
     controller.plan(names, count, chains(count, 4))
     assert controller.current.budgets
-    assert controller.confidence.judging == judged
-    assert (controller.confidence.prices is not None) == judged
+    assert controller.confidence.scoring == scored
+    assert (controller.confidence.prices is not None) == scored
 
 
 def test_what_a_draft_costs_whatever_its_depth_is_told_from_what_levels_cost():
@@ -451,37 +454,37 @@ def test_a_machine_that_becomes_slower_makes_all_costs_grow_alike(rows, within):
 )
 def test_no_plan_of_chains_is_much_better_than_the_chosen_one(rates, row, draft):
     depth, batch = 3, len(rates)
-    costs, survival = make_costs(row, draft), with_rates(rates)
-    chances = [survival.chances(str(index), "head", depth) for index in range(batch)]
+    costs, acceptance = make_costs(row, draft), with_rates(rates)
+    chances = [acceptance.chances(str(index), "head", depth) for index in range(batch)]
 
     def speed(depths: tuple[int, ...]) -> float:
         tokens = batch + sum(sum(own[:asked]) for own, asked in zip(chances, depths, strict=True))
         drafting = costs.draft("head", batch, max(depths)) if max(depths) else 0.0
         return tokens / (costs.verify(batch, float(batch + sum(depths))) + drafting)
 
-    plan = best_plan(batch, chains(batch, depth), costs, survival, 0)
+    plan = best_plan(batch, chains(batch, depth), costs, acceptance, 0)
     asked = tuple(plan.budgets.get(str(index), NOTHING).depth for index in range(batch))
     best = max(speed(depths) for depths in itertools.product(range(depth + 1), repeat=batch))
     assert plan.speed == pytest.approx(speed(asked), rel=1e-6)
-    assert plan.speed >= best / (1 + CLEARLY) / (1 + STAYS)
+    assert plan.speed >= best / (1 + MIN_GAIN) / (1 + HYSTERESIS)
     assert plan.speed >= speed((0,) * batch)
 
 
 def test_cheap_rows_are_drafted_and_dear_ones_are_not():
-    survival = with_rates([0.9, 0.1])
-    cheap = best_plan(2, chains(2, 4), make_costs(row=0.1, draft=0.1), survival, 0)
+    acceptance = with_rates([0.9, 0.1])
+    cheap = best_plan(2, chains(2, 4), make_costs(row=0.1, draft=0.1), acceptance, 0)
     assert cheap.budgets["0"].depth == 4
     assert cheap.budgets.get("1", NOTHING).depth < 4
-    assert best_plan(2, chains(2, 4), make_costs(row=20.0, draft=0.1), survival, 0).budgets == {}
-    assert best_plan(2, chains(2, 4), make_costs(row=0.1, draft=50.0), survival, 0).budgets == {}
+    assert best_plan(2, chains(2, 4), make_costs(row=20.0, draft=0.1), acceptance, 0).budgets == {}
+    assert best_plan(2, chains(2, 4), make_costs(row=0.1, draft=50.0), acceptance, 0).budgets == {}
 
 
-def tree(path: list[int], nodes: int = 16) -> Verified:
+def tree(path: list[int], nodes: int = 16) -> VerifiedDraft:
     """A draft of as many nodes, four deep, of which those were accepted."""
-    return Verified(Budget(nodes, 4), nodes, 4, path)
+    return VerifiedDraft(Budget(nodes, 4), nodes, 4, path)
 
 
-def drawn(chance: random.Random, ranks: list[float], nodes: int) -> Verified:
+def drawn(chance: random.Random, ranks: list[float], nodes: int) -> VerifiedDraft:
     return tree([node for node, rank in enumerate(ranks[:nodes], start=1) if chance.random() < rank], nodes)
 
 
@@ -490,13 +493,13 @@ RANKS = [0.8, 0.5, 0.4, 0.2, 0.15, 0.1, 0.08, 0.06] + [0.01] * 8
 
 def test_of_a_tree_the_best_nodes_are_drafted_as_far_as_they_pay():
     """Each of them brings as much as its rank was seen to, and costs a row."""
-    survival, chance, candidate = Survival(), random.Random(0), Candidate("0", "head", Budget(16, 4))
+    acceptance, chance, candidate = AcceptanceModel(), random.Random(0), Candidate("0", "head", Budget(16, 4))
     for _ in range(1000):
-        survival.record("0", "head", drawn(chance, RANKS, 16), 0.0)
+        acceptance.record("0", "head", drawn(chance, RANKS, 16), 0.0)
     sizes = []
     for row in (0.01, 1.0, 3.0, 30.0):
         costs = make_costs(row=row, draft=0.1)
-        plan = best_plan(1, [candidate], costs, survival, 0)
+        plan = best_plan(1, [candidate], costs, acceptance, 0)
         nodes = plan.budgets.get("0", NOTHING).nodes
         speeds = {n: (1 + sum(RANKS[:n])) / (costs.verify(1, 1.0 + n) + 0.4) for n in range(2, 17, 2) if n != 4}
         best = max(speeds.values())
@@ -507,96 +510,102 @@ def test_of_a_tree_the_best_nodes_are_drafted_as_far_as_they_pay():
 
 
 def test_nodes_that_a_smaller_tree_leaves_out_are_tried_again_when_the_text_changes():
-    survival, chance, steps = Survival(), random.Random(0), []
+    acceptance, chance, steps = AcceptanceModel(), random.Random(0), []
     candidate, costs = Candidate("0", "head", Budget(16, 4)), make_costs(row=0.3, draft=0.1)
     for ranks in ([0.5, 0.2] + [0.0] * 14, [0.9, 0.8, 0.6] + [0.4] * 4 + [0.25] * 9):
         for _ in range(1500):
-            nodes = best_plan(1, [candidate], costs, survival, 0).budgets.get("0", NOTHING).nodes
+            nodes = best_plan(1, [candidate], costs, acceptance, 0).budgets.get("0", NOTHING).nodes
             steps.append(nodes)
-            survival.record("0", "head", drawn(chance, ranks, nodes or 16), 0.0)
+            acceptance.record("0", "head", drawn(chance, ranks, nodes or 16), 0.0)
     assert np.mean(steps[1000:1500]) < 6
     assert np.mean(steps[2500:]) > 10
 
 
 def test_what_is_not_known_of_a_trees_ranks_is_taken_from_those_before():
-    survival = Survival({"head": [0.9, 0.8, 0.7, 0.6]})
-    gains = survival.gains("0", "head", Budget(16, 4))
-    assert gains == pytest.approx([0.9 * (1 - 0.8**own.nodes) / 0.2 for own in cuts(Budget(16, 4))])
+    acceptance = AcceptanceModel({"head": [0.9, 0.8, 0.7, 0.6]})
+    gains = acceptance.gains("0", "head", Budget(16, 4))
+    assert gains == pytest.approx([0.9 * (1 - 0.8**own.nodes) / 0.2 for own in candidate_budgets(Budget(16, 4))])
     for _ in range(2000):
-        survival.record("0", "head", tree([1, 2, 5]), 0.0)
-    assert survival.expected("0", "head", tree([])) == pytest.approx(3.0, abs=0.1)
-    assert survival.gains("0", "head", Budget(16, 4))[:2] == pytest.approx([2.0, 3.0], abs=0.1)
-    survival.forget("0")
-    assert survival._requests_ranks == {}
+        acceptance.record("0", "head", tree([1, 2, 5]), 0.0)
+    assert acceptance.expected("0", "head", tree([])) == pytest.approx(3.0, abs=0.1)
+    assert acceptance.gains("0", "head", Budget(16, 4))[:2] == pytest.approx([2.0, 3.0], abs=0.1)
+    acceptance.forget("0")
+    assert acceptance._requests_ranks == {}
 
 
 def test_nodes_that_bring_more_than_those_before_them_are_drafted_with_them():
     """As in a fixed tree, whose nodes stand level by level."""
-    survival, chance = Survival(), random.Random(0)
+    acceptance, chance = AcceptanceModel(), random.Random(0)
     for _ in range(1000):
-        survival.record("0", "head", drawn(chance, [0.5, 0.02, 0.02, 0.02, 0.9, 0.8] + [0.02] * 10, 16), 0.0)
-    pieces = divided([Candidate("0", "head", Budget(16, 4))], survival)
+        acceptance.record("0", "head", drawn(chance, [0.5, 0.02, 0.02, 0.02, 0.9, 0.8] + [0.02] * 10, 16), 0.0)
+    pieces = split_into_pieces([Candidate("0", "head", Budget(16, 4))], acceptance)
     assert pieces[0].budget.nodes == 6
     assert pieces[0].gain == pytest.approx(2.26, abs=0.15)
     shares = [piece.gain / piece.rows for piece in pieces]
     assert shares == sorted(shares, reverse=True)
     assert sum(piece.rows for piece in pieces) == 16
-    assert sum(piece.gain for piece in pieces) == pytest.approx(sum(survival.ranks("0", "head", Budget(16, 4))))
+    assert sum(piece.gain for piece in pieces) == pytest.approx(sum(acceptance.ranks("0", "head", Budget(16, 4))))
     for row, nodes in ((0.5, 6), (9.0, 0)):
-        plan = best_plan(1, [Candidate("0", "head", Budget(16, 4))], make_costs(row=row, draft=0.1), survival, 0)
+        plan = best_plan(1, [Candidate("0", "head", Budget(16, 4))], make_costs(row=row, draft=0.1), acceptance, 0)
         assert plan.budgets.get("0", NOTHING).nodes == nodes
 
 
 def test_the_plan_in_force_stays_while_another_is_hardly_better():
-    survival, costs = with_rates([0.6]), make_costs(row=1.0, draft=0.5)
-    depths = {best_plan(1, chains(1, 4), costs, survival, force).depth for force in range(5)}
+    acceptance, costs = with_rates([0.6]), make_costs(row=1.0, draft=0.5)
+    depths = {best_plan(1, chains(1, 4), costs, acceptance, force).depth for force in range(5)}
     assert len(depths) > 1  # each keeps its own
-    free = best_plan(1, chains(1, 4), costs, survival, 0)
+    free = best_plan(1, chains(1, 4), costs, acceptance, 0)
     for force in range(5):
-        assert best_plan(1, chains(1, 4), costs, survival, force).speed * (1 + STAYS) >= free.speed
+        assert best_plan(1, chains(1, 4), costs, acceptance, force).speed * (1 + HYSTERESIS) >= free.speed
 
 
 def test_chances_follow_a_request_and_start_from_what_its_drafter_showed():
-    survival = Survival({"head": [0.9, 0.8]})
-    assert survival.chances("a", "head", 3) == pytest.approx([0.9, 0.72, 0.576])
+    acceptance = AcceptanceModel({"head": [0.9, 0.8]})
+    assert acceptance.chances("a", "head", 3) == pytest.approx([0.9, 0.72, 0.576])
     for _ in range(16):  # a bad start does not outweigh what training measured
-        survival.record("a", "head", chain(3, 0), 0.0)
-    assert survival.chances("b", "head", 1)[0] > 0.5
+        acceptance.record("a", "head", chain(3, 0), 0.0)
+    assert acceptance.chances("b", "head", 1)[0] > 0.5
     for _ in range(300):
-        survival.record("a", "head", chain(3, 0), 0.0)
-    assert survival.chances("a", "head", 1)[0] < 0.1
-    assert survival.chances("b", "head", 1)[0] < 0.2
+        acceptance.record("a", "head", chain(3, 0), 0.0)
+    assert acceptance.chances("a", "head", 1)[0] < 0.1
+    assert acceptance.chances("b", "head", 1)[0] < 0.2
     for _ in range(60):
-        survival.record("b", "head", chain(3, 3), 0.0)
-    assert survival.chances("b", "head", 3)[2] > 0.6 > 0.2 > survival.chances("a", "head", 1)[0]
-    survival.forget("b")
-    assert survival.chances("b", "head", 1)[0] < 0.8
+        acceptance.record("b", "head", chain(3, 3), 0.0)
+    assert acceptance.chances("b", "head", 3)[2] > 0.6 > 0.2 > acceptance.chances("a", "head", 1)[0]
+    acceptance.forget("b")
+    assert acceptance.chances("b", "head", 1)[0] < 0.8
 
 
 @pytest.mark.parametrize(("misses", "drafts"), [(8, True), (60, False)])
 def test_a_few_misses_in_a_row_end_no_drafts_but_many_do(misses, drafts):
-    survival, chance = Survival(), random.Random(0)
+    acceptance, chance = AcceptanceModel(), random.Random(0)
 
     def others(count: int) -> None:  # right at a rate of 0.45, as drafts of sampled texts are
         for index in range(count):
             right = next((place for place in range(4) if chance.random() > 0.45), 4)
-            survival.record(f"other {index}", "head", chain(4, right), 0.0)
+            acceptance.record(f"other {index}", "head", chain(4, right), 0.0)
 
     others(1000)
     for _ in range(misses):
-        survival.record("0", "head", chain(4, 0), 0.0)
+        acceptance.record("0", "head", chain(4, 0), 0.0)
         others(20)  # so that the drafter's own share stays
     costs = make_costs(row=0.2, draft=0.2, fixed=2.1, around=0.7)
-    assert bool(best_plan(1, chains(1, 4), costs, survival, 0).budgets) == drafts
+    assert bool(best_plan(1, chains(1, 4), costs, acceptance, 0).budgets) == drafts
 
 
 def test_what_a_texts_beginning_shows_says_nothing_of_its_end():
-    survival = Survival({"head": [0.8]})
+    acceptance = AcceptanceModel({"head": [0.8]})
     for _ in range(300):
-        survival.record("a", "head", chain(1, 0), 0.0, Kind.of(0.0, emitted=0))
-    assert survival.chances("b", "head", 1, Kind.of(0.0, AGES[0] - 1))[0] < 0.2
-    assert survival.chances("a", "head", 1, Kind.of(0.0, AGES[-1])) == survival.chances("a", "head", 1, LATE) == (0.8,)
-    assert survival.chances("b", "head", 1, Kind.of(0.7, 0)) == (0.5,)  # what training measured is of greedy drafts
+        acceptance.record("a", "head", chain(1, 0), 0.0, AcceptanceBucket.of(0.0, emitted=0))
+    assert acceptance.chances("b", "head", 1, AcceptanceBucket.of(0.0, AGES[0] - 1))[0] < 0.2
+    assert (
+        acceptance.chances("a", "head", 1, AcceptanceBucket.of(0.0, AGES[-1]))
+        == acceptance.chances("a", "head", 1, LATE)
+        == (0.8,)
+    )
+    assert acceptance.chances("b", "head", 1, AcceptanceBucket.of(0.7, 0)) == (
+        0.5,
+    )  # what training measured is of greedy drafts
 
 
 @pytest.mark.parametrize(
@@ -604,26 +613,29 @@ def test_what_a_texts_beginning_shows_says_nothing_of_its_end():
     [(0, 64, [16, 16, 32]), (20, 36, [12, 4]), (0, 10, [10]), (40, 41, [1]), (5, 5, [0])],
 )
 def test_what_is_ahead_of_a_text_by_age(emitted, end, counts):
-    found = Kind.counts(0.0, emitted, end)
+    found = AcceptanceBucket.counts(0.0, emitted, end)
     assert list(found.values()) == counts
     assert list(found) == sorted(found)
 
 
 def test_a_short_text_is_not_worth_following_for_what_only_its_end_would_gain():
-    controller = Controller(make_costs(row=0.5, draft=0.5), Survival({"head": [0.9] * 4}))
+    controller = Controller(make_costs(row=0.5, draft=0.5), AcceptanceModel({"head": [0.9] * 4}))
     for age in range(len(AGES)):
         for _ in range(300):
-            controller.survival.record("a", "head", chain(4, 0), 0.0, Kind(False, age))
-    outlooks = [controller.outlook("head", Budget(4, 4), 4, Kind.counts(0.0, 0, end)) for end in (16, 32, 34, 256)]
+            controller.acceptance.record("a", "head", chain(4, 0), 0.0, AcceptanceBucket(False, age))
+    outlooks = [
+        controller.should_track("head", Budget(4, 4), 4, AcceptanceBucket.counts(0.0, 0, end))
+        for end in (16, 32, 34, 256)
+    ]
     assert outlooks == [False, False, False, True]
 
 
 def test_who_is_not_worth_waking_is_not_planned_for():
-    for wakes in (True, False):
-        controller = Controller(make_costs(row=0.5, draft=0.5), Survival({"head": [0.9] * 4}))
-        known = [own._replace(ready=False, wakes=wakes) for own in chains(2, 4)]
+    for worth_tracking in (True, False):
+        controller = Controller(make_costs(row=0.5, draft=0.5), AcceptanceModel({"head": [0.9] * 4}))
+        known = [own._replace(ready=False, worth_tracking=worth_tracking) for own in chains(2, 4)]
         controller.plan(tuple(own.request_id for own in known), len(known), known)
-        assert bool(controller.current.budgets) == wakes
+        assert bool(controller.current.budgets) == worth_tracking
 
 
 def test_the_card_says_what_steps_and_drafts_cost():
@@ -646,21 +658,21 @@ def test_the_card_says_what_steps_and_drafts_cost():
 def test_in_a_large_batch_drafts_must_promise_more():
     verify = tuple(Curve((batch, 8.0 * batch), (10.0, 10.0)) for batch in (1.0, 16.0))  # rows are free
     drafts = tuple(Curve((1.0, 4.0), (4.0, 16.0)) for _ in range(2))
-    costs = Costs(CostTable((1, 16), verify, (0.0, 0.0), {"head": drafts}))
-    controller = Controller(costs, Survival({"head": [0.7] * 4}))
+    costs = CostModel(CostTable((1, 16), verify, (0.0, 0.0), {"head": drafts}))
+    controller = Controller(costs, AcceptanceModel({"head": [0.7] * 4}))
     promised = [controller._speedups("head", Budget(4, 4), batch, {LATE: 1})[0] for batch in (1, 16)]
     assert promised[0] == pytest.approx(promised[1])
-    assert [controller.outlook("head", Budget(4, 4), batch, {LATE: 64}) for batch in (1, 16)] == [True, False]
+    assert [controller.should_track("head", Budget(4, 4), batch, {LATE: 64}) for batch in (1, 16)] == [True, False]
 
 
 def test_in_a_large_batch_others_are_drafted_for_at_their_own_ages():
     """A greedy text's drafts are right from its 32nd token on; alone nobody else is drafted for before."""
-    survival = Survival()
-    for kind, right in ((Kind.of(0.0, 0), 0), (Kind.of(0.0, 40), 4)):
+    acceptance = AcceptanceModel()
+    for bucket, right in ((AcceptanceBucket.of(0.0, 0), 0), (AcceptanceBucket.of(0.0, 40), 4)):
         for index in range(600):
-            survival.record(str(index), "head", chain(4, right), right, kind)
-    controller = Controller(make_costs(row=0.01, draft=0.01), survival)
-    half = {Kind.of(0.0, 0): 16, Kind.of(0.0, 40): 16}
+            acceptance.record(str(index), "head", chain(4, right), right, bucket)
+    controller = Controller(make_costs(row=0.01, draft=0.01), acceptance)
+    half = {AcceptanceBucket.of(0.0, 0): 16, AcceptanceBucket.of(0.0, 40): 16}
     (early, late), (young, old) = (controller._speedups("head", Budget(4, 4), batch, half) for batch in (1, 100))
     assert (early, late) == (pytest.approx(1.0, abs=0.1), pytest.approx(5.0, rel=0.1))
     assert young == pytest.approx(old, rel=0.1)
@@ -668,49 +680,53 @@ def test_in_a_large_batch_others_are_drafted_for_at_their_own_ages():
 
 
 def test_a_prompt_that_its_drafter_would_have_to_read_must_be_worth_it():
-    costs = Costs(replace(make_costs(row=0.5, draft=0.5).table, reads={"head": 0.5}))
-    controller = Controller(costs, Survival({"head": [0.9] * 4}))
+    costs = CostModel(replace(make_costs(row=0.5, draft=0.5).table, reads={"head": 0.5}))
+    controller = Controller(costs, AcceptanceModel({"head": [0.9] * 4}))
     outlooks = [
-        controller.outlook("head", Budget(4, 4), 1, Kind.counts(0.0, 0, 64), unread) for unread in (0, 64, 4096)
+        controller.should_track("head", Budget(4, 4), 1, AcceptanceBucket.counts(0.0, 0, 64), unread)
+        for unread in (0, 64, 4096)
     ]
     assert outlooks == [True, True, False]
 
 
 def test_a_beginning_that_fails_does_not_end_drafting_for_what_follows():
     """Of texts of 96 tokens the first 32 are never guessed and the rest always, where drafting would pay twice over."""
-    controller = Controller(make_costs(row=0.5, draft=0.5), Survival())
+    controller = Controller(make_costs(row=0.5, draft=0.5), AcceptanceModel())
     lengths, emitted, seconds = dict.fromkeys("0123", 0), 0, 0.0
     for _ in range(4000):
-        known = [Candidate(name, "head", Budget(4, 4), kind=Kind.of(0.0, length)) for name, length in lengths.items()]
+        known = [
+            Candidate(name, "head", Budget(4, 4), bucket=AcceptanceBucket.of(0.0, length))
+            for name, length in lengths.items()
+        ]
         controller.plan(tuple(lengths), len(lengths), known)
         asked = {own.request_id: controller.budget(own.request_id, own.allowed).depth for own in known}
         drafting = controller.costs.draft("head", len(known), max(asked.values()))
         whole = controller.costs.verify(4, 4.0 + sum(asked.values())) + drafting
         for name, depth in asked.items():
             right = depth if lengths[name] >= AGES[-1] else 0
-            controller.drafted(name, "head", Kind.of(0.0, lengths[name]), chain(depth, right))
+            controller.record_draft(name, "head", AcceptanceBucket.of(0.0, lengths[name]), chain(depth, right))
             lengths[name] += 1 + right
             emitted += 1 + right
             if lengths[name] >= 96:
                 controller.forget(name)
                 lengths[name] = 0
-        controller.stepped(4, 4 + sum(asked.values()), drafting, whole)
+        controller.record_step(4, 4 + sum(asked.values()), drafting, whole)
         seconds += whole
     assert emitted / seconds > 1.25 * 4 / controller.costs.plain(4)
 
 
 def test_who_comes_between_two_plans_is_judged_by_one_calculation(monkeypatch):
-    controller, asked = Controller(make_costs(row=0.5, draft=0.5), Survival({"head": [0.9] * 4})), []
+    controller, asked = Controller(make_costs(row=0.5, draft=0.5), AcceptanceModel({"head": [0.9] * 4})), []
     verify = controller.costs.verify
     monkeypatch.setattr(controller.costs, "verify", lambda *sizes: (asked.append(sizes), verify(*sizes))[1])
-    ahead = Kind.counts(0.0, 64, 128)
-    assert all(controller.outlook("head", Budget(4, 4), 4, ahead) for _ in range(9))
+    ahead = AcceptanceBucket.counts(0.0, 64, 128)
+    assert all(controller.should_track("head", Budget(4, 4), 4, ahead) for _ in range(9))
     assert len(asked) == 1
     for _ in range(300):
-        controller.survival.record("a", "head", chain(4, 0), 0.0, LATE)
+        controller.acceptance.record("a", "head", chain(4, 0), 0.0, LATE)
     for _ in range(20):
         controller.plan(("0",), 1, [])
-    assert not controller.outlook("head", Budget(4, 4), 4, ahead)
+    assert not controller.should_track("head", Budget(4, 4), 4, ahead)
 
 
 def run(controller: Controller, steps: int, rate: float, batch: int = 4, depth: int = 4) -> tuple[float, float, int]:
@@ -725,15 +741,15 @@ def run(controller: Controller, steps: int, rate: float, batch: int = 4, depth: 
         whole = costs.verify(batch, float(rows)) + drafting
         for name, drafted in asked.items():
             right = next((place for place in range(drafted) if chance.random() > rate), drafted)
-            controller.drafted(name, "head", LATE, chain(drafted, right))
+            controller.record_draft(name, "head", LATE, chain(drafted, right))
             tokens += 1 + right
-        controller.stepped(batch, rows, drafting, whole)
+        controller.record_step(batch, rows, drafting, whole)
         seconds, drafting_steps = seconds + whole, drafting_steps + (deepest > 0)
     return seconds, tokens / seconds, drafting_steps
 
 
 def test_where_drafts_do_not_pay_probes_cost_a_bounded_share():
-    controller = Controller(make_costs(row=4.0, draft=3.0), Survival())
+    controller = Controller(make_costs(row=4.0, draft=3.0), AcceptanceModel())
     run(controller, 100, rate=0.3)
     plain = controller.costs.verify(4, 4.0)
     seconds, speed, drafted = run(controller, 1000, rate=0.3)
@@ -743,23 +759,23 @@ def test_where_drafts_do_not_pay_probes_cost_a_bounded_share():
 
 
 def test_a_probe_of_who_is_not_followed_lasts_until_it_has_drafted():
-    controller = Controller(make_costs(row=9.0, draft=9.0), Survival())
+    controller = Controller(make_costs(row=9.0, draft=9.0), AcceptanceModel())
     unfollowed = [own._replace(ready=False) for own in chains(2, 4)]
 
     def step(drafted: int) -> list[str]:
         """Whom it gives a budget; one draft was verified if `drafted`."""
         controller.plan(("0", "1"), 2, unfollowed)
         asked = [name for name in ("0", "1") if controller.budget(name, Budget(4, 4)).nodes]
-        assert asked == [name for name in ("0", "1") if not controller.passes_over(name)]
+        assert asked == [name for name in ("0", "1") if not controller.skips(name)]
         if asked and drafted:
-            controller.drafted(asked[0], "head", LATE, chain(drafted, 0))
-        controller.stepped(2, 2 + drafted, 0.0, 12.0)
+            controller.record_draft(asked[0], "head", LATE, chain(drafted, 0))
+        controller.record_step(2, 2 + drafted, 0.0, 12.0)
         return asked
 
     probes = [(step(drafted=0), index) for index in range(20_000)]
     lasting = [len(list(group)) for asked, group in itertools.groupby(probes, key=lambda own: own[0]) if asked]
     assert len(lasting) > 2
-    assert set(lasting[:-1]) == {WAKING_STEPS}  # the last may be cut off
+    assert set(lasting[:-1]) == {TRACKING_STEPS}  # the last may be cut off
     assert {name for asked, _ in probes for name in asked} == {"0", "1"}
     while step(drafted=0):  # of which some is left
         pass
@@ -770,7 +786,7 @@ def test_a_probe_of_who_is_not_followed_lasts_until_it_has_drafted():
 
 
 def test_where_nobody_drafts_one_who_comes_changes_no_plan():
-    controller, asked = Controller(make_costs(row=9.0, draft=9.0), Survival()), []
+    controller, asked = Controller(make_costs(row=9.0, draft=9.0), AcceptanceModel()), []
 
     def plan(count: int) -> int:
         names = tuple(map(str, range(count)))
@@ -784,13 +800,13 @@ def test_where_nobody_drafts_one_who_comes_changes_no_plan():
 
 
 def test_it_finds_out_when_content_changes():
-    controller = Controller(make_costs(row=0.5, draft=0.7), Survival())
+    controller = Controller(make_costs(row=0.5, draft=0.7), AcceptanceModel())
     run(controller, 400, rate=0.02)
     assert not controller.current.budgets
     _, _, drafted = run(controller, 600, rate=0.95)
     assert drafted > 300
     assert controller.current.budgets
-    assert controller.survival.bias == pytest.approx(1.0, abs=0.15)
+    assert controller.acceptance.bias == pytest.approx(1.0, abs=0.15)
 
 
 def test_budgets_stay_within_what_is_allowed_now():
@@ -825,11 +841,11 @@ def test_a_draft_that_may_have_read_prompts_does_not_say_what_drafts_cost():
 
     def corrected() -> bool:
         verify = float(controller.costs.verify(2, 10.0))
-        controller.stepped(2, 10, 3 * expected, verify + 3 * expected)
+        controller.record_step(2, 10, 3 * expected, verify + 3 * expected)
         return controller.costs.draft("head", 2, controller.current.depth) != pytest.approx(expected)
 
     assert not corrected()
-    controller.stepped(2, 2, 0.0, controller.costs.plain(2))  # what it emits waits to be read
+    controller.record_step(2, 2, 0.0, controller.costs.plain(2))  # what it emits waits to be read
     assert not corrected()
     assert corrected()
 
@@ -840,7 +856,7 @@ def test_a_machine_that_is_slow_for_a_step_teaches_nothing_of_its_drafts():
     depth, table = controller.current.depth, make_costs(row=0.1, draft=0.1)
     drafting, verify = table.draft("head", 2, depth), float(table.verify(2, 10.0))
     for slow in (1.0, 2.0, 0.5, 2.0, 2.0, 2.0):
-        controller.stepped(2, 10, slow * drafting, slow * (verify + drafting))
+        controller.record_step(2, 10, slow * drafting, slow * (verify + drafting))
     whole = controller.costs.plain(2) / table.plain(2)
     assert whole > 1.05
     assert controller.costs.draft("head", 2, depth) == pytest.approx(whole * drafting, rel=0.1)
@@ -853,8 +869,8 @@ def test_a_round_whose_drafts_cannot_be_told_teaches_what_all_of_it_costs():
     rows = 2 * (1 + depth)
     assert depth > 1
     for _ in range(300):
-        controller.stepped(2, rows, None, 3 * (table.verify(2, float(rows)) + table.draft("head", 2, depth)))
-        controller.stepped(2, 2, None, 3 * table.plain(2))
+        controller.record_step(2, rows, None, 3 * (table.verify(2, float(rows)) + table.draft("head", 2, depth)))
+        controller.record_step(2, 2, None, 3 * table.plain(2))
     for own in (lambda own: own.plain(2), lambda own: own.verify(2, float(rows)), lambda own: own.draft("head", 2, 3)):
         assert own(controller.costs) == pytest.approx(3 * own(table), rel=0.02)
 

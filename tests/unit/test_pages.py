@@ -68,7 +68,7 @@ class Ledger(RuleBasedStateMachine):
     @rule()
     def forget(self):
         if not self.held:
-            self.pages.forget()
+            self.pages.clear_cache()
             self.content.clear()
             assert self.pages.find([b"anything"]) == []
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from infer.speculation.budget import Budget
-from infer.speculation.control.acceptance_model import LATE, Survival
-from infer.speculation.control.cost_model import MOST_DOUBTED, Costs, CostTable, Curve, contradiction
+from infer.speculation.control.acceptance_model import LATE, AcceptanceModel
+from infer.speculation.control.cost_model import MOST_DOUBTED, CostModel, CostTable, Curve, contradiction
 from infer.speculation.control.planner import Controller
 from infer.speculation.control.profiler import BATCHES, START_S, Stopwatch, Unmeasured, Work, kept_table
-from infer.speculation.control.trials import TRIAL_SHARE, TRIALS, guessed_costs
+from infer.speculation.control.trials import TRIAL_SHARE, TRIALS, guessed_cost_model
 from tests.drafts import chain
 from tests.unit.test_controller import KnownMachine, chains, make_costs, profile
 
@@ -39,7 +39,7 @@ def test_a_slower_machine_is_measured_for_the_batch_sizes_that_there_is_time_for
     table = profile(machine, max_batch=64)
     assert table.batches in {BATCHES[:count] for count in range(1, len(BATCHES))}
     assert machine.now < START_S
-    assert Costs(table).plain(1) == pytest.approx(4 * (10 + 2 + 0.25) * 1e-3)
+    assert CostModel(table).plain(1) == pytest.approx(4 * (10 + 2 + 0.25) * 1e-3)
 
 
 @pytest.mark.parametrize("times", [40.0, 1000.0])
@@ -124,7 +124,7 @@ def test_what_could_not_be_measured_is_not_kept(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def decode(controller: Controller, machine: Costs, steps: int, rate: float, batch: int = 2) -> list[int]:
+def decode(controller: Controller, machine: CostModel, steps: int, rate: float, batch: int = 2) -> list[int]:
     """The depth of what was drafted in each step, in steps as long as `machine` has them; all start unfollowed."""
     chance, depths = random.Random(1), list[int]()
     for _ in range(steps):
@@ -133,10 +133,10 @@ def decode(controller: Controller, machine: Costs, steps: int, rate: float, batc
         drafted = {own.request_id: controller.budget(own.request_id, own.allowed).depth for own in here}
         for name, depth in drafted.items():
             right = next((place for place in range(depth) if chance.random() > rate), depth)
-            controller.drafted(name, "head", LATE, chain(depth, right))
+            controller.record_draft(name, "head", LATE, chain(depth, right))
         count, rows = sum(depth > 0 for depth in drafted.values()), batch + sum(drafted.values())
         drafting = machine.draft("head", count, max(drafted.values()))
-        controller.stepped(batch, rows, drafting, machine.verify(batch, float(rows)) + drafting)
+        controller.record_step(batch, rows, drafting, machine.verify(batch, float(rows)) + drafting)
         depths.append(max(drafted.values()))
     return depths
 
@@ -145,7 +145,7 @@ def decode(controller: Controller, machine: Costs, steps: int, rate: float, batc
 @pytest.mark.parametrize("slow", [0.1, 1.0, 50.0])
 def test_without_a_profile_it_begins_plain_and_learns_what_drafts_cost(row, draft, pays, slow):
     machine = make_costs(slow * row, slow * draft, fixed=slow * 10e-3, around=slow * 1e-3)
-    controller = Controller(guessed_costs({"head": Budget(4, 4)}), Survival({"head": [0.9] * 4}))
+    controller = Controller(guessed_cost_model({"head": Budget(4, 4)}), AcceptanceModel({"head": [0.9] * 4}))
     assert controller.costs.guessed
     first = decode(controller, machine, 10, rate=0.9)
     assert set(first) == {0}
@@ -163,7 +163,7 @@ def test_without_a_profile_it_begins_plain_and_learns_what_drafts_cost(row, draf
 
 def test_trials_take_a_bounded_share_of_the_time():
     machine = make_costs(row=9e-3, draft=4e-3, fixed=10e-3, around=1e-3)
-    controller = Controller(guessed_costs({"head": Budget(4, 4)}), Survival({"head": [0.9] * 4}))
+    controller = Controller(guessed_cost_model({"head": Budget(4, 4)}), AcceptanceModel({"head": [0.9] * 4}))
     steps = 0
     lost = total = 0.0
     while controller.costs.guessed:
@@ -177,7 +177,7 @@ def test_trials_take_a_bounded_share_of_the_time():
 
 def test_a_table_that_every_step_denies_is_given_up():
     """A table of a busy hour says 154 ms; steps take 4."""
-    costs = Costs(replace(SANE, verify=(Curve((1.0, 8.0), (0.154, 0.16)), *SANE.verify[1:])))
+    costs = CostModel(replace(SANE, verify=(Curve((1.0, 8.0), (0.154, 0.16)), *SANE.verify[1:])))
     for _ in range(MOST_DOUBTED - 1):
         costs.learn(batch=1, rows=1, seconds=4e-3)
     assert costs.plain(1) == pytest.approx(0.155)

@@ -12,24 +12,24 @@ from infer.speculation.control.baseline_probe import (
     RARELY,
     SETTLES_S,
     TEACHES_S,
-    Settling,
+    BaselineProbe,
 )
 
 
-def drafted_before_reminder(settling: Settling, seconds: float, speedup: float = 1.1) -> int:
+def drafted_before_reminder(settling: BaselineProbe, seconds: float, speedup: float = 1.1) -> int:
     """Steps of so many seconds."""
     for count in range(100_000):
         settling.next_step(speedup)
-        if settling.reminds:
+        if settling.probing:
             return count
         settling.drafted(seconds)
-    raise AssertionError("it never reminds")
+    raise AssertionError("it never probing")
 
 
-def plain_in_reminder(settling: Settling, seconds: float) -> list[bool]:
+def plain_in_reminder(settling: BaselineProbe, seconds: float) -> list[bool]:
     """Of the steps of a reminder that has begun, whether they teach."""
     found = []
-    while settling.reminds:
+    while settling.probing:
         found.append(settling.plain(seconds, seconds))
         settling.next_step(1.1)
     return found
@@ -37,7 +37,7 @@ def plain_in_reminder(settling: Settling, seconds: float) -> list[bool]:
 
 @pytest.mark.parametrize("seconds", [0.0005, 0.0013, 0.004, 0.05, 10.0])
 def test_now_and_then_nobody_drafts_until_settled_steps_were_seen(seconds):
-    settling = Settling(known=True)
+    settling = BaselineProbe(known=True)
     for _ in range(3):
         drafted = drafted_before_reminder(settling, seconds)
         assert drafted >= DRAFTED_STEPS
@@ -52,26 +52,26 @@ def test_now_and_then_nobody_drafts_until_settled_steps_were_seen(seconds):
 
 
 def test_seldom_where_drafting_is_much_faster_and_soon_where_nothing_is_known():
-    assert drafted_before_reminder(Settling(known=True), 0.05, speedup=1.6) == pytest.approx(
+    assert drafted_before_reminder(BaselineProbe(known=True), 0.05, speedup=1.6) == pytest.approx(
         RARELY * DRAFTED_S / 0.05, abs=1
     )
-    assert drafted_before_reminder(Settling(known=False), 0.05, speedup=1.6) == EARLY_STEPS
+    assert drafted_before_reminder(BaselineProbe(known=False), 0.05, speedup=1.6) == EARLY_STEPS
 
 
 def test_steps_with_prompts_do_not_prolong_a_reminder():
     """They are not told of, and are no reason to draft nothing until others come."""
-    settling, steps = Settling(known=False), 0
+    settling, steps = BaselineProbe(known=False), 0
     drafted_before_reminder(settling, 0.01)
-    while settling.reminds:
+    while settling.probing:
         settling.next_step(1.1)
         steps += 1
     assert steps == MOST_PROMPTS
 
 
 def test_a_reminder_lasts_while_every_other_step_reads_prompts():
-    settling, taught = Settling(known=True), []
+    settling, taught = BaselineProbe(known=True), []
     drafted_before_reminder(settling, 0.01)
-    while settling.reminds and not any(taught):
+    while settling.probing and not any(taught):
         taught.append(settling.plain(0.004, 0.004))
         settling.next_step(1.1)
         settling.next_step(1.1)
@@ -79,31 +79,31 @@ def test_a_reminder_lasts_while_every_other_step_reads_prompts():
 
 
 def test_what_plain_steps_lose_after_drafted_ones_is_what_a_change_costs():
-    settling = Settling(known=True)
+    settling = BaselineProbe(known=True)
     for _ in range(30):
         settling.drafted(0.005)
         for lost in (0.002, 0.001, *[0.0] * 8):  # of steps of 4 ms
             settling.plain(0.004 + lost, 0.004)
-    assert settling.change_s == pytest.approx(0.003, rel=0.01)
+    assert settling.switch_s == pytest.approx(0.003, rel=0.01)
     settling.drafted(0.005)
     settling.plain(0.02, 0.004)  # drafts come again before it has settled
     settling.drafted(0.005)
-    assert settling.change_s == pytest.approx(0.003, rel=0.01)
+    assert settling.switch_s == pytest.approx(0.003, rel=0.01)
     for _ in range(30):
         settling.drafted(0.005)
         for _ in range(10):
             settling.plain(0.0035, 0.004)
-    assert settling.change_s == pytest.approx(0.0, abs=1e-4)
+    assert settling.switch_s == pytest.approx(0.0, abs=1e-4)
 
 
 def test_an_odd_plain_step_puts_no_reminder_off():
-    settling = Settling(known=True)
+    settling = BaselineProbe(known=True)
     for count in range(10 * DRAFTED_STEPS):
         settling.next_step(1.1)
-        if settling.reminds:
+        if settling.probing:
             break
         if count % 5 == 4:
             settling.plain(0.004, 0.004)
         else:
             settling.drafted(0.05)
-    assert settling.reminds
+    assert settling.probing

@@ -39,7 +39,7 @@ class Machine:
             counts.append(threads.count(rows))
             took = self.seconds(rows, counts[-1])
             self.stepping += took
-            threads.stepped(rows, took)
+            threads.record_step(rows, took)
         return counts
 
 
@@ -90,9 +90,9 @@ def test_threads_that_are_about_as_fast_are_left_as_they_are():
     machine = Machine()
     threads = Threads(ThreadPlan(2, 2), lambda rows, count: (CLEARLY + 0.05) if count == 1 else 1.0, 2)
     for _ in range(400):
-        threads.stepped(1, machine.step)
+        threads.record_step(1, machine.step)
     for _ in range(4000):
-        threads.stepped(1, 5 * machine.step)
+        threads.record_step(1, 5 * machine.step)
     assert threads.plan == ThreadPlan(2, 2)
 
 

@@ -6,9 +6,9 @@ drafter's scores, and how often the r-th of them was on the accepted path tells 
 rate is a share of recent hits, shrunk towards the drafter's rate while the request has little evidence. Evidence
 decays, so that a change of content is noticed.
 
-Each acceptance bucket (`Kind`) has separate evidence: sampled tokens are predicted less often than greedy ones, and
-those at the beginning of an output less often than later ones. Drafts are tried where outputs begin and given up where
-they fail, so without ages a drafter would be judged by its worst tokens alone.
+Each acceptance bucket has separate evidence: sampled tokens are predicted less often than greedy ones, and those at the
+beginning of an output less often than later ones. Drafts are tried where outputs begin and given up where they fail, so
+without ages a drafter would be judged by its worst tokens alone.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from infer.request import Request
-from infer.speculation.budget import Budget, Verified, cuts
+from infer.speculation.budget import Budget, VerifiedDraft, candidate_budgets
 
 UNKNOWN = 0.5  # conditional acceptance rate of a drafter without evidence
-OWN_FADES, DRAFTERS_FADE = 0.97, 0.995  # decay of evidence per draft: of a request, and of a drafter
-LATELY = 0.98  # the same for the calibration that is displayed
+REQUEST_DECAY, DRAFTER_DECAY = 0.97, 0.995  # decay of evidence per draft: of a request, and of a drafter
+BIAS_DECAY = 0.98  # the same for the calibration that is displayed
 # The drafter's rate counts like this many drafts of the request. With a quarter of it a few misses in a row, which
 # chance alone produces in any sampled text, put an end to its drafts (LOG.md).
-OWN_WEIGHT = 16.0
+REQUEST_WEIGHT = 16.0
 UNKNOWN_WEIGHT = 4.0  # number of drafts that UNKNOWN counts like
 # The rates measured in training count like this many drafts. The first drafts after a prompt, of a whole batch at once,
 # are worse than those within the model's output, and would otherwise put an end to drafting.
@@ -38,43 +38,43 @@ AGES = (16, 32)  # numbers of emitted tokens at which the next age begins
 NEXT_RANK = 0.8
 
 
-class Kind(NamedTuple):
+class AcceptanceBucket(NamedTuple):
     """Acceptance bucket: drafts that are right about equally often."""
 
     sampled: bool = False
     age: int = len(AGES)
 
     @classmethod
-    def of(cls, temperature: float, emitted: int) -> Kind:
+    def of(cls, temperature: float, emitted: int) -> AcceptanceBucket:
         return cls(temperature > 0, bisect_right(AGES, emitted))
 
     @classmethod
-    def counts(cls, temperature: float, emitted: int, end: int) -> dict[Kind, int]:
+    def counts(cls, temperature: float, emitted: int, end: int) -> dict[AcceptanceBucket, int]:
         """Return how many of an output's tokens from `emitted` to `end` are in each bucket."""
         edges = [emitted, *(age for age in AGES if emitted < age < end), end]
         return {cls.of(temperature, first): last - first for first, last in pairwise(edges)}
 
 
-LATE = Kind()  # greedy drafts at the last age
+LATE = AcceptanceBucket()  # greedy drafts at the last age
 LOOKAHEAD = 256  # tokens: few outputs reach max_tokens
 
 
-def next_kind(request: Request) -> Kind:
+def next_bucket(request: Request) -> AcceptanceBucket:
     """Return the acceptance bucket of the tokens that are drafted next for the request."""
-    return Kind.of(request.params.temperature, request.output_length)
+    return AcceptanceBucket.of(request.params.temperature, request.output_length)
 
 
-def kinds_ahead(request: Request) -> dict[Kind, int]:
+def buckets_ahead(request: Request) -> dict[AcceptanceBucket, int]:
     """Return how many tokens the request may still emit in each acceptance bucket, up to LOOKAHEAD."""
     begin = request.output_length
-    return Kind.counts(request.params.temperature, begin, min(request.params.max_tokens, begin + LOOKAHEAD))
+    return AcceptanceBucket.counts(request.params.temperature, begin, min(request.params.max_tokens, begin + LOOKAHEAD))
 
 
 @dataclass
 class Shares:
     """By depth, decayed counts of drafts that reached it, and of those that were right there."""
 
-    fades: float
+    decay: float
     tried: list[float] = field(default_factory=list)
     right: list[float] = field(default_factory=list)
 
@@ -86,8 +86,8 @@ class Shares:
             self.tried += [0.0] * missing
             self.right += [0.0] * missing
         for place in range(reached):
-            self.tried[place] = self.fades * self.tried[place] + 1.0
-            self.right[place] = self.fades * self.right[place] + (place < accepted)
+            self.tried[place] = self.decay * self.tried[place] + 1.0
+            self.right[place] = self.decay * self.right[place] + (place < accepted)
 
     def conditional(self, depth: int, prior: Sequence[float], weight: float) -> list[float]:
         found = []
@@ -102,7 +102,7 @@ class Shares:
 class Ranks:
     """By rank from 0, decayed counts of drafts that had such a node, and of those where it was accepted."""
 
-    fades: float
+    decay: float
     tried: list[float] = field(default_factory=list)
     right: list[float] = field(default_factory=list)
 
@@ -115,8 +115,8 @@ class Ranks:
         if missing > 0:
             self.tried += [0.0] * missing
             self.right += [0.0] * missing
-        self.tried = [self.fades * own + (rank < nodes) for rank, own in enumerate(self.tried)]
-        self.right = [self.fades * own for own in self.right]
+        self.tried = [self.decay * own + (rank < nodes) for rank, own in enumerate(self.tried)]
+        self.right = [self.decay * own for own in self.right]
         for node in path:
             self.right[node - 1] += 1.0
 
@@ -125,7 +125,7 @@ class Ranks:
         return (right + weight * prior) / (tried + weight)
 
 
-class Survival:
+class AcceptanceModel:
     """The acceptance model of all requests.
 
     `priors`: by drafter, the conditional acceptance rates by depth that training measured on greedy drafts.
@@ -133,75 +133,77 @@ class Survival:
 
     def __init__(self, priors: Mapping[str, Sequence[float]] | None = None) -> None:
         self._priors = dict(priors or {})
-        self._drafters: dict[tuple[str, Kind], Shares] = {}
-        self._requests: dict[tuple[str, str, Kind], Shares] = {}
+        self._drafters: dict[tuple[str, AcceptanceBucket], Shares] = {}
+        self._requests: dict[tuple[str, str, AcceptanceBucket], Shares] = {}
         # The same for trees, by rank.
-        self._drafters_ranks: dict[tuple[str, Kind], Ranks] = {}
-        self._requests_ranks: dict[tuple[str, str, Kind], Ranks] = {}
+        self._drafters_ranks: dict[tuple[str, AcceptanceBucket], Ranks] = {}
+        self._requests_ranks: dict[tuple[str, str, AcceptanceBucket], Ranks] = {}
         self._expected = self._emitted = 0.0
         # Probabilities cached until the next `record`: of chains by depth, of trees by rank.
-        self._known: dict[tuple[str, str, int, Kind], tuple[float, ...]] = {}
-        self._known_ranks: dict[tuple[str, str, Budget, Kind], tuple[float, ...]] = {}
+        self._known: dict[tuple[str, str, int, AcceptanceBucket], tuple[float, ...]] = {}
+        self._known_ranks: dict[tuple[str, str, Budget, AcceptanceBucket], tuple[float, ...]] = {}
 
-    def record(self, request_id: str, drafter: str, draft: Verified, expected: float, kind: Kind = LATE) -> None:
+    def record(
+        self, request_id: str, drafter: str, draft: VerifiedDraft, expected: float, bucket: AcceptanceBucket = LATE
+    ) -> None:
         """Record the outcome of a draft, of which `expected` tokens had been expected to be accepted."""
         self._known.clear()
         self._known_ranks.clear()
         accepted = len(draft.path)
-        self._drafters.setdefault((drafter, kind), Shares(DRAFTERS_FADE)).record(draft.depth, accepted)
-        self._requests.setdefault((request_id, drafter, kind), Shares(OWN_FADES)).record(draft.depth, accepted)
+        self._drafters.setdefault((drafter, bucket), Shares(DRAFTER_DECAY)).record(draft.depth, accepted)
+        self._requests.setdefault((request_id, drafter, bucket), Shares(REQUEST_DECAY)).record(draft.depth, accepted)
         if not draft.asked.is_chain:
-            self._drafters_ranks.setdefault((drafter, kind), Ranks(DRAFTERS_FADE)).record(draft.nodes, draft.path)
-            self._requests_ranks.setdefault((request_id, drafter, kind), Ranks(OWN_FADES)).record(
+            self._drafters_ranks.setdefault((drafter, bucket), Ranks(DRAFTER_DECAY)).record(draft.nodes, draft.path)
+            self._requests_ranks.setdefault((request_id, drafter, bucket), Ranks(REQUEST_DECAY)).record(
                 draft.nodes, draft.path
             )
-        self._expected = LATELY * self._expected + expected
-        self._emitted = LATELY * self._emitted + accepted
+        self._expected = BIAS_DECAY * self._expected + expected
+        self._emitted = BIAS_DECAY * self._emitted + accepted
 
-    def gains(self, request_id: str, drafter: str, allowed: Budget, kind: Kind = LATE) -> list[float]:
-        """Return the expected number of accepted tokens for each of the `cuts` of what is allowed."""
+    def gains(self, request_id: str, drafter: str, allowed: Budget, bucket: AcceptanceBucket = LATE) -> list[float]:
+        """Return the expected number of accepted tokens for each of the `candidate_budgets` of what is allowed."""
         if allowed.is_chain:
-            return [*accumulate(self.chances(request_id, drafter, allowed.depth, kind))]
-        sums = [*accumulate(self.ranks(request_id, drafter, allowed, kind))]
-        return [sums[budget.nodes - 1] for budget in cuts(allowed)]
+            return [*accumulate(self.chances(request_id, drafter, allowed.depth, bucket))]
+        sums = [*accumulate(self.ranks(request_id, drafter, allowed, bucket))]
+        return [sums[budget.nodes - 1] for budget in candidate_budgets(allowed)]
 
-    def expected(self, request_id: str, drafter: str, draft: Verified, kind: Kind = LATE) -> float:
+    def expected(self, request_id: str, drafter: str, draft: VerifiedDraft, bucket: AcceptanceBucket = LATE) -> float:
         """Return how many tokens of this draft are expected to be accepted."""
         if draft.asked.is_chain:
-            return sum(self.chances(request_id, drafter, draft.depth, kind))
-        return sum(self.ranks(request_id, drafter, draft.asked, kind)[: draft.nodes])
+            return sum(self.chances(request_id, drafter, draft.depth, bucket))
+        return sum(self.ranks(request_id, drafter, draft.asked, bucket)[: draft.nodes])
 
-    def chances(self, request_id: str, drafter: str, depth: int, kind: Kind = LATE) -> tuple[float, ...]:
+    def chances(self, request_id: str, drafter: str, depth: int, bucket: AcceptanceBucket = LATE) -> tuple[float, ...]:
         """Return, for each depth from 1 to `depth`, the probability that a draft is accepted down to it."""
-        asked = request_id, drafter, depth, kind
+        asked = request_id, drafter, depth, bucket
         if asked not in self._known:
             self._known[asked] = self._chances(*asked)
         return self._known[asked]
 
-    def ranks(self, request_id: str, drafter: str, asked: Budget, kind: Kind = LATE) -> tuple[float, ...]:
+    def ranks(self, request_id: str, drafter: str, asked: Budget, bucket: AcceptanceBucket = LATE) -> tuple[float, ...]:
         """Return, by rank in a tree drafted under this budget, the probability that the node is accepted."""
-        key = request_id, drafter, asked, kind
+        key = request_id, drafter, asked, bucket
         if key not in self._known_ranks:
             self._known_ranks[key] = self._ranks(*key)
         return self._known_ranks[key]
 
-    def _ranks(self, request_id: str, drafter: str, asked: Budget, kind: Kind) -> tuple[float, ...]:
-        known = self._drafters_ranks.get((drafter, kind)) or Ranks(DRAFTERS_FADE)
-        own = self._requests_ranks.get((request_id, drafter, kind))
+    def _ranks(self, request_id: str, drafter: str, asked: Budget, bucket: AcceptanceBucket) -> tuple[float, ...]:
+        known = self._drafters_ranks.get((drafter, bucket)) or Ranks(DRAFTER_DECAY)
+        own = self._requests_ranks.get((request_id, drafter, bucket))
         chances: list[float] = []
         for rank in range(asked.nodes):
-            prior = NEXT_RANK * chances[-1] if chances else self.chances("", drafter, 1, kind)[0]
+            prior = NEXT_RANK * chances[-1] if chances else self.chances("", drafter, 1, bucket)[0]
             chances.append(known.chance(rank, prior, UNKNOWN_WEIGHT))
         if own is not None:
-            chances = [own.chance(rank, chance, OWN_WEIGHT) for rank, chance in enumerate(chances)]
+            chances = [own.chance(rank, chance, REQUEST_WEIGHT) for rank, chance in enumerate(chances)]
         return tuple(chances)
 
-    def _chances(self, request_id: str, drafter: str, depth: int, kind: Kind) -> tuple[float, ...]:
-        known = self._drafters.get((drafter, kind)) or Shares(DRAFTERS_FADE)
-        measured = () if kind.sampled else self._priors.get(drafter, ())
+    def _chances(self, request_id: str, drafter: str, depth: int, bucket: AcceptanceBucket) -> tuple[float, ...]:
+        known = self._drafters.get((drafter, bucket)) or Shares(DRAFTER_DECAY)
+        measured = () if bucket.sampled else self._priors.get(drafter, ())
         prior = known.conditional(depth, measured, PRIOR_WEIGHT if measured else UNKNOWN_WEIGHT)
-        own = self._requests.get((request_id, drafter, kind))
-        conditional = prior if own is None else own.conditional(depth, prior, OWN_WEIGHT)
+        own = self._requests.get((request_id, drafter, bucket))
+        conditional = prior if own is None else own.conditional(depth, prior, REQUEST_WEIGHT)
         chances, chance = [], 1.0
         for share in conditional:
             chance *= share

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from infer.speculation.budget import Budget
-from infer.speculation.control.acceptance_model import Survival
+from infer.speculation.control.acceptance_model import AcceptanceModel
 from infer.speculation.control.confidence import DRAFTER, Confidence
-from infer.speculation.control.cost_model import Costs, CostTable
+from infer.speculation.control.cost_model import CostModel, CostTable
 from infer.speculation.control.planner import Controller
 from infer.speculation.control.profiler import Measurable, Unmeasured, kept_table, measure
-from infer.speculation.control.trials import guessed_costs
+from infer.speculation.control.trials import guessed_cost_model
 from infer.speculation.proposers.head import HeadProposer
 from kernels.cpu.library import cache_folder, processor
 
@@ -28,23 +28,23 @@ COSTLY = ("head", "draft_model")  # drafters that run a model; any other is meas
 
 
 @dataclass
-class Learnt:
+class ControllerState:
     """What drafts and steps have taught; kept while the head stays the same, whatever else changes about drafting."""
 
-    survival: Survival
-    costs: dict[str, Costs] = field(default_factory=dict[str, Costs])  # by the configuration that was measured
+    acceptance: AcceptanceModel
+    costs: dict[str, CostModel] = field(default_factory=dict[str, CostModel])  # by the configuration that was measured
     profile_due: bool = False  # the costs in use are guesses because nothing was measured yet
     confidence: Confidence = field(init=False)
 
     def __post_init__(self) -> None:
-        self.confidence = Confidence(self.survival)
+        self.confidence = Confidence(self.acceptance)
 
 
 def make_controller(
     engine: Engine,
     profiled: Measurable,
     limits: Mapping[str, Budget],
-    learnt: Learnt,
+    learnt: ControllerState,
     head: HeadProposer | None,
     timer: Callable[[], float] = time.perf_counter,
     *,
@@ -73,15 +73,15 @@ def make_controller(
         "engine": asdict(config),
     }
 
-    judged = head if head is not None and engine.proposer_name == DRAFTER and head.judges_chains else None
+    scored = head if head is not None and engine.proposer_name == DRAFTER and head.exits_early else None
 
     def make() -> CostTable:
         if not profile:
             raise Unmeasured("put off")
         if check is None:
             print("measuring what steps and drafts cost on this machine ...", file=sys.stderr, flush=True)
-        if judged is not None:  # scoring is part of the cost of drafts
-            judged.confidence = Confidence(Survival())
+        if scored is not None:  # scoring is part of the cost of drafts
+            scored.confidence = Confidence(AcceptanceModel())
         try:
             return measure(
                 profiled,
@@ -94,13 +94,13 @@ def make_controller(
                 check=check or (lambda: None),
             )
         finally:
-            if judged is not None:
-                judged.confidence = learnt.confidence
+            if scored is not None:
+                scored.confidence = learnt.confidence
 
     known = json.dumps(key, sort_keys=True)
     if known not in learnt.costs or (profile and learnt.profile_due):
         try:
-            learnt.costs[known] = Costs(kept_table(cache_folder(), key, make))
+            learnt.costs[known] = CostModel(kept_table(cache_folder(), key, make))
             learnt.profile_due = False
         except Unmeasured as error:
             learnt.profile_due = not profile
@@ -109,9 +109,9 @@ def make_controller(
                     f"not measured ({error}): nothing is drafted until steps have shown what they cost",
                     file=sys.stderr,
                 )
-            learnt.costs.setdefault(known, guessed_costs(drafters))
+            learnt.costs.setdefault(known, guessed_cost_model(drafters))
     costs = learnt.costs[known]
-    if judged is None:
-        return Controller(costs, learnt.survival)
-    judged.confidence = learnt.confidence
-    return Controller(costs, learnt.survival, learnt.confidence)
+    if scored is None:
+        return Controller(costs, learnt.acceptance)
+    scored.confidence = learnt.confidence
+    return Controller(costs, learnt.acceptance, learnt.confidence)

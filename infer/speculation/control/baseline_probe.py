@@ -16,7 +16,7 @@ RARELY, MUCH = 5.0, 1.3  # probes are RARELY times as far apart if the expected 
 EARLY_STEPS = 8  # speculative steps before the first probe, if the cost of plain steps is unknown
 
 
-class Settling:
+class BaselineProbe:
     """Baseline probing: periodically force non-speculative steps to refresh the baseline latency.
 
     Only steps after the machine has settled count. Steps with prefill are not reported to this class.
@@ -24,8 +24,8 @@ class Settling:
 
     def __init__(self, known: bool) -> None:
         """`known`: whether the cost of a plain step is known already."""
-        self.reminds = False  # whether this step belongs to a probe, so that nothing is drafted in it
-        self.change_s = 0.0  # seconds that plain steps lose after speculative ones, until the machine has settled
+        self.probing = False  # whether this step belongs to a probe, so that nothing is drafted in it
+        self.switch_s = 0.0  # seconds that plain steps lose after speculative ones, until the machine has settled
         self._prompts = 0  # steps of this probe that were not reported
         self._plain_s = SETTLES_S  # seconds of plain steps since the last speculative one, up to SETTLES_S,
         self._lost_s = 0.0  # by how much these exceed the expected seconds,
@@ -37,15 +37,15 @@ class Settling:
     def next_step(self, speedup: float) -> None:
         """Decide whether the next step belongs to a probe. `speedup`: the expected one of drafting."""
         wait = DRAFTED_S * (RARELY if speedup > MUCH else 1.0)
-        if self.reminds:
-            self.reminds = self._prompts < MOST_PROMPTS and self._settled_s < TEACHES_S
+        if self.probing:
+            self.probing = self._prompts < MOST_PROMPTS and self._settled_s < TEACHES_S
         elif self._drafted_s >= wait and self._drafted_steps >= DRAFTED_STEPS:
-            self.reminds, self._prompts, self._drafted_s, self._drafted_steps = True, 0, 0.0, 0
-        self._prompts += self.reminds
+            self.probing, self._prompts, self._drafted_s, self._drafted_steps = True, 0, 0.0, 0
+        self._prompts += self.probing
 
     def plain(self, seconds: float, expected: float) -> bool:
         """Record a step without drafts; return whether the machine had settled, so that it is representative."""
-        self._prompts -= self.reminds
+        self._prompts -= self.probing
         if self._plain_s >= SETTLES_S:
             self._settled_s += seconds
             self._drafted_s, self._drafted_steps = 0.0, 0
@@ -53,7 +53,7 @@ class Settling:
         self._plain_s += seconds
         self._lost_s += seconds - expected
         if self._plain_s >= SETTLES_S:
-            self.change_s += LEARNS * (max(0.0, self._lost_s) - self.change_s)
+            self.switch_s += LEARNS * (max(0.0, self._lost_s) - self.switch_s)
         return False
 
     def drafted(self, seconds: float) -> None:

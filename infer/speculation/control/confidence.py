@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from infer.request import Request
-from infer.speculation.control.acceptance_model import Survival, next_kind
+from infer.speculation.control.acceptance_model import AcceptanceModel, next_bucket
 
 DRAFTER = "head"  # the proposer whose chains are scored
 LEARNS = 0.05  # step size of the gradient descent
 CERTAIN = 7.0  # logits are clipped to this magnitude
-ERROR_FADES = 0.999  # decay per token
+ERROR_DECAY = 0.999  # decay per token
 
 
 class Prices(NamedTuple):
@@ -34,11 +34,11 @@ class Prices(NamedTuple):
     level: float
 
 
-class Verdict(NamedTuple):
+class ExitDecision(NamedTuple):
     """Whether a drafted token is worth its row, and whether one more after it is worth drafting."""
 
     keep: bool
-    go_on: bool
+    continue_: bool
 
 
 def logit(chance: float) -> float:
@@ -80,14 +80,14 @@ class Drafted:
 class Confidence:
     """Decides on the early exit of chains.
 
-    `prices` None: every chain is drafted to its full budget, and learnt from. `judging` false: no chain is scored.
+    `prices` None: every chain is drafted to its full budget, and learnt from. `scoring` false: no chain is scored.
     """
 
-    def __init__(self, survival: Survival) -> None:
-        self.judging = True
+    def __init__(self, acceptance: AcceptanceModel) -> None:
+        self.scoring = True
         self.prices: Prices | None = None
         self.counts: list[int] = []  # by level, the number of chains that took part in the last draft
-        self._survival = survival
+        self._acceptance = acceptance
         self._maps = {False: Calibration(), True: Calibration()}  # by whether the request is sampled
         self._drafts: dict[str, Drafted] = {}
         self._tokens = self._error = self._plain_error = 0.0
@@ -103,17 +103,17 @@ class Confidence:
             self._drafts.pop(request.request_id, None)
             params = request.params
             if params.proposer in (None, DRAFTER) and params.acceptance != "block":
-                history = self._survival.chances(request.request_id, DRAFTER, depth, next_kind(request))
+                history = self._acceptance.chances(request.request_id, DRAFTER, depth, next_bucket(request))
                 self._drafts[request.request_id] = Drafted(params.temperature > 0, history)
 
-    def judge(self, requests: Sequence[Request], log_probabilities: Sequence[float]) -> list[Verdict]:
+    def score(self, requests: Sequence[Request], log_probabilities: Sequence[float]) -> list[ExitDecision]:
         """Score one more drafted token of each request, from its log-probability. A chain's first is always kept."""
         self.counts.append(len(requests))
         verdicts, surplus = [], 0.0
         for request, value in zip(requests, log_probabilities, strict=True):
             draft = self._drafts.get(request.request_id)
             if draft is None:
-                verdicts.append(Verdict(True, True))
+                verdicts.append(ExitDecision(True, True))
                 surplus = math.inf
                 continue
             place, prices = len(draft.chances), self.prices
@@ -121,7 +121,7 @@ class Confidence:
             right = self._maps[draft.sampled].chance(features)
             chance = right * (draft.chances[-1] if place else 1.0)
             if prices is not None and place and chance < prices.row:
-                verdicts.append(Verdict(False, False))
+                verdicts.append(ExitDecision(False, False))
                 continue
             draft.features.append(features)
             draft.right.append(right)
@@ -134,12 +134,12 @@ class Confidence:
                 gain -= prices.row + prices.step
                 surplus += max(gain, 0.0)
                 deeper = gain > 0
-            verdicts.append(Verdict(True, deeper))
+            verdicts.append(ExitDecision(True, deeper))
         if self.prices is not None and surplus < self.prices.level:
-            verdicts = [Verdict(own.keep, False) for own in verdicts]
+            verdicts = [ExitDecision(own.keep, False) for own in verdicts]
         return verdicts
 
-    def settle(self, request_id: str, depth: int, accepted: int) -> float | None:
+    def update(self, request_id: str, depth: int, accepted: int) -> float | None:
         """Learn that `accepted` of the chain's first `depth` tokens were right.
 
         Returns how many had been expected, None if the chain was not scored.
@@ -150,9 +150,9 @@ class Confidence:
         known, own = self._maps[draft.sampled], draft.chances[:depth]
         for place, (chance, plain) in enumerate(zip(own, draft.history, strict=False)):
             emitted = place < accepted
-            self._tokens = ERROR_FADES * self._tokens + 1
-            self._error = ERROR_FADES * self._error + (chance - emitted) ** 2
-            self._plain_error = ERROR_FADES * self._plain_error + (plain - emitted) ** 2
+            self._tokens = ERROR_DECAY * self._tokens + 1
+            self._error = ERROR_DECAY * self._error + (chance - emitted) ** 2
+            self._plain_error = ERROR_DECAY * self._plain_error + (plain - emitted) ** 2
             if place <= accepted:
                 known.learn(draft.features[place], draft.right[place], emitted)
         return sum(own)

@@ -24,16 +24,16 @@ RELEARNS = 0.3  # the same for a speculative step, if no others were seen recent
 TRUSTED = (0.2, 5.0)  # measured over predicted time; a step outside is ignored: another process used the machine
 # Lower bound of a further row's cost, as a share of its cost in the largest verify: while memory is slow a few more
 # rows take no time, but memory may become faster again, and a price of zero cannot be corrected.
-LEAST_ROW = 0.3
+MIN_ROW_SHARE = 0.3
 # Unit, as a share of a plain step, and upper bound, in units, of a speculative step's fixed overhead beside its rows: a
 # tree is laid out, and the drafter's weights have evicted the target's from the caches. Learnt from steps only.
-BESIDE, MOST_BESIDE = 0.1, 5.0
+OVERHEAD, MAX_OVERHEAD = 0.1, 5.0
 MOST_DOUBTED = 16  # after this many steps in a row outside TRUSTED the prediction itself must be wrong
-EXTRA = (0.1, 3.0)  # bounds of the corrections of further rows and of drafts
+CORRECTIONS = (0.1, 3.0)  # bounds of the corrections of further rows and of drafts
 # Share of the corrections learnt from speculative steps that is left after a second of decay. Rows at twice their usual
 # cost were seen for a second now and then (LOG.md), and drafting must not stay off for much longer than that. But
 # trying again too soon costs something: the machine settles into plain steps, and would have to do so anew.
-FADES = 0.75
+DECAY = 0.75
 FORGETS = 0.998  # decay of how well plain steps are known, per step with further rows
 WELL_SEEN = 0.25  # from here on the excess time of a step with further rows is attributed to these rows,
 MOST_SEEN = 0.99  # but not quite all of it, or all noise would be attributed to a few rows of hardly any cost
@@ -154,10 +154,10 @@ def contradiction(table: CostTable) -> str:
     return ""
 
 
-class Costs:
+class CostModel:
     """The cost table with corrections learnt from the steps since, for requests of a certain length."""
 
-    def __init__(self, table: CostTable, *, trials: int = 0, extra: tuple[float, float] = EXTRA) -> None:
+    def __init__(self, table: CostTable, *, trials: int = 0, extra: tuple[float, float] = CORRECTIONS) -> None:
         """`trials`: speculative steps that must have corrected a guessed table before anything is planned by it.
 
         `extra`: bounds of the corrections of rows and drafts.
@@ -166,7 +166,7 @@ class Costs:
         self._trials, self._tried = trials, 0
         self._bounds = extra
         widest = table.verify[-1]
-        self._least = LEAST_ROW * max(0.0, widest.slope)
+        self._least = MIN_ROW_SHARE * max(0.0, widest.slope)
         self._further = 0.0  # the batch's mean context in tokens, above that of the table
         self._around = Curve(tuple(map(float, table.batches)), table.around)
         # Cached, since every step needs them: uncorrected plain steps, further rows and drafts of short requests.
@@ -178,7 +178,7 @@ class Costs:
         # table: what they are in small batches says little about larger ones.
         self._all = 1.0
         self._extra = dict.fromkeys(table.batches, 1.0)
-        self._beside = dict.fromkeys(table.batches, 0.0)  # in units of BESIDE
+        self._overhead = dict.fromkeys(table.batches, 0.0)  # in units of OVERHEAD
         self._seen = 0.0  # how well plain steps are known, from 0 to 1
         self._rows_seen = dict.fromkeys(table.batches, 0.0)  # the same for steps with further rows
         self._draft: dict[str, tuple[float, float]] = {}  # by drafter, for its first level and further ones
@@ -217,7 +217,7 @@ class Costs:
             extra = self._further_rows(batch, rows)
         extra = extra + self.table.beyond.further * self._further * (rows - batch)
         size, plain = self.table.size(batch), self.plain(batch)
-        return plain + BESIDE * self._beside[size] * plain * (rows > batch) + self._all * self._extra[size] * extra
+        return plain + OVERHEAD * self._overhead[size] * plain * (rows > batch) + self._all * self._extra[size] * extra
 
     def _further_rows(self, batch: int, rows: Sizes) -> Sizes:
         """Return the seconds of the rows beyond one per request, by the table alone."""
@@ -275,11 +275,11 @@ class Costs:
             learns = max(LEARNS, 1 - self._seen)
         else:
             learns = self._learns_guess or max(LEARNS, RELEARNS * (1 - self._rows_seen[size]))
-        unit = BESIDE * plain * (rows > batch)
-        extra -= unit * self._beside[size]
+        unit = OVERHEAD * plain * (rows > batch)
+        extra -= unit * self._overhead[size]
         share = learns * (seconds - expected) / ((1 - known) * expected**2 + unit**2 + extra**2)
         self._all *= 1 + (1 - known) * share * expected
-        self._beside[size] = min(max(self._beside[size] + share * unit, 0.0), MOST_BESIDE)
+        self._overhead[size] = min(max(self._overhead[size] + share * unit, 0.0), MAX_OVERHEAD)
         self._extra[size] = self._bounded(self._extra[size] * (1 + share * extra))
         if rows == batch:
             self._seen = (1 + self._seen) / 2
@@ -299,12 +299,12 @@ class Costs:
         self._seen = 0.0
         return True
 
-    def fade(self, seconds: float) -> None:
+    def decay(self, seconds: float) -> None:
         """Decay the corrections learnt from speculative steps, as is due after this many seconds."""
-        left: float = FADES**seconds
+        left: float = DECAY**seconds
         self._rows_seen = {size: left * seen for size, seen in self._rows_seen.items()}
         self._extra = {size: 1 + left * (extra - 1) for size, extra in self._extra.items()}
-        self._beside = {size: left * beside for size, beside in self._beside.items()}
+        self._overhead = {size: left * beside for size, beside in self._overhead.items()}
         self._draft = {name: (1 + left * (one - 1), 1 + left * (more - 1)) for name, (one, more) in self._draft.items()}
 
     def learn_draft(self, drafter: str, counts: Sequence[int], seconds: float) -> None:

@@ -54,7 +54,7 @@ class ProfiledEngine:
     def discard(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._engine.abort(request.request_id)
-        self._pool.pages.forget()
+        self._pool.pages.clear_cache()
         self._stats.restore(self._kept_stats)
         self._speculator.planner, self._steps.overlap = AsAllowed(), self._kept_overlap
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from infer.speculation.budget import Budget
-from infer.speculation.control.cost_model import Costs, CostTable, Curve
+from infer.speculation.control.cost_model import CostModel, CostTable, Curve
 
 # Guessed costs of a further row and of a level of drafts, in shares of a plain step. Corrections may go far from them,
 # up or down.
@@ -21,9 +21,9 @@ TRIAL_STEPS = 4  # per trial of one request; the first may also make its drafter
 TRIAL_SHARE = 0.05  # share of the time without drafts that may go into trials
 
 
-def guessed_costs(drafters: Mapping[str, Budget]) -> Costs:
+def guessed_cost_model(drafters: Mapping[str, Budget]) -> CostModel:
     """Return the guess; a plain step is taken to last one second until one was seen."""
     verify = Curve((1.0, MOST_ROWS), (1.0, 1.0 + ROW * (MOST_ROWS - 1)))
     depths = {name: float(max(2, limit.depth)) for name, limit in drafters.items()}
     drafts = {name: (Curve((1.0, depth), (LEVEL, LEVEL * depth)),) for name, depth in depths.items()}
-    return Costs(CostTable((1,), (verify,), (0.0,), drafts), trials=TRIALS, extra=GUESSED)
+    return CostModel(CostTable((1,), (verify,), (0.0,), drafts), trials=TRIALS, extra=GUESSED)

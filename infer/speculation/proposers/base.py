@@ -25,7 +25,7 @@ class Proposer(Protocol):
     name: str
     aux_layers: tuple[int, ...]  # hidden states of the target that `commit` takes; () for none
     kv_layers: tuple[LayerShape, ...]  # its KV layers in the engine's pool, under the same block tables
-    warm_up: int  # tokens that must be committed after `wake` before it can draft; 0 for hardly any
+    warm_up: int  # tokens that must be committed after `start_tracking` before it can draft; 0 for hardly any
 
     def places(self, budget: Budget) -> int:
         """Return how many places past the root a draft under this budget writes to or proposes.
@@ -67,12 +67,12 @@ class Proposer(Protocol):
         """Fill the proposer's KV layers for every committed position of the request."""
         ...
 
-    def wake(self, request: Request) -> None:
+    def start_tracking(self, request: Request) -> None:
         """Start tracking a request that was released or never committed, without features of earlier positions."""
         ...
 
     def ready(self, request: Request) -> bool:
-        """Return whether it can draft for the request; after `wake` that may take a few commits."""
+        """Return whether it can draft for the request; after `start_tracking` that may take a few commits."""
         ...
 
 
@@ -98,7 +98,7 @@ class WithoutLayers:
     def catch_up(self, request: Request) -> None:
         pass
 
-    def wake(self, request: Request) -> None:
+    def start_tracking(self, request: Request) -> None:
         pass
 
     def ready(self, request: Request) -> bool:

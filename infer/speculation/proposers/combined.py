@@ -50,9 +50,9 @@ class CombinedProposer:
         for source in self.sources:
             source.catch_up(request)
 
-    def wake(self, request: Request) -> None:
+    def start_tracking(self, request: Request) -> None:
         for source in self.sources:
-            source.wake(request)
+            source.start_tracking(request)
 
     def ready(self, request: Request) -> bool:
         return all(source.ready(request) for source in self.sources)

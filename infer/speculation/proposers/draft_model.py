@@ -77,7 +77,7 @@ class DraftModelProposer:
         if request.computed <= self.context:
             self._read([request], [request.computed])
 
-    def wake(self, request: Request) -> None:
+    def start_tracking(self, request: Request) -> None:
         pass  # its next draft reads the whole text
 
     def ready(self, request: Request) -> bool:

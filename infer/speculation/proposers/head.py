@@ -84,7 +84,7 @@ class HeadProposer:
         self.confidence: Confidence | None = None  # if set, decides on the early exit of chains
 
     @property
-    def judges_chains(self) -> bool:
+    def exits_early(self) -> bool:
         """Whether it drafts chains whose tokens become available one by one, as an early exit needs."""
         return self.shape is None and self.graphs is None
 
@@ -183,7 +183,7 @@ class HeadProposer:
         if self.kv_layers and self._count(request):
             self._fill([request])
 
-    def wake(self, request: Request) -> None:
+    def start_tracking(self, request: Request) -> None:
         """Begin the head's KV at the next page boundary; no row attends to what lies before it."""
         if self.kv_layers:
             assert self._pool is not None
@@ -232,7 +232,7 @@ class HeadProposer:
         levels = self._levels(requests, max(budget.depth for budget in budgets))
         drafts: list[list[int]] = [[] for _ in requests]
         going, depth = list(range(len(requests))), 0
-        confidence = self.confidence if self.confidence is not None and self.confidence.judging else None
+        confidence = self.confidence if self.confidence is not None and self.confidence.scoring else None
         if confidence is not None:
             confidence.start(requests, [budget.depth for budget in budgets])
         while True:
@@ -240,13 +240,13 @@ class HeadProposer:
             verdicts = None
             if confidence is not None:
                 assert values is not None
-                verdicts = confidence.judge([requests[index] for index in going], values)
+                verdicts = confidence.score([requests[index] for index in going], values)
             depth += 1
             still = []
             for place, (index, token) in enumerate(zip(going, tokens, strict=True)):
                 if verdicts is None or verdicts[place].keep:
                     drafts[index].append(token)
-                if budgets[index].depth > depth and (verdicts is None or verdicts[place].go_on):
+                if budgets[index].depth > depth and (verdicts is None or verdicts[place].continue_):
                     still.append(place)
             if not still:
                 break
