@@ -6,7 +6,15 @@ source scripts/setup_env.sh dev
 
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
-"$PYTHON" -m pyright --pythonpath "$PYTHON"
+# Types are checked beside the first tests, for pyright runs on one core.
+types=$(mktemp)
+"$PYTHON" -m pyright --pythonpath "$PYTHON" >"$types" 2>&1 &
+checker=$!
+trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
 # A worker per core and a thread per worker: two threads that share a core with anything else wait for each other.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-"$PYTHON" -m pytest -q -n auto --dist worksteal --durations 25 --durations-min 5 "$@"
+result=0
+"$PYTHON" -m pytest -q -n auto --dist worksteal --durations 25 --durations-min 5 "$@" || result=$?
+wait "$checker" || result=1
+cat "$types"
+exit "$result"
