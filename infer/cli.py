@@ -27,7 +27,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from infer.config import COMMANDS
 from infer.config_checks import REPO_ROOT, resolve_path
 from infer.options.head_config import HeadConfig
-from infer.options.literal_text import encode_all, literal_words, restore_missing
+from infer.options.literal_text import encode_all, literal_overrides, restore_missing
 from infer.options.model_names import OPTION, model_choices
 
 CONF = str(REPO_ROOT / "conf")
@@ -89,7 +89,7 @@ def entry_point(command: str, schema: type[T]) -> Callable[[Callable[[T], Any]],
             _set_full_error("1")  # so that Hydra raises its errors instead of printing them
             try:
                 with _user_errors(full_error == "1"):
-                    sys.argv[1:] = model_choices(literal_words(typed, schema))  # Hydra reads sys.argv
+                    sys.argv[1:] = model_choices(literal_overrides(typed, schema))  # Hydra reads sys.argv
                     hydra.main(config_path=CONF, config_name=command, version_base="1.3")(run)()
             finally:
                 _set_full_error(full_error)
@@ -119,13 +119,13 @@ def help_text(command: str, schema: type) -> str:
     return "\n".join(lines)
 
 
-def take_words(words: Sequence[str], own: dict[str, str]) -> list[str]:
-    """Set the keys of `own`, which a script handles itself, from its `key=value` words; return the other words."""
+def take_words(words: Sequence[str], options: dict[str, str]) -> list[str]:
+    """Set the keys of `options`, which a script handles itself, from its `key=value` words; return the other words."""
     others = []
     for word in words:
         key, _, value = word.partition("=")
-        if key in own:
-            own[key] = value
+        if key in options:
+            options[key] = value
         else:
             others.append(word)
     return others
@@ -158,11 +158,11 @@ def refuse_keys_without_effect(command: str, overrides: Iterable[str]) -> None:
 
 def _refuse_added_keys(config: DictConfig) -> None:
     """Raise ValueError for unknown keys: Hydra's `+key=value` opens a schema, and OmegaConf drops the key silently."""
-    known = {field.name for field in fields(cast(Any, OmegaConf.get_type(config)))}
+    field_names = {field.name for field in fields(cast(Any, OmegaConf.get_type(config)))}
     for name in config:
-        if name not in known:
+        if name not in field_names:
             key = config._get_full_key(str(name))
-            raise ValueError(f"{key}: unknown key; {_one_of(str(name), known)}")
+            raise ValueError(f"{key}: unknown key; {_one_of(str(name), field_names)}")
         if OmegaConf.is_missing(config, name) or not isinstance(config[name], DictConfig):
             continue
         if OmegaConf.get_type(config[name]) is not dict:  # a dict with keys of the user's choice has no schema
@@ -195,14 +195,14 @@ def _wrong_option(error: MissingConfigException) -> str:
 
 def _unknown_key(cause: OmegaConfBaseException) -> str:
     parent = cause.parent_node
-    known = [str(name) for name in parent if name != "hydra"] if isinstance(parent, DictConfig) else []
-    return f"{cause.full_key or cause.key}: unknown key; {_one_of(str(cause.key), known)}"
+    names = [str(name) for name in parent if name != "hydra"] if isinstance(parent, DictConfig) else []
+    return f"{cause.full_key or cause.key}: unknown key; {_one_of(str(cause.key), names)}"
 
 
-def _one_of(word: str, known: Iterable[str]) -> str:
-    known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1)
-    return (f"did you mean {close[0]}? " if close else "") + f"known: {', '.join(known)}"
+def _one_of(word: str, choices: Iterable[str]) -> str:
+    choices = sorted(choices)
+    close = difflib.get_close_matches(word, choices, n=1)
+    return (f"did you mean {close[0]}? " if close else "") + f"known: {', '.join(choices)}"
 
 
 def _set_full_error(value: str | None) -> None:

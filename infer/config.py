@@ -25,7 +25,7 @@ DTYPES = ("float32", "bfloat16", "float16", "auto")
 WEIGHTS = ("same", "int8", "fp8", "int4")
 PROPOSERS = ("auto", "head", "ngram", "suffix", "draft_model", "combined", "synthetic", "none")
 SOURCES = ("head", "ngram", "suffix", "draft_model")
-OWN_SYSTEMS = ("off", *SOURCES, "combined", *HEAD_NAMES)  # systems of a bench; scripts/bench_systems.py defines them
+ENGINE_SYSTEMS = ("off", *SOURCES, "combined", *HEAD_NAMES)  # systems of a bench; scripts/bench_systems.py defines them
 TRANSFORMERS = ("hf", "hf_lookup", "hf_assisted")
 SERVERS = ("server", "vllm", "llama.cpp")
 MAX_TREE_NODES = 64  # the bits of DraftTree.ancestors, the root included
@@ -142,9 +142,7 @@ class EngineConfig:
     kv_dtype: str = "same"  # KV cache: "fp8" (e4m3) halves the pool of a 16-bit target, and changes the output
     threads: int | None = None  # CPU threads of a step, all ranks together; null: one or torch's default, as measured
     graphs: str = "auto"  # CUDA graphs for decode and drafting: auto (on a GPU) | on | off; no token changes
-    graph_batches: list[int] | None = (
-        None  # captured batch sizes, others are padded to the next; null: 1, 2, 4, ... max_batch
-    )
+    graph_batches: list[int] | None = None  # captured batch sizes, others are padded; null: 1, 2, 4, ... max_batch
     graph_rows: list[int] | None = None  # captured rows per request; null: 1, 2, 4, ... up to the largest draft
     graph_context: int = 32768  # longest request in tokens that graphs serve; longer ones run without
     rounds_ahead: int | None = None  # overlap: rounds launched before the last is read; null: 1 with GPU graphs, else 0
@@ -343,7 +341,7 @@ class BenchConfig:
         for temperature in self.temperatures:
             check_sampling(temperature, 0, 1.0)
         for system in self.systems:
-            one_of("systems", system.partition(":")[0], (*OWN_SYSTEMS, *TRANSFORMERS, *SERVERS))
+            one_of("systems", system.partition(":")[0], (*ENGINE_SYSTEMS, *TRANSFORMERS, *SERVERS))
         for key in ("systems", "concurrency", "temperatures"):
             if not getattr(self, key):
                 raise ValueError(f"{key}=[]: name at least one")

@@ -27,7 +27,7 @@ def run(config: GenerateConfig) -> None:
 
         return follow_launched(config.model, config.engine)
     config = with_head(config)
-    texts = given_prompts(config)
+    texts = user_prompts(config)
     # Imports that take seconds come only now, so that a mistake above is reported at once.
     from infer.console.prompts import prompt_ids
     from infer.console.show import show_comparison, show_texts
@@ -60,7 +60,7 @@ def run(config: GenerateConfig) -> None:
         engine.close()
 
 
-def given_prompts(config: GenerateConfig) -> list[str] | None:
+def user_prompts(config: GenerateConfig) -> list[str] | None:
     """Return the user's prompts; None: they are cut from the demo corpus, once there is a tokenizer."""
     if config.prompt is not None:
         return [config.prompt]

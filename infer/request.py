@@ -70,13 +70,13 @@ class SpeculationStats:
         self.emitted += other.emitted
         self.drafted += other.drafted
         self.accepted += other.accepted
-        for mine, theirs in (
+        for counts, other_counts in (
             (self.drafted_by_position, other.drafted_by_position),
             (self.accepted_by_position, other.accepted_by_position),
         ):
-            mine += [0] * (len(theirs) - len(mine))
-            for depth, count in enumerate(theirs):
-                mine[depth] += count
+            counts += [0] * (len(other_counts) - len(counts))
+            for depth, count in enumerate(other_counts):
+                counts[depth] += count
 
 
 class DrafterState(Enum):
@@ -170,6 +170,12 @@ class Request:
     def publish_keys(self) -> BlockKeys | None:
         """Return the keys that say which layers of its pages are filled; None if they are not shared."""
         return self.keys if self.drafter_state is DrafterState.FULL else self.plain_keys
+
+    def preempt(self) -> None:
+        """Wait again, to be recomputed from its tokens. What a drafter keeps of a part of it is then worth nothing."""
+        self.phase, self.computed = Phase.WAITING, 0
+        if self.drafter_state is DrafterState.PARTIAL:
+            self.drafter_state = DrafterState.NONE
 
     def is_late(self, now: float) -> bool:
         """Return whether its deadline has passed at `now` on the engine's clock."""

@@ -2,7 +2,7 @@
 
 infer/speculation/lossy.py says what each of them gives up.
 
-Target distributions (`laws`) are fp32 probabilities and stay on their device; a decision is a few numbers per request.
+Target distributions (`probs`) are fp32 probabilities and stay on their device; a decision is a few numbers per request.
 Coins and sampling noise have the same bits on every device (kernels/noise.py) and sums over the vocabulary are fp64, so
 a GPU decides as a CPU does on the same distributions, unless a sum is within fp64 rounding of a coin.
 """
@@ -49,28 +49,28 @@ def draw(weights: Tensor, seed: int, position: int) -> int:
 
 
 def block(
-    laws: Tensor,
+    probs: Tensor,
     tokens: Sequence[Sequence[int]],
-    drawn: Sequence[Tensor | None],
+    draft_probs: Sequence[Tensor | None],
     seeds: Sequence[int],
     roots: Sequence[int],
 ) -> list[tuple[int, int]]:
     """Verify one chain per request by block verification (arXiv 2403.10444): K drafted tokens after a root.
 
-    laws `[R, V]`: the target's distributions after the root and after each drafted token, K + 1 rows per request, one
-    request after another. drawn[b] `[K, V]`: the distributions that b's tokens were sampled from; None if they were
-    chosen deterministically. roots: their positions. The drafts' noise must be independent of the coins and of the
+    probs `[R, V]`: the target's distributions after the root and after each drafted token, K + 1 rows per request, one
+    request after another. draft_probs[b] `[K, V]`: the distributions that b's tokens were sampled from; None if they
+    were chosen deterministically. roots: their positions. The drafts' noise must be independent of the coins and of the
     target's noise. Returns, per request, the number of accepted drafted tokens and the token after them.
     """
-    if in_use(laws.device):
+    if in_use(probs.device):
         from kernels.triton import acceptance as gpu
 
-        return gpu.block(laws, tokens, drawn, seeds, roots)
-    parts = laws.cpu().split([len(own) + 1 for own in tokens])
-    return [block_of(*request) for request in zip(parts, drawn, tokens, seeds, roots, strict=True)]
+        return gpu.block(probs, tokens, draft_probs, seeds, roots)
+    parts = probs.cpu().split([len(drafted) + 1 for drafted in tokens])
+    return [verify_block(*request) for request in zip(parts, draft_probs, tokens, seeds, roots, strict=True)]
 
 
-def block_of(target: Tensor, draft: Tensor | None, tokens: Sequence[int], seed: int, root: int) -> tuple[int, int]:
+def verify_block(target: Tensor, draft: Tensor | None, tokens: Sequence[int], seed: int, root: int) -> tuple[int, int]:
     """Block verification of one request: target `[K + 1, V]`, draft `[K, V]`."""
     K, target = len(tokens), target.double()
     if draft is None:
@@ -83,9 +83,9 @@ def block_of(target: Tensor, draft: Tensor | None, tokens: Sequence[int], seed: 
     for index in range(1, K + 1):
         chance = weights[index]
         if index < K:
-            left = float((weights[index] * target[index] - draft[index]).clamp(min=0).sum())
-            gap = left + 1 - weights[index]
-            chance = left / gap if gap > 0 else 1.0
+            residual_mass = float((weights[index] * target[index] - draft[index]).clamp(min=0).sum())
+            gap = residual_mass + 1 - weights[index]
+            chance = residual_mass / gap if gap > 0 else 1.0
         if coin(seed, root, index) <= chance:
             accepted = index
     residual = target[K]
@@ -96,24 +96,24 @@ def block_of(target: Tensor, draft: Tensor | None, tokens: Sequence[int], seed: 
     return accepted, draw(residual, seed, root + accepted)
 
 
-def likely(laws: Tensor, above: Tensor, tokens: Tensor) -> Tensor:
+def typical_mask(probs: Tensor, parents: Tensor, tokens: Tensor) -> Tensor:
     """Return which drafted tokens typical acceptance (Medusa, arXiv 2401.10774) accepts, bool `[M]`.
 
-    laws `[R, V]`; above `[M]`: the row of each token's parent; tokens `[M]`. A token is accepted if its probability in
-    that row exceeds min(epsilon, delta * exp(-entropy of the row)).
+    probs `[R, V]`; parents `[M]`: the row of each token's parent; tokens `[M]`. A token is accepted if its probability
+    in that row exceeds min(epsilon, delta * exp(-entropy of the row)).
     """
-    probability = laws[above, tokens].double()
-    if in_use(laws.device):
+    probability = probs[parents, tokens].double()
+    if in_use(probs.device):
         from kernels.triton import acceptance as gpu
 
-        entropy = gpu.entropy(laws)
+        entropy = gpu.entropy(probs)
     else:
-        entropy = entropy_of(laws)
-    least = math.log(TYPICAL_DELTA) - entropy[above]
-    return (probability > TYPICAL_EPSILON) | (probability.log() > least)
+        entropy = entropy_of(probs)
+    threshold = math.log(TYPICAL_DELTA) - entropy[parents]
+    return (probability > TYPICAL_EPSILON) | (probability.log() > threshold)
 
 
-def entropy_of(laws: Tensor) -> Tensor:
+def entropy_of(probs: Tensor) -> Tensor:
     """Return the entropy of each row, in nats, fp64 `[R]`."""
-    logs = exact_log(laws.clamp(min=LEAST))
-    return -(laws.double() * logs.double()).sum(-1)
+    logs = exact_log(probs.clamp(min=LEAST))
+    return -(probs.double() * logs.double()).sum(-1)

@@ -117,30 +117,30 @@ def assert_rows_independent(
         plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, dtype, cache_dtype)
         return plan(q[index], k[index], v[index], cache, head_dim**-0.5)
 
-    def last_row(width: int, beside: int) -> Tensor:
-        """Return the last position's output, verified among `width` rows, with `beside` rows of a second request."""
-        counts = [width] + ([beside] if beside else [])
-        starts = [length - width] + ([9] if beside else [])
+    def last_row(width: int, extra_rows: int) -> Tensor:
+        """Return the last position's output, verified among `width` rows, with `extra_rows` of a second request."""
+        counts = [width] + ([extra_rows] if extra_rows else [])
+        starts = [length - width] + ([9] if extra_rows else [])
         rows = AttentionRows.blocks(table[: len(counts)], starts, counts, page_size=page_size)
-        index = torch.cat([torch.arange(length - width, length), torch.arange(beside)]).to(device)
+        index = torch.cat([torch.arange(length - width, length), torch.arange(extra_rows)]).to(device)
         return attend(rows, index)[width - 1]
 
     def tree_row() -> Tensor:
         """Return the same position's output as the deepest node of a tree with other nodes between its ancestors."""
         parents = [-1, 0, 0, 1, 2, 2, 5]  # the last three positions are nodes 2, 5 and 6 under the root
-        words = [1]
+        tree_mask = [1]
         for node, parent in enumerate(parents[1:], start=1):
-            words.append(words[parent] | 1 << node)
+            tree_mask.append(tree_mask[parent] | 1 << node)
         start = length - 4
         rows = AttentionRows.blocks(
-            table[:1], [start], [len(parents)], page_size=page_size, words=torch.tensor(words, device=device)
+            table[:1], [start], [len(parents)], page_size=page_size, tree_mask=torch.tensor(tree_mask, device=device)
         )
-        places = torch.tensor([start, 0, start + 1, 1, 2, start + 2, start + 3], device=device)
-        return attend(rows, places)[-1]
+        positions = torch.tensor([start, 0, start + 1, 1, 2, start + 2, start + 3], device=device)
+        return attend(rows, positions)[-1]
 
     attend(AttentionRows.blocks(table[:1], [0], [length], page_size=page_size), torch.arange(length, device=device))
     alone = last_row(1, 0)
-    others = [last_row(width, beside) for width in (1, 2, 3, 5, 8, 17, 64, 300) for beside in (0, 1, 6)]
+    others = [last_row(width, extra_rows) for width in (1, 2, 3, 5, 8, 17, 64, 300) for extra_rows in (0, 1, 6)]
     if not all(torch.equal(other, alone) for other in [*others, tree_row()]):
         raise ValueError(
             f"engine.exact=true: on this machine attention ({num_heads} heads, head size {head_dim}, {dtype}) gives a "

@@ -22,7 +22,7 @@ from kernels.cpu.library import KINDS, LANES, library
 from kernels.noise import exact_log, gumbel_noise
 from kernels.triton import in_use
 
-MOST_BEST = 64  # most columns per row that the kernels rank; torch ranks larger counts, which drafts rarely need
+MAX_BEST = 64  # most columns per row that the kernels rank; torch ranks larger counts, which drafts rarely need
 
 
 @dataclass
@@ -53,8 +53,8 @@ def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     are kept too, so that no set depends on a sort's order.
     """
     if bool((min_p > 0).any()):
-        least = logits.amax(-1) + torch.where(min_p > 0, exact_log(min_p), -torch.inf)
-        logits = logits.masked_fill(logits < least[:, None], -torch.inf)
+        min_logit = logits.amax(-1) + torch.where(min_p > 0, exact_log(min_p), -torch.inf)
+        logits = logits.masked_fill(logits < min_logit[:, None], -torch.inf)
     by_k, by_p = bool((top_k > 0).any()), bool((top_p < 1).any())
     if not (by_k or by_p):
         return logits
@@ -89,9 +89,9 @@ def choose(
         return gpu.best(logits, parameters, positions, token_ids, 1)[1][:, 0]
     native = _native_arguments(logits, parameters, positions, token_ids)
     if native is not None:
-        found, before, after = native
+        lib, leading, trailing = native
         out = torch.empty(len(logits), dtype=torch.int64)
-        found.choose(*map(_address, before), out.data_ptr(), *after)
+        lib.choose(*map(_address, leading), out.data_ptr(), *trailing)
         return out
     return choice_keys(logits, parameters, positions, token_ids).argmax(-1)
 
@@ -110,12 +110,12 @@ def _native_arguments(
         return None
     if parameters is None:
         zeros = torch.zeros(count, dtype=torch.int64)
-        own = [torch.zeros(count), zeros, zeros, zeros, token_ids]
+        inputs = [torch.zeros(count), zeros, zeros, zeros, token_ids]
     else:
-        own = [parameters.temperature, parameters.seed_low, parameters.seed_high, positions, token_ids]
-    assert all(x is None or x.dtype in (torch.int64, torch.float32) for x in own)
-    before = [logits, *(None if x is None else x.contiguous() for x in own)]
-    return native, before, (count, logits.stride(0), size, KINDS[logits.dtype])
+        inputs = [parameters.temperature, parameters.seed_low, parameters.seed_high, positions, token_ids]
+    assert all(x is None or x.dtype in (torch.int64, torch.float32) for x in inputs)
+    leading = [logits, *(None if x is None else x.contiguous() for x in inputs)]
+    return native, leading, (count, logits.stride(0), size, KINDS[logits.dtype])
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -129,20 +129,20 @@ def choose_best(
 
     Also returns their log-probabilities under a softmax of the rule's keys, `[R, count]`. Arguments as for `choose`.
     """
-    if in_use(logits.device) and count <= MOST_BEST:
+    if in_use(logits.device) and count <= MAX_BEST:
         from kernels.triton import choose as gpu
 
         keys, columns, log_mass = gpu.best(logits, parameters, positions, token_ids, count, mass=True)
         assert log_mass is not None
         return columns, keys - log_mass[:, None]
     native = _native_arguments(logits, parameters, positions, token_ids)
-    if native is not None and count <= MOST_BEST:
-        found, before, after = native
+    if native is not None and count <= MAX_BEST:
+        lib, leading, trailing = native
         rows = len(logits)
         columns, keys = torch.empty(rows, count, dtype=torch.int64), torch.empty(rows, count)
         masses = torch.empty(rows)
-        answers = (own.data_ptr() for own in (columns, keys, masses))
-        found.choose_best(*map(_address, before), *answers, count, *after)
+        outputs = (tensor.data_ptr() for tensor in (columns, keys, masses))
+        lib.choose_best(*map(_address, leading), *outputs, count, *trailing)
         return columns, keys - keys[:, :1] - masses.log()[:, None]
     keys = choice_keys(logits, parameters, positions, token_ids).float().log_softmax(-1)
     largest = keys.topk(count)
@@ -155,7 +155,7 @@ def choice_keys(
     """Return the keys `[R, V]` of which `choose` takes the argmax: the rule in plain torch. Arguments as there."""
     if parameters is None:
         return logits
-    keys = law(logits, parameters)
+    keys = warped_log_probs(logits, parameters)
     sampled = (parameters.temperature > 0).nonzero()[:, 0]
     if len(sampled):
         p = parameters.rows(sampled)
@@ -164,22 +164,22 @@ def choice_keys(
     return keys
 
 
-def law(logits: Tensor, parameters: ChoiceParameters | None) -> Tensor:
+def warped_log_probs(logits: Tensor, parameters: ChoiceParameters | None) -> Tensor:
     """Return the logits `[R, V]` of the warped distribution p' (of a greedy row, unchanged), in fp32 and new memory."""
-    law = logits.float().clone()
+    warped = logits.float().clone()
     if parameters is None:
-        return law
+        return warped
     if in_use(logits.device):
         from kernels.triton import choose as gpu
 
-        law /= torch.where(parameters.temperature > 0, parameters.temperature, 1.0)[:, None]
+        warped /= torch.where(parameters.temperature > 0, parameters.temperature, 1.0)[:, None]
         thresholds = gpu.find_thresholds(logits, parameters)
-        return law.masked_fill_(law < thresholds[:, None], -torch.inf)
+        return warped.masked_fill_(warped < thresholds[:, None], -torch.inf)
     sampled = (parameters.temperature > 0).nonzero()[:, 0]
     if len(sampled):
         p = parameters.rows(sampled)
-        law[sampled] = restrict(law[sampled] / p.temperature[:, None], p.top_k, p.top_p, p.min_p)
-    return law
+        warped[sampled] = restrict(warped[sampled] / p.temperature[:, None], p.top_k, p.top_p, p.min_p)
+    return warped
 
 
 def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -193,10 +193,10 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, 
 
         return gpu.logprobs(logits, tokens, top)
     log_p = logits.float().log_softmax(-1)
-    own = log_p.gather(1, tokens[:, None])
-    rank = (log_p > own).sum(1) + 1
+    token_logprobs = log_p.gather(1, tokens[:, None])
+    rank = (log_p > token_logprobs).sum(1) + 1
     if not top:
-        nothing = tokens[:, None][:, :0]
-        return own[:, 0], rank, nothing, nothing.float()
+        empty = tokens[:, None][:, :0]
+        return token_logprobs[:, 0], rank, empty, empty.float()
     best = log_p.sort(dim=-1, descending=True, stable=True)
-    return own[:, 0], rank, best.indices[:, :top], best.values[:, :top]
+    return token_logprobs[:, 0], rank, best.indices[:, :top], best.values[:, :top]

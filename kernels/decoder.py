@@ -15,7 +15,7 @@ from kernels.cpu.decoder import NativeDecoder, supported
 from kernels.linear import PackedLinear
 from kernels.rotary import QKNorm
 
-__all__ = ["LayerParts", "NativeDecoder", "join_layers"]
+__all__ = ["LayerParts", "NativeDecoder", "fuse_layers"]
 
 
 class LayerParts(NamedTuple):
@@ -47,7 +47,7 @@ class LayerParts(NamedTuple):
         return self.qkv, self.output, self.gate_up, self.down
 
 
-def join_layers(
+def fuse_layers(
     layers: Sequence[LayerParts], final_norm: Tensor | None, eps: float, head_dim: int
 ) -> NativeDecoder | None:
     """Return the fused decoder, None if no kernel supports these layers. `eps` is of all norms, `final_norm` `[H]`."""

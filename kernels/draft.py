@@ -14,7 +14,7 @@ from kernels.decoder import NativeDecoder
 from kernels.linear import PackedLinear
 from kernels.triton import in_use
 
-__all__ = ["DraftParts", "NativeChains", "NativeDraft", "NativeTrees", "join_draft"]
+__all__ = ["DraftParts", "NativeChains", "NativeDraft", "NativeTrees", "fuse_draft"]
 
 
 class DraftParts(NamedTuple):
@@ -34,7 +34,7 @@ class DraftParts(NamedTuple):
     draft_ids: Tensor  # [Vd] target ids
 
 
-def join_draft(parts: DraftParts) -> NativeDraft | None:
+def fuse_draft(parts: DraftParts) -> NativeDraft | None:
     """Return the fused draft of a head, None if no kernel supports these parts."""
     if in_use(parts.embedding.device) or not supported(parts):
         return None

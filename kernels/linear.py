@@ -55,14 +55,14 @@ class PackedLinear:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         else:
             self._weight = weight.contiguous() if self._triton else weight
-        self.bytes = sum(own.numel() * own.element_size() for own in (weight, self._scale) if own is not None)
+        self.bytes = sum(t.numel() * t.element_size() for t in (weight, self._scale) if t is not None)
 
-    def whole_weight(self) -> Tensor | None:
+    def unpacked_weight(self) -> Tensor | None:
         """Return the weight `[N, K]` as it was passed in; None if it is quantised."""
         if self.weight_format != "same":
             return None
         if self.native is not None:
-            return self.native.whole_weight()
+            return self.native.unpacked_weight()
         return self._weight.to_dense() if self._onednn else self._weight
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -107,11 +107,11 @@ def assert_row_invariant(linear: PackedLinear, dtype: torch.dtype, device: torch
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, linear.in_features, generator=generator).to(device, dtype)
-    whole = linear(x)
+    expected = linear(x)
     for count in (1, 2, 3, 5, 8, 17, 32, 64):
-        if not torch.equal(linear(x[:count]), whole[:count]):
+        if not torch.equal(linear(x[:count]), expected[:count]):
             raise ValueError(
                 f"engine.exact=true: on this machine a linear layer of {linear.in_features}x{linear.out_features} "
                 f"({dtype}) gives other bits for {count} rows than for 200; engine.exact=false serves without it"
             )
-    return whole
+    return expected

@@ -42,12 +42,12 @@ def quantise(weight: Tensor, weight_format: NarrowFormat) -> tuple[Tensor, Tenso
     Scales are `[N]`, for int4 `[N, K / group]`; each maps the largest weight it covers to the format's largest value.
     Where all weights are zero it is 1.
     """
-    own = weight.float()
+    values = weight.float()
     if weight_format == "int4":
-        own = own.unflatten(1, (-1, group_size(weight.shape[1])))
-    most = own.abs().amax(-1)
-    scale = torch.where(most > 0, most / LARGEST[weight_format], 1.0)
-    scaled = own / scale[..., None]
+        values = values.unflatten(1, (-1, group_size(weight.shape[1])))
+    largest = values.abs().amax(-1)
+    scale = torch.where(largest > 0, largest / LARGEST[weight_format], 1.0)
+    scaled = values / scale[..., None]
     return (scaled if weight_format == "fp8" else scaled.round()).to(STORED[weight_format]).view(weight.shape), scale
 
 

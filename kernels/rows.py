@@ -14,16 +14,15 @@ class AttentionRows:
     """R rows, grouped by request. A place is an index into the slots of a request's pages.
 
     A row lies at place `committed + offset` of its request and sees the `committed` places before the step's rows. With
-    the tree mask `words` it also sees the places `committed + j` for every set bit j (its ancestors and itself),
-    without it those of the request's earlier rows and its own; offsets must then be 0, 1, 2, ... No row sees the places
-    before `first`.
+    `tree_mask` it also sees the places `committed + j` for every set bit j (its ancestors and itself), without it those
+    of the request's earlier rows and its own; offsets must then be 0, 1, 2, ... No row sees the places before `first`.
     """
 
     table: Tensor  # [B, P] page ids
     request: Tensor  # [R] row of `table`
     committed: Tensor  # [R]
     offset: Tensor  # [R]
-    words: Tensor | None  # [R] int64
+    tree_mask: Tensor | None  # [R] int64
     page_size: int
     longest: int  # upper bound on the number of keys that a row sees
     counts: tuple[int, ...]  # number of rows of each request with rows, in order; on the host, for launch grids
@@ -37,37 +36,37 @@ class AttentionRows:
         counts: list[int],
         *,
         page_size: int,
-        words: Tensor | None = None,
+        tree_mask: Tensor | None = None,
         first: int = 0,
     ) -> AttentionRows:
-        """Make `counts[b]` rows of request b at offsets 0, 1, ...; tree mask `words` `[R]`, None for causal rows."""
+        """Make `counts[b]` rows of request b at offsets 0, 1, ...; `tree_mask` `[R]`, None for causal rows."""
         device = table.device
         blocks = list(enumerate(zip(committed, counts, strict=True)))
         total = sum(counts)
-        room = [0] * (total % 2)  # padding: Triton kernels are compiled for addresses that are multiples of 16 bytes
+        padding = [0] * (total % 2)  # padding: Triton kernels are compiled for addresses that are multiples of 16 bytes
         fields = [
-            [b for b, (_, count) in blocks for _ in range(count)] + room,
-            [start for _, (start, count) in blocks for _ in range(count)] + room,
-            [j for count in counts for j in range(count)] + room,
+            [b for b, (_, count) in blocks for _ in range(count)] + padding,
+            [start for _, (start, count) in blocks for _ in range(count)] + padding,
+            [j for count in counts for j in range(count)] + padding,
         ]
         # a single tensor, since creating each one takes time
         request, start, offset = torch.tensor(fields, device=device)[:, :total]
         longest = max(start + count for _, (start, count) in blocks)
         rows = tuple(count for count in counts if count)
-        return cls(table, request, start, offset, words, page_size, longest, rows, first)
+        return cls(table, request, start, offset, tree_mask, page_size, longest, rows, first)
 
     def next(self) -> AttentionRows:
         """Return the next row of each chain, which also sees this one. Needs one row per request and no tree mask."""
-        assert self.words is None
+        assert self.tree_mask is None
         assert len(self.counts) == len(self.request)
         return replace(self, committed=self.committed + 1, longest=self.longest + 1)
 
     def kept(self, index: Tensor) -> AttentionRows:
         """Return only the rows of the requests `index` `[K]`. Needs one row per request."""
         assert len(self.counts) == len(self.request)
-        left = len(index)
-        own = {"request": self.request[:left], "offset": self.offset[:left], "counts": self.counts[:left]}
-        return replace(self, table=self.table[index], committed=self.committed[index], **own)
+        count = len(index)
+        per_row = {"request": self.request[:count], "offset": self.offset[:count], "counts": self.counts[:count]}
+        return replace(self, table=self.table[index], committed=self.committed[index], **per_row)
 
     @cached_property
     def places(self) -> Tensor:

@@ -64,13 +64,13 @@ def penalise(logits: Tensor, shaping: Shaping) -> Tensor:
     assert shaping.output is not None
     output = shaping.output.repeat(len(logits), 1)  # [n, V]
     if shaping.drafted is not None:
-        there = (shaping.drafted >= 0).float()
-        output.scatter_add_(1, shaping.drafted.clamp(min=0), there)
+        valid = (shaping.drafted >= 0).float()
+        output.scatter_add_(1, shaping.drafted.clamp(min=0), valid)
     present = output > 0
     if shaping.repetition != 1:
         assert shaping.prompt is not None
-        smaller = torch.where(logits > 0, logits / shaping.repetition, logits * shaping.repetition)
-        logits = torch.where(present | shaping.prompt, smaller, logits)
+        penalised = torch.where(logits > 0, logits / shaping.repetition, logits * shaping.repetition)
+        logits = torch.where(present | shaping.prompt, penalised, logits)
     return logits - shaping.frequency * output - shaping.presence * present
 
 
@@ -82,7 +82,7 @@ def unpacked(words: Tensor, columns: int) -> Tensor:
 
 def packed(allowed: Tensor) -> Tensor:
     """Pack bool `[..., V]` -> int32 words `[..., ceil(V / 32)]`; bits past V are 0."""
-    missing = -allowed.shape[-1] % WORD
-    bits = torch.nn.functional.pad(allowed, (0, missing)).unflatten(-1, (-1, WORD)).long()
+    padding = -allowed.shape[-1] % WORD
+    bits = torch.nn.functional.pad(allowed, (0, padding)).unflatten(-1, (-1, WORD)).long()
     words = (bits << torch.arange(WORD, device=allowed.device)).sum(-1)
     return (words - ((words >> (WORD - 1)) << WORD)).int()  # the highest bit is the sign

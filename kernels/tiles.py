@@ -26,7 +26,7 @@ class TiledAttention:
     def __init__(self, rows: AttentionRows, num_heads: int, num_kv_heads: int) -> None:
         device, group = rows.table.device, num_heads // num_kv_heads
         nth = None
-        if rows.words is None:
+        if rows.tree_mask is None:
             counts = torch.tensor(rows.counts, device=device)
             last = counts.cumsum(0) - 1
             request, committed = rows.request[last], rows.committed[last] - rows.first
@@ -34,7 +34,7 @@ class TiledAttention:
         else:
             request, committed = rows.request, rows.committed - rows.first
             counts = torch.ones_like(request)
-            nth, set_bits = places_of_bits(rows.words)
+            nth, set_bits = set_bit_positions(rows.tree_mask)
             ends = committed + set_bits
         width = int(counts.max())
         self._width = max(width, -(-MIN_GEMM_ROWS // group))
@@ -46,9 +46,9 @@ class TiledAttention:
         key = index[:, None] * KV_TILE + torch.arange(KV_TILE, device=device)  # [S, KV_TILE] in order of position
         place = key + rows.first
         if nth is not None:
-            beyond = key - committed[self._tile_of, None]
-            bit = nth[self._tile_of].gather(1, beyond.clamp(0, WORD_BITS - 1))
-            place = torch.where(beyond < 0, place, committed[self._tile_of, None] + rows.first + bit)
+            past_committed = key - committed[self._tile_of, None]
+            bit = nth[self._tile_of].gather(1, past_committed.clamp(0, WORD_BITS - 1))
+            place = torch.where(past_committed < 0, place, committed[self._tile_of, None] + rows.first + bit)
         page = (place // rows.page_size).clamp(max=rows.table.shape[1] - 1)
         pages = rows.table[request[self._tile_of]].gather(1, page)
         self._gather = (pages * rows.page_size + place % rows.page_size).flatten()
@@ -106,7 +106,7 @@ class TiledAttention:
         return (parts * weight[..., None]).sum(2) / weight.sum(2)[..., None]
 
 
-def places_of_bits(words: Tensor) -> tuple[Tensor, Tensor]:
+def set_bit_positions(words: Tensor) -> tuple[Tensor, Tensor]:
     """words `[R]` -> index of the n-th set bit `[R, 64]` (0 past the last), and number of set bits `[R]`."""
     index = torch.arange(WORD_BITS, device=words.device)
     bits = (words[:, None] >> index) & 1

@@ -41,8 +41,8 @@ def ttt_attention(
 
         dtype = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
         if gpu.supported(q.shape[3], dtype):
-            q, *both = (x.to(dtype) for x in (q, *keys, *values))
-            return gpu.TttAttention.apply(q, *bounds(keys[0].shape[:2], slots, starts, q.device), *both)
+            q, *kv = (x.to(dtype) for x in (q, *keys, *values))
+            return gpu.TttAttention.apply(q, *bounds(keys[0].shape[:2], slots, starts, q.device), *kv)
     return dense(q, keys, values, slots, starts)
 
 
@@ -80,15 +80,15 @@ def dense(
         starts = torch.zeros(len(q), T, dtype=torch.int64, device=q.device)
     if len(keys) == 1:
         k, v = repeat_kv(k, groups), repeat_kv(v, groups)
-        seen = None if plain else visible(starts, slots)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=plain).transpose(1, 2)
+        mask = None if plain else visible(starts, slots)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain).transpose(1, 2)
     q = q.unflatten(1, (-1, groups))  # [B, nkv, G, M, D]
-    seen = visible(starts, slots).unsqueeze(1)
-    scores = (q.flatten(2, 3) @ k.transpose(2, 3) * scale).unflatten(2, q.shape[2:4]).masked_fill(~seen, -torch.inf)
-    own_keys, own_values = ([x.transpose(1, 2)[:, :, None] for x in later[1:]] for later in (keys, values))
-    own = torch.stack([(q * key).sum(-1) * scale for key in own_keys], dim=-1)  # [B, nkv, G, M, s]
-    weights = torch.cat([scores, own], dim=-1).float().softmax(-1).to(q.dtype)
+    mask = visible(starts, slots).unsqueeze(1)
+    scores = (q.flatten(2, 3) @ k.transpose(2, 3) * scale).unflatten(2, q.shape[2:4]).masked_fill(~mask, -torch.inf)
+    later_keys, later_values = ([x.transpose(1, 2)[:, :, None] for x in steps[1:]] for steps in (keys, values))
+    later_scores = torch.stack([(q * key).sum(-1) * scale for key in later_keys], dim=-1)  # [B, nkv, G, M, s]
+    weights = torch.cat([scores, later_scores], dim=-1).float().softmax(-1).to(q.dtype)
     out = (weights[..., :T].flatten(2, 3) @ v).unflatten(2, q.shape[2:4])
-    for index, value in enumerate(own_values):
+    for index, value in enumerate(later_values):
         out = out + weights[..., T + index, None] * value
     return out.flatten(1, 2).transpose(1, 2)

@@ -22,31 +22,31 @@ def accept(
     ancestors: Tensor,
     length: Tensor,
     choice: Tensor,
-    likely: Tensor | None = None,
+    typical_mask: Tensor | None = None,
 ) -> Tensor:
     """Return the index of the last accepted node of each request, `[B]` (0 if no drafted token was accepted).
 
     All `[B, N]` (token, parent, depth, ancestors of a DraftTree, the target's choice per row), length `[B]`. Nodes
-    marked `likely` `[B, N]` bool are ok as well (typical acceptance); of equally long paths, the one that ends at the
+    in `typical_mask` `[B, N]` bool are ok as well (typical acceptance); of equally long paths, the one that ends at the
     lowest node is taken.
     """
     if in_use(token.device):
         from kernels.triton import verify
 
-        return verify.accept(token, parent, depth, ancestors, length, choice, likely)
+        return verify.accept(token, parent, depth, ancestors, length, choice, typical_mask)
     native = library() if token.device.type == "cpu" else None
     if native is not None:  # replaces some twenty torch operations on a few numbers each
         fields = [x.contiguous() for x in (token, parent, depth, ancestors, length, choice)]
         assert [x.dtype for x in fields] == NATIVE
-        marks = None if likely is None else likely.contiguous()
+        typical = None if typical_mask is None else typical_mask.contiguous()
         last = torch.empty(len(token), dtype=torch.int64)
-        pointers = [x if x is None else x.data_ptr() for x in (*fields, marks, last)]
+        pointers = [x if x is None else x.data_ptr() for x in (*fields, typical, last)]
         native.accept(*pointers, *token.shape)
         return last
     nodes = torch.arange(token.shape[1], device=token.device)
     ok = token == choice.gather(1, parent.clamp(min=0).long())
-    if likely is not None:
-        ok |= likely
+    if typical_mask is not None:
+        ok |= typical_mask
     ok[:, 0] = True
     ok &= nodes < length[:, None]
     ok_word = (ok.long() << nodes).sum(1)  # bit 63 makes the word negative, which does not affect the mask below

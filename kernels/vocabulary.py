@@ -60,11 +60,11 @@ def teacher_logits(logits: Tensor, ids: Tensor | None) -> tuple[TeacherLogits, C
 
     `mass` is the probability of the draft vocabulary.
     """
-    whole, drafted, kept = teach_rows(logits, ids)
+    full, drafted, kept = teach_rows(logits, ids)
     log_z = drafted.most + drafted.sum.log()
     negentropy = drafted.dot / drafted.sum - drafted.sum.log()
-    mass = (log_z - whole.most - whole.sum.log()).exp()
-    return TeacherLogits(kept, log_z, negentropy, mass), Choices(whole.best, drafted.best)
+    mass = (log_z - full.most - full.sum.log()).exp()
+    return TeacherLogits(kept, log_z, negentropy, mass), Choices(full.best, drafted.best)
 
 
 def linear_loss(
@@ -87,10 +87,10 @@ def linear_loss(
     assert teacher is not None or (label is not None and not overlap)
     narrow = weight.detach() if narrow is None else narrow
     gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    total, cost, best, both = LinearLoss.apply(
+    total, cost, best, overlaps = LinearLoss.apply(
         x, weight, narrow, weights.float().contiguous(), teacher, rows, label, overlap, gradient
     )
-    return Costs(total, cost, best, both if overlap else None)
+    return Costs(total, cost, best, overlaps if overlap else None)
 
 
 class LinearLoss(torch.autograd.Function):
@@ -104,26 +104,26 @@ class LinearLoss(torch.autograd.Function):
         states = x.to(narrow.dtype).contiguous()
         if teacher is not None and label is not None and not overlap:
             teacher = None  # not used
-        of_states = x.new_empty(x.shape) if gradient else None
-        of_weight = weight.new_zeros(weight.shape) if gradient and weight.requires_grad else None
+        grad_states = x.new_empty(x.shape) if gradient else None
+        grad_weight = weight.new_zeros(weight.shape) if gradient and weight.requires_grad else None
         parts = []
         for span in spans(len(x), KEPT_ELEMENTS // len(narrow)):
-            kept = states.new_empty(span.stop - span.start if of_weight is not None else 0, len(narrow))
+            kept = states.new_empty(span.stop - span.start if grad_weight is not None else 0, len(narrow))
             for block in spans(span.stop - span.start, BLOCK_ELEMENTS // len(narrow)):
                 part = slice(span.start + block.start, span.start + block.stop)
-                out = kept[block] if of_weight is not None else states.new_empty(part.stop - part.start, len(narrow))
+                out = kept[block] if grad_weight is not None else states.new_empty(part.stop - part.start, len(narrow))
                 torch.mm(states[part], narrow.t(), out=out)
-                row, place = (None if column is None else column[part] for column in (rows, label))
+                block_rows, block_label = (None if column is None else column[part] for column in (rows, label))
                 factor = weights[part] if gradient else None
-                parts.append(block_costs(out, teacher, row, place, factor, overlap=overlap))
-                if of_states is not None:
-                    of_states[part] = out @ narrow
-            if of_weight is not None:
-                of_weight += kept.t() @ states[span]
-        cost, best, both = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.gradients = of_states, of_weight
-        ctx.mark_non_differentiable(cost, best, both)
-        return (cost * weights).sum(), cost, best, both
+                parts.append(block_costs(out, teacher, block_rows, block_label, factor, overlap=overlap))
+                if grad_states is not None:
+                    grad_states[part] = out @ narrow
+            if grad_weight is not None:
+                grad_weight += kept.t() @ states[span]
+        cost, best, overlaps = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.gradients = grad_states, grad_weight
+        ctx.mark_non_differentiable(cost, best, overlaps)
+        return (cost * weights).sum(), cost, best, overlaps
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -149,14 +149,14 @@ def block_costs(
     if label is not None and factor is not None:
         factor = factor.where(label >= 0, 0.0)
     taught, log_z, mass = (None, None, None) if teacher is None else (teacher.logits, teacher.log_z, teacher.mass)
-    most, total, dot, both, best = loss_rows(logits, taught, rows, log_z, mass, label, factor, overlap=overlap)
-    cost = most + total.log() - dot
+    peak, total, dot, overlaps, best = loss_rows(logits, taught, rows, log_z, mass, label, factor, overlap=overlap)
+    cost = peak + total.log() - dot
     if label is not None:
         cost = cost.where(label >= 0, 0.0)
     else:
         assert teacher is not None
         cost = cost + teacher.negentropy[rows]
-    return cost, best, cost.new_empty(0) if both is None else both
+    return cost, best, cost.new_empty(0) if overlaps is None else overlaps
 
 
 def spans(count: int, size: int) -> list[slice]:

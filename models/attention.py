@@ -99,11 +99,11 @@ class CausalAttention:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, heads, T, D]
         groups, T = q.shape[1] // k.shape[1], q.shape[2]
         k, v = repeat_kv(k, groups), repeat_kv(v, groups)
-        seen = self._seen
+        mask = self._seen
         if window is not None and window < T:
-            near = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-            seen = near if seen is None else seen & near
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale)
+            window_mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+            mask = window_mask if mask is None else mask & window_mask
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
         return out.transpose(1, 2).flatten(2)
 
 
@@ -133,9 +133,9 @@ class TrainingTimeTestAttention:
         assert step == self._step + 1, "training-time-test steps run in order"
         self._step = step
         if self._slots is not None and slots is not None and slots.shape[-1] < self._slots.shape[-1]:
-            kept = torch.searchsorted(self._slots, slots)
+            index = torch.searchsorted(self._slots, slots)
             for entries in (*self._keys.values(), *self._values.values()):
-                entries[1:] = [entry[:, kept] for entry in entries[1:]]
+                entries[1:] = [entry[:, index] for entry in entries[1:]]
         self._slots = slots
 
     def __call__(

@@ -36,7 +36,7 @@ class Chat:
 
     def text_for(self, *, tools: bool) -> str | None:
         """Return the template that renders conversations with or without tools; None where there is none."""
-        name = self._name_for(tools)
+        name = self._template_name(tools)
         return None if name is None else self._templates[name].text
 
     def render(
@@ -54,9 +54,9 @@ class Chat:
         the header of the assistant's next turn; without it the text is history. Raises ValueError if there is no
         template, or it refuses a message.
         """
-        name = self._name_for(bool(tools))
+        name = self._template_name(bool(tools))
         if name is None:
-            raise ValueError(self._why_not())
+            raise ValueError(self._missing_template())
         template = self._templates[name]
         return template.render(
             [for_template(normalise_message(message), template) for message in messages],
@@ -66,12 +66,12 @@ class Chat:
             options=options,
         )
 
-    def _name_for(self, tools: bool) -> str | None:
+    def _template_name(self, tools: bool) -> str | None:
         if tools and TOOL_USE in self._templates:
             return TOOL_USE
         return DEFAULT if DEFAULT in self._templates else None
 
-    def _why_not(self) -> str:
+    def _missing_template(self) -> str:
         if not self._templates:
             return f"{self._source}: this model has no chat template; use plain completions (/v1/completions)"
         return (
@@ -94,13 +94,13 @@ def find_chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, 
     if template is None:
         return {}
     entries = template if isinstance(template, list) else [{"name": DEFAULT, "template": template}]
-    named: dict[str, str] = {}
+    templates: dict[str, str] = {}
     for entry in entries:
         name, text = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
         if not isinstance(name, str) or not isinstance(text, str):
             raise ValueError(f'{folder}: chat_template must be a text or a list of {{"name": ..., "template": ...}}')
-        named[name] = text
-    return named
+        templates[name] = text
+    return templates
 
 
 def normalise_message(message: Message) -> dict[str, Any]:

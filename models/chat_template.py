@@ -82,25 +82,25 @@ class Template:
         return self._content_forms[role]
 
     def _probe_content(self, role: str) -> ContentForm:
-        def shown(content: Any) -> str | None:
-            return self._probe(lambda: self._conversation_of(role, content), PROBE)
+        def render_probe(content: Any) -> str | None:
+            return self._probe(lambda: self._probe_messages(role, content), PROBE)
 
-        string, one = shown(PROBE), shown([text_part(PROBE)])
-        two = shown([text_part(PROBE), text_part(SECOND)])
-        strings = string is not None or one is None
+        as_string, as_part = render_probe(PROBE), render_probe([text_part(PROBE)])
+        as_parts = render_probe([text_part(PROBE), text_part(SECOND)])
+        strings = as_string is not None or as_part is None
         # a template that merely prints the list of parts as a value renders another text than for the string
-        parts = two is not None and SECOND in two and (one == string or not strings)
+        parts = as_parts is not None and SECOND in as_parts and (as_part == as_string or not strings)
         return ContentForm(strings, parts)
 
-    def _conversation_of(self, role: str, content: Any) -> list[dict[str, Any]]:
+    def _probe_messages(self, role: str, content: Any) -> list[dict[str, Any]]:
         message = {"role": role, "content": content}
         if role in ("system", "developer"):
             return [message, QUESTION]
         if role == "assistant":
             return [QUESTION, message]
         if role == "tool":
-            answer = SECOND if self.content_form("assistant").strings else [text_part(SECOND)]
-            call = {"role": "assistant", "content": answer, "tool_calls": [self._probe_call()]}
+            assistant_content = SECOND if self.content_form("assistant").strings else [text_part(SECOND)]
+            call = {"role": "assistant", "content": assistant_content, "tool_calls": [self._probe_call()]}
             return [QUESTION, call, {**message, "tool_call_id": CALL_ID}]
         return [message]
 
@@ -108,22 +108,27 @@ class Template:
     def knows_developer(self) -> bool:
         """False where the template would refuse or leave out a developer message."""
         contents = (PROBE, [text_part(PROBE)])
-        return any(self._probe(lambda one=one: self._conversation_of("developer", one), PROBE) for one in contents)
+        return any(
+            self._probe(lambda content=content: self._probe_messages("developer", content), PROBE)
+            for content in contents
+        )
 
     @cached_property
     def call_form(self) -> CallForm:
         """The first form that the template renders with the call in it; preferably one that omits a null content."""
         for as_text in (False, True):
-            empty = self._probe(lambda as_text=as_text: self._calling({"content": ""}, as_text), PROBE)
+            empty = self._probe(lambda as_text=as_text: self._call_messages({"content": ""}, as_text), PROBE)
             for content in ({}, {"content": None}):
-                text = self._probe(lambda content=content, as_text=as_text: self._calling(content, as_text), PROBE)
+                text = self._probe(
+                    lambda content=content, as_text=as_text: self._call_messages(content, as_text), PROBE
+                )
                 if text is not None and (empty is None or nulls(text) <= nulls(empty)):
                     return CallForm(as_text, content)
             if empty is not None:
                 return CallForm(as_text, {"content": ""})
         return CallForm()
 
-    def _calling(self, content: Mapping[str, Any], as_text: bool) -> list[dict[str, Any]]:
+    def _call_messages(self, content: Mapping[str, Any], as_text: bool) -> list[dict[str, Any]]:
         return [QUESTION, {"role": "assistant", **content, "tool_calls": [self._probe_call(as_text)]}]
 
     def _probe_call(self, as_text: bool | None = None) -> dict[str, Any]:
@@ -132,13 +137,13 @@ class Template:
             arguments = dump(arguments)
         return {"id": CALL_ID, "type": "function", "function": {"name": "probe", "arguments": arguments}}
 
-    def _probe(self, conversation: Callable[[], list[dict[str, Any]]], wanted: str) -> str | None:
-        """Return the text, or None where the template refuses the conversation or leaves out `wanted`."""
+    def _probe(self, conversation: Callable[[], list[dict[str, Any]]], expected: str) -> str | None:
+        """Return the text, or None where the template refuses the conversation or leaves out `expected`."""
         try:
             text = self.render(conversation(), generation_prompt=False)
         except ValueError:
             return None
-        return text if wanted in text else None
+        return text if expected in text else None
 
 
 def nulls(text: str) -> int:

@@ -24,27 +24,27 @@ def read_end_tokens(folder: Path, eos_id: int | None = None) -> tuple[int, ...]:
     `eos_id`: the id of the tokenizer's `eos_token`, from a caller that has the tokenizer. Ids outside the vocabulary
     are left out with a warning. Raises ValueError naming file and key for a value that is no token id.
     """
-    found: dict[int, str] = {}
+    sources: dict[int, str] = {}
     vocab_size: object = None
     if is_gguf(folder):
         file = open_gguf(folder)
         for key in GGUF_KEYS:
             ids = token_ids(f"{folder}: {key}", file.keys.get(key))
-            found |= {token: f"{folder}: {key}" for token in ids if token not in found}
+            sources |= {token: f"{folder}: {key}" for token in ids if token not in sources}
         vocab_size = len(file.keys.get("tokenizer.ggml.tokens", ())) or None
     for name in ("generation_config.json", "config.json"):
         content = read_json(folder / name) if (folder / name).is_file() else {}
         ids = token_ids(f"{folder / name}: eos_token_id", content.get("eos_token_id"))
-        found |= {token: f"{folder / name}: eos_token_id" for token in ids if token not in found}
+        sources |= {token: f"{folder / name}: eos_token_id" for token in ids if token not in sources}
         vocab_size = content.get("vocab_size", vocab_size)
     if eos_id is not None:
-        found.setdefault(eos_id, f"{folder}: the tokenizer's eos_token")
+        sources.setdefault(eos_id, f"{folder}: the tokenizer's eos_token")
     if not isinstance(vocab_size, int):
-        return tuple(found)
-    for token, source in found.items():
+        return tuple(sources)
+    for token, source in sources.items():
         if not 0 <= token < vocab_size:
-            log.warning("%s: %d is outside the vocabulary of %d and ends nothing", source, token, vocab_size)
-    return within(found, vocab_size)
+            log.warning("%s: %d is outside the vocabulary of %d and is ignored", source, token, vocab_size)
+    return within(sources, vocab_size)
 
 
 def within(ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:

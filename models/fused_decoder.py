@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kernels.decoder import LayerParts, NativeDecoder, join_layers
+from kernels.decoder import LayerParts, NativeDecoder, fuse_layers
 from models.attention import Attention, decode_of
 from models.layers import GatedMLP, Linear, RMSNorm
 
@@ -32,7 +32,7 @@ def parts_of(
     if type(mlp) is not GatedMLP:
         return None
     linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    packed = [own.packed for own in linears if type(own) is Linear and own.packed is not None]
+    packed = [linear.packed for linear in linears if type(linear) is Linear and linear.packed is not None]
     if len(packed) < len(linears):
         return None
     qkv, output, gate_up, down = packed
@@ -56,26 +56,26 @@ def parts_of(
     )
 
 
-class Joined:
+class FusedDecoder:
     """The lazily built fused decoder of one module, whose layers have `parts()`. A copy of the module builds anew."""
 
     def __init__(self) -> None:
         self._decoder: NativeDecoder | None = None
-        self._known = False
+        self._built = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Joined:
-        return Joined()
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedDecoder:
+        return FusedDecoder()
 
     def decoder(self, layers: Iterable[nn.Module], norm: RMSNorm | None, *, packed: bool) -> NativeDecoder | None:
         """Return the decoder of `layers`, followed by `norm`; None before they are `packed` or if no kernel fits."""
-        if packed and not self._known:
-            own: list[Any] = list(layers)
-            parts = [found for layer in own if (found := layer.parts()) is not None]
-            if len(parts) == len(own):
+        if packed and not self._built:
+            modules: list[Any] = list(layers)
+            parts = [layer_parts for layer in modules if (layer_parts := layer.parts()) is not None]
+            if len(parts) == len(modules):
                 weight = None if norm is None else norm.weight
-                eps, head_dim = own[0].post_attention_layernorm.eps, own[0].self_attn.head_dim
-                self._decoder = join_layers(parts, weight, eps, head_dim)
-            self._known = True
+                eps, head_dim = modules[0].post_attention_layernorm.eps, modules[0].self_attn.head_dim
+                self._decoder = fuse_layers(parts, weight, eps, head_dim)
+            self._built = True
         return self._decoder
 
     def over(

@@ -26,8 +26,8 @@ class JsonScanner:
 
     def end(self, text: str, start: int) -> int | None:
         """Scan `text[start:]`; return the index in `text` after the value's last character, None if it continues."""
-        for place in range(start, len(text)):
-            character = text[place]
+        for index in range(start, len(text)):
+            character = text[index]
             if self._in_string:
                 if self._escaped:
                     self._escaped = False
@@ -42,7 +42,7 @@ class JsonScanner:
             elif character in "}]":
                 self._depth -= 1
                 if self._depth <= 0:
-                    return place + 1
+                    return index + 1
         return None
 
 
@@ -88,25 +88,25 @@ def without_lone_surrogates(text: str) -> str:
     """Replace every lone surrogate of a JSON text, escaped or not, by U+FFFD; the result can be encoded as UTF-8."""
     if not text.isascii():
         text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    pieces, done, place = [], 0, 0
-    while (place := text.find("\\", place)) >= 0:
-        unit = code_unit(text, place)
+    pieces, copied, index = [], 0, 0
+    while (index := text.find("\\", index)) >= 0:
+        unit = code_unit(text, index)
         if unit is None:
-            place += 2
-        elif 0xD800 <= unit < 0xDC00 and 0xDC00 <= (code_unit(text, place + 6) or 0) < 0xE000:
-            place += 12
+            index += 2
+        elif 0xD800 <= unit < 0xDC00 and 0xDC00 <= (code_unit(text, index + 6) or 0) < 0xE000:
+            index += 12
         else:
             if 0xD800 <= unit < 0xE000:
-                pieces += [text[done:place], REPLACEMENT]
-                done = place + 6
-            place += 6
-    return "".join([*pieces, text[done:]])
+                pieces += [text[copied:index], REPLACEMENT]
+                copied = index + 6
+            index += 6
+    return "".join([*pieces, text[copied:]])
 
 
-def code_unit(text: str, place: int) -> int | None:
-    """Return the code unit of the escape `\\uXXXX` at `place`; None if there is another escape or none."""
-    digits = text[place + 2 : place + 6]
-    if text[place : place + 2] != "\\u" or len(digits) < 4 or not all(digit in HEXADECIMAL for digit in digits):
+def code_unit(text: str, index: int) -> int | None:
+    """Return the code unit of the escape `\\uXXXX` at `index`; None if there is another escape or none."""
+    digits = text[index + 2 : index + 6]
+    if text[index : index + 2] != "\\u" or len(digits) < 4 or not all(digit in HEXADECIMAL for digit in digits):
         return None
     return int(digits, 16)
 
@@ -116,67 +116,67 @@ def members(text: str) -> Iterator[tuple[str, str, bool]]:
 
     Where the text breaks off, the last value may be incomplete. Raises ValueError if it cannot continue as an object.
     """
-    place = skip(text, 1)
-    while text.startswith('"', place):
-        end = string_end(text, place)
+    index = skip(text, 1)
+    while text.startswith('"', index):
+        end = string_end(text, index)
         if end is None:
             return
-        name = json.loads(text[place:end])
-        place = skip(text, end)
-        if place < len(text) and text[place] != ":":
+        name = json.loads(text[index:end])
+        index = skip(text, end)
+        if index < len(text) and text[index] != ":":
             raise ValueError("no colon after a name")
-        place = skip(text, place + 1)
-        end = value_end(text, place)
-        if place < len(text):
-            yield name, text[place:end], end is not None
+        index = skip(text, index + 1)
+        end = value_end(text, index)
+        if index < len(text):
+            yield name, text[index:end], end is not None
         if end is None:
             return
-        place = after_comma(text, end, "}")
-    if place < len(text) and text[place] != "}":
+        index = after_comma(text, end, "}")
+    if index < len(text) and text[index] != "}":
         raise ValueError("no name")
 
 
 def elements(text: str) -> Iterator[tuple[str, bool]]:
     """Yield each element's text of the list that begins `text`, and whether it is complete. Raises ValueError."""
-    place = skip(text, 1)
-    while place < len(text) and text[place] != "]":
-        end = value_end(text, place)
-        yield text[place:end], end is not None
+    index = skip(text, 1)
+    while index < len(text) and text[index] != "]":
+        end = value_end(text, index)
+        yield text[index:end], end is not None
         if end is None:
             return
-        place = after_comma(text, end, "]")
+        index = after_comma(text, end, "]")
 
 
-def after_comma(text: str, place: int, closing: str) -> int:
-    place = skip(text, place)
-    if place < len(text) and text[place] not in ("," + closing):
+def after_comma(text: str, index: int, closing: str) -> int:
+    index = skip(text, index)
+    if index < len(text) and text[index] not in ("," + closing):
         raise ValueError(f"neither a comma nor {closing}")
-    return skip(text, place + 1) if text.startswith(",", place) else place
+    return skip(text, index + 1) if text.startswith(",", index) else index
 
 
-def skip(text: str, place: int) -> int:
+def skip(text: str, index: int) -> int:
     """Return the next index without white space, or the text's length."""
-    while place < len(text) and text[place] in WHITE_SPACE:
-        place += 1
-    return min(place, len(text))
+    while index < len(text) and text[index] in WHITE_SPACE:
+        index += 1
+    return min(index, len(text))
 
 
-def value_end(text: str, place: int) -> int | None:
-    """Return the index after the value that begins at `place`, or None if the text breaks off before."""
-    if text.startswith(("{", "["), place):
-        return JsonScanner().end(text, place)
-    if text.startswith('"', place):
-        return string_end(text, place)
-    return next((end for end in range(place, len(text)) if text[end] in ",}]" + WHITE_SPACE), None)
+def value_end(text: str, index: int) -> int | None:
+    """Return the index after the value that begins at `index`, or None if the text breaks off before."""
+    if text.startswith(("{", "["), index):
+        return JsonScanner().end(text, index)
+    if text.startswith('"', index):
+        return string_end(text, index)
+    return next((end for end in range(index, len(text)) if text[end] in ",}]" + WHITE_SPACE), None)
 
 
-def string_end(text: str, place: int) -> int | None:
-    """Return the index after the string that begins at `place`, or None if the text breaks off before."""
-    place, quote = place + 1, -1
+def string_end(text: str, index: int) -> int | None:
+    """Return the index after the string that begins at `index`, or None if the text breaks off before."""
+    index, quote = index + 1, -1
     while True:
-        if quote < place and (quote := text.find('"', place)) < 0:
+        if quote < index and (quote := text.find('"', index)) < 0:
             return None
-        escape = text.find("\\", place, quote)
+        escape = text.find("\\", index, quote)
         if escape < 0:
             return quote + 1
-        place = escape + 2
+        index = escape + 2

@@ -31,9 +31,9 @@ class Linear(nn.Linear):
         self.packed = PackedLinear(self.weight.detach(), bias, exact=exact, weight_format=weight_format)
         self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
-    def whole_weight(self) -> Tensor | None:
+    def unpacked_weight(self) -> Tensor | None:
         """Return the weight `[N, K]`, packed or not; None if it was packed in fewer bits."""
-        return self.weight.detach() if self.packed is None else self.packed.whole_weight()
+        return self.weight.detach() if self.packed is None else self.packed.unpacked_weight()
 
     def forward(self, input: Tensor) -> Tensor:
         if self.packed is None:

@@ -65,10 +65,10 @@ def adapt(layers: nn.Module, names: Sequence[str], *, rank: int, alpha: float, s
 
 def refuse_unknown_layers(layers: nn.Module, names: Sequence[str]) -> None:
     """Raise ValueError for a name that no linear layer has."""
-    known = sorted({name for _, name, _ in linear_layers(layers)})
+    layer_names = sorted({name for _, name, _ in linear_layers(layers)})
     for name in names:
-        if name not in known:
-            raise ValueError(f"objective.lora_on: {name}: this target's layers have {', '.join(known)}")
+        if name not in layer_names:
+            raise ValueError(f"objective.lora_on: {name}: this target's layers have {', '.join(layer_names)}")
 
 
 def linear_layers(module: nn.Module) -> list[tuple[nn.Module, str, Linear]]:

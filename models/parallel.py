@@ -91,8 +91,8 @@ def split(total: int, ranks: int, smallest: int = 2) -> list[int]:
 def check_heads(num_kv_heads: int, ranks: int) -> None:
     """Raise ValueError unless every rank gets the same number of KV heads, with all the query heads that read them."""
     if num_kv_heads % ranks:
-        fitting = [count for count in range(1, num_kv_heads + 1) if num_kv_heads % count == 0]
+        divisors = [count for count in range(1, num_kv_heads + 1) if num_kv_heads % count == 0]
         raise ValueError(
             f"engine.tensor_parallel={ranks}: the target's {num_kv_heads} KV heads cannot be shared evenly by so many "
-            f"ranks; use one of {', '.join(map(str, fitting))}"
+            f"ranks; use one of {', '.join(map(str, divisors))}"
         )

@@ -40,11 +40,11 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
     # Decode every other token after a word, and remove that word's text.
     word = next((index for index in ordinary if backend.decode([index]).strip().isalnum()), None)
     if word is not None:
-        before = backend.decode([word])
+        prefix = backend.decode([word])
         texts = backend.decode_batch([[word, index] for index in ordinary], skip_special_tokens=False)
         for index, text in zip(ordinary, texts, strict=True):
-            if text.startswith(before):
-                table[index] = text[len(before) :].encode()
+            if text.startswith(prefix):
+                table[index] = text[len(prefix) :].encode()
     return table
 
 
@@ -55,10 +55,10 @@ def unfinished(tokens: Sequence[bytes]) -> int:
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(b"".join(tokens))
-    left, count = len(decoder.getstate()[0]), 0
-    while left > 0:
+    missing, count = len(decoder.getstate()[0]), 0
+    while missing > 0:
         count += 1
-        left -= len(tokens[-count])
+        missing -= len(tokens[-count])
     return count
 
 
@@ -81,5 +81,5 @@ def byte_alphabet() -> dict[str, bytes]:
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): bytes([byte]) for byte in printable} | {
-        chr(256 + place): bytes([byte]) for place, byte in enumerate(others)
+        chr(256 + offset): bytes([byte]) for offset, byte in enumerate(others)
     }

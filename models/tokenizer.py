@@ -110,10 +110,10 @@ class Tokenizer:
         surrogate pair.
         """
         if context:
-            before = self.decode(self.stream(context=context, with_special=True).context, with_special=True)
-            head, whole = (self.encode(part, add_special_tokens=False) for part in (before, before + text))
-            if whole[: len(head)] == head:
-                return whole[len(head) :]
+            prefix = self.decode(self.stream(context=context, with_special=True).context, with_special=True)
+            prefix_ids, full_ids = (self.encode(part, add_special_tokens=False) for part in (prefix, prefix + text))
+            if full_ids[: len(prefix_ids)] == prefix_ids:
+                return full_ids[len(prefix_ids) :]
             add_special_tokens = False  # a token spans both texts, which the context's ids lack
         try:
             text.encode()
@@ -123,11 +123,11 @@ class Tokenizer:
 
     def offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the character where each token of `encode` begins; for a special token, the end of the text so far."""
-        places, end = [], 0
+        starts, end = [], 0
         for first, last in self.backend.encode(text, add_special_tokens=add_special_tokens).offsets:
-            places.append(max(first, places[-1] if places else 0) if last > first else end)
+            starts.append(max(first, starts[-1] if starts else 0) if last > first else end)
             end = max(end, last)
-        return places
+        return starts
 
     def decode(self, ids: Sequence[int], *, context: Sequence[int] = (), with_special: bool = False) -> str:
         """Return the text of ids, without special tokens by default; bytes that form no character become U+FFFD.
@@ -170,9 +170,9 @@ class DetokenizeStream:
 
     def __init__(self, tokenizer: Tokenizer, *, context: Sequence[int] = (), with_special: bool = False) -> None:
         self._tokenizer, self._with_special = tokenizer, with_special
-        before = self._last_text(context)
-        count = len(before) - self._unfinished(before)
-        self._shown, self._held = before[:count], before[count:]  # the last ids that produced text, the ids since
+        last_ids = self._last_text(context)
+        count = len(last_ids) - self._unfinished(last_ids)
+        self._shown, self._held = last_ids[:count], last_ids[count:]  # the last ids that produced text, the ids since
         self._prefix = self._decode(self._shown)
         self._pushed = False
 
@@ -199,8 +199,8 @@ class DetokenizeStream:
             return ""
         released, self._held = self._held[:count], self._held[count:]
         text = self._decode([*self._shown, *released])
-        spoilt = not text.startswith(self._prefix)
-        piece = self._decode(released) if spoilt else text[len(self._prefix) :]
+        invalidated = not text.startswith(self._prefix)
+        piece = self._decode(released) if invalidated else text[len(self._prefix) :]
         self._shown = released if piece else [*self._shown, *released]
         self._prefix = self._decode(self._shown)
         return piece
@@ -211,8 +211,8 @@ class DetokenizeStream:
         for token in reversed(context):
             if self._is_text(token):
                 last.append(token)
-                whole = not is_continuation(self._tokenizer.token_bytes[token])
-                if len(last) >= CONTEXT and (whole or len(last) == CONTEXT + 3):
+                starts_character = not is_continuation(self._tokenizer.token_bytes[token])
+                if len(last) >= CONTEXT and (starts_character or len(last) == CONTEXT + 3):
                     break
         return last[::-1]
 

@@ -60,31 +60,31 @@ def complete_maps(d2t: Tensor | None, t2d: Tensor | None, vocab_size: int) -> Ma
         assert t2d is not None
         used = t2d.nonzero()[:, 0]
         return Maps(used - torch.arange(len(used)), t2d, {"d2t": "follows from t2d"})
-    places, values = torch.arange(d2t.numel()), d2t.long()
-    read = [(ids, _marks(ids, vocab_size)) for ids in (places + values, values)]
-    fitting = [(ids, marks) for ids, marks in read if marks is not None and (t2d is None or torch.equal(marks, t2d))]
-    if not fitting and t2d is not None:
+    draft_ids, values = torch.arange(d2t.numel()), d2t.long()
+    candidates = [(ids, _token_mask(ids, vocab_size)) for ids in (draft_ids + values, values)]
+    matches = [(ids, mask) for ids, mask in candidates if mask is not None and (t2d is None or torch.equal(mask, t2d))]
+    if not matches and t2d is not None:
         raise ValueError(
             "d2t and t2d do not describe one vocabulary: neither as offsets nor as target ids does d2t name the "
             f"{int(t2d.sum())} tokens of t2d"
         )
-    if not fitting:
+    if not matches:
         raise ValueError(
             f"d2t: neither as offsets nor as target ids does it name {len(values)} distinct tokens of the target's "
             f"{vocab_size}"
         )
-    ids, marks = fitting[0]
-    remarks = {} if torch.equal(ids - places, values) else {"d2t": "target ids in the source, made offsets"}
-    return Maps(ids - places, marks, remarks if t2d is not None else remarks | {"t2d": "follows from d2t"})
+    ids, mask = matches[0]
+    remarks = {} if torch.equal(ids - draft_ids, values) else {"d2t": "target ids in the source, made offsets"}
+    return Maps(ids - draft_ids, mask, remarks if t2d is not None else remarks | {"t2d": "follows from d2t"})
 
 
-def _marks(ids: Tensor, vocab_size: int) -> Tensor | None:
+def _token_mask(ids: Tensor, vocab_size: int) -> Tensor | None:
     """Return bool `[V]`, true at the tokens `ids`; None unless these are distinct tokens of the vocabulary."""
     if not ids.numel() or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         return None
-    marks = torch.zeros(vocab_size, dtype=torch.bool)
-    marks[ids] = True
-    return marks if int(marks.sum()) == ids.numel() else None
+    mask = torch.zeros(vocab_size, dtype=torch.bool)
+    mask[ids] = True
+    return mask if int(mask.sum()) == ids.numel() else None
 
 
 def target_ids(d2t: Tensor) -> Tensor:

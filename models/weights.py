@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 # (tensor name, number of rows) -> first and last + 1 of the wanted rows, None for all
 Rows = Callable[[str, int], tuple[int, int] | None]
-ROWS_AT_ONCE = 1024
+CHUNK_ROWS = 1024
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -54,16 +54,16 @@ def read_tensors(folder: Path, rows: Rows | None = None) -> Iterator[tuple[str, 
 
     Raises ValueError for a broken file and for a name that two shards contain.
     """
-    holder: dict[str, Path] = {}
+    files_by_name: dict[str, Path] = {}
     files = shard_files(folder)
     sizes = [file.stat().st_size >> 20 for file in files]
     for number, file in enumerate(files):
-        place = number + 1, len(files), sum(sizes[:number]), sum(sizes)
-        log.info("reading weights: file %d of %d, %d of %d MiB done (%s)", *place, folder)
+        progress = number + 1, len(files), sum(sizes[:number]), sum(sizes)
+        log.info("reading weights: file %d of %d, %d of %d MiB done (%s)", *progress, folder)
         for name, tensor in read_file(file, rows=rows):
-            if name in holder:
-                raise ValueError(f"{folder}: {name} is doubled, in {holder[name].name} and in {file.name}")
-            holder[name] = file
+            if name in files_by_name:
+                raise ValueError(f"{folder}: {name} is doubled, in {files_by_name[name].name} and in {file.name}")
+            files_by_name[name] = file
             yield name, tensor
 
 
@@ -115,24 +115,26 @@ class Selected(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
 
-def equal_values(folder: Path, one: str, other: str) -> bool:
+def equal_values(folder: Path, first_name: str, second_name: str) -> bool:
     """Return whether two tensors of a checkpoint folder hold the same numbers, whatever their dtypes.
 
     Reads a few rows at a time. Raises ValueError as `read_tensors` does.
     """
     tensors = LazyTensors(folder)
-    files = [tensors.file(name) for name in (one, other)]
+    files = [tensors.file(name) for name in (first_name, second_name)]
     try:
         with safe_open(str(files[0]), framework="pt") as first, safe_open(str(files[1]), framework="pt") as second:
-            left, right = first.get_slice(one), second.get_slice(other)
+            left, right = first.get_slice(first_name), second.get_slice(second_name)
             if left.get_shape() != right.get_shape():
                 return False
-            for row in range(0, next(iter(left.get_shape()), 0), ROWS_AT_ONCE):
-                a, b = (piece[row : row + ROWS_AT_ONCE] for piece in (left, right))
+            for row in range(0, next(iter(left.get_shape()), 0), CHUNK_ROWS):
+                a, b = (piece[row : row + CHUNK_ROWS] for piece in (left, right))
                 if not torch.equal(a, b.to(a.dtype)) or not torch.equal(a.to(b.dtype), b):
                     return False
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{folder}: {one} or {other} cannot be read ({error}); copy or download it again") from error
+        raise ValueError(
+            f"{folder}: {first_name} or {second_name} cannot be read ({error}); copy or download it again"
+        ) from error
     return True
 
 
@@ -159,8 +161,8 @@ def _read(shard: Any, name: str, rows: Rows | None) -> Tensor:
     if rows is None:
         return shard.get_tensor(name)
     piece = shard.get_slice(name)
-    own = rows(name, next(iter(piece.get_shape()), 0))
-    return shard.get_tensor(name) if own is None else piece[own[0] : own[1]]
+    row_range = rows(name, next(iter(piece.get_shape()), 0))
+    return shard.get_tensor(name) if row_range is None else piece[row_range[0] : row_range[1]]
 
 
 def load_into(
@@ -171,9 +173,9 @@ def load_into(
     Raises ValueError listing every missing, unexpected or misshapen tensor; nothing is dropped silently.
     """
     state = dict(module.named_parameters()) | dict(module.named_buffers())
-    wanted = [name for names in layout.values() for name in names]
-    problems = [f"{name}: missing" for name in wanted if name not in tensors]
-    problems += [f"{name}: not part of this architecture" for name in sorted(set(tensors) - set(wanted))]
+    expected = [name for names in layout.values() for name in names]
+    problems = [f"{name}: missing" for name in expected if name not in tensors]
+    problems += [f"{name}: not part of this architecture" for name in sorted(set(tensors) - set(expected))]
     if not problems:
         for name, parts in layout.items():
             value = tensors[parts[0]] if len(parts) == 1 else torch.cat([tensors[part] for part in parts])
@@ -184,8 +186,8 @@ def load_into(
                 with torch.no_grad():
                     state[name].copy_(value)
     if problems:
-        shown = "\n  ".join(problems[:12]) + (f"\n  and {len(problems) - 12} more" if len(problems) > 12 else "")
-        raise ValueError(f"{source}: the tensors do not fit the config:\n  {shown}")
+        listing = "\n  ".join(problems[:12]) + (f"\n  and {len(problems) - 12} more" if len(problems) > 12 else "")
+        raise ValueError(f"{source}: the tensors do not fit the config:\n  {listing}")
 
 
 def split_merged(module: nn.Module, layout: Mapping[str, tuple[str, ...]], sizes: Mapping[str, list[int]]) -> dict:

@@ -65,13 +65,15 @@ AGAIN = 2  # times that a cell which seems slower than plain decoding gets its r
 Results = dict[float, dict[int, dict[str, Cell]]]  # by temperature, concurrency and system
 
 
-def agreeing(ours: list[list[int]], theirs: list[list[int]], ends: tuple[int, ...]) -> int:
+def count_matching(reference: list[list[int]], outputs: list[list[int]], ends: tuple[int, ...]) -> int:
     """How many answers are the same up to an end-of-text id: what follows one, programs that ignore it do not share."""
 
     def text(ids: list[int]) -> list[int]:
         return ids[: next((index for index, token in enumerate(ids) if token in ends), len(ids))]
 
-    return sum(text(own) == other[: len(text(own))] for own, other in zip(ours, theirs, strict=True))
+    return sum(
+        text(expected) == actual[: len(text(expected))] for expected, actual in zip(reference, outputs, strict=True)
+    )
 
 
 def measure(config: BenchConfig, systems: dict[str, System], tasks: list[Task], ends: tuple[int, ...]) -> Results:
@@ -104,15 +106,15 @@ def warm_up(systems: dict[str, System], group: list[Task], temperature: float, b
         bar.update()
 
 
-def run_rounds(config: BenchConfig, found: Results, once: Callable[[], None], bar: Any) -> None:
-    """All rounds of the one concurrency and temperature of `found`; once more while it seems slower than plain
+def run_rounds(config: BenchConfig, results: Results, once: Callable[[], None], bar: Any) -> None:
+    """All rounds of the one concurrency and temperature of `results`; once more while it seems slower than plain
     decoding, which a few rounds say of anything on a machine whose speed changes by itself.
     """
-    for left in reversed(range(1 + AGAIN)):
+    for retries_left in reversed(range(1 + AGAIN)):
         for _ in range(config.rounds):
             once()
-        slower = [] if config.never_slower is None else slower_than_plain(found, config.never_slower)
-        if not slower or not left:
+        slower = [] if config.never_slower is None else slower_than_plain(results, config.never_slower)
+        if not slower or not retries_left:
             return
         bar.write(f"seems slower than plain decoding, {config.rounds} more rounds: {'; '.join(slower)}", sys.stderr)
         bar.total += config.rounds * len(config.systems)
@@ -133,26 +135,26 @@ def run_round(
     turns, place = divmod(len(cells["off"].ratios), len(systems))
     order = random.Random(f"{temperature} {concurrency} {turns}").sample(list(systems), len(systems))
     order = order[place:] + order[:place]
-    answers, speeds = dict[str, list[list[int]]](), dict[str, float]()
+    outputs, speeds = dict[str, list[list[int]]](), dict[str, float]()
     for name in order:
         bar.set_description(f"{name}, {concurrency} at once, temperature {temperature}")
         systems[name].prepare()
         begin = time.perf_counter()
-        answer = systems[name].run(tasks, temperature, concurrency)
-        speeds[name] = sum(map(len, answer.token_ids)) / (time.perf_counter() - begin)
-        answers[name], cells[name].acceptance_length = answer.token_ids, answer.acceptance_length
-        if answer.steps is not None:
-            cells[name].steps = answer.steps + (cells[name].steps or StepTimes())
+        result = systems[name].run(tasks, temperature, concurrency)
+        speeds[name] = sum(map(len, result.token_ids)) / (time.perf_counter() - begin)
+        outputs[name], cells[name].acceptance_length = result.token_ids, result.acceptance_length
+        if result.steps is not None:
+            cells[name].steps = result.steps + (cells[name].steps or StepTimes())
         bar.update()
-    reference = answers["off"]
+    reference = outputs["off"]
     for name, cell in cells.items():
         cell.tokens_per_s.append(speeds[name])
         cell.ratios.append(speeds[name] / speeds["off"])
         if is_ours(name):
-            cell.identical = cell.identical is not False and answers[name] == reference
+            cell.identical = cell.identical is not False and outputs[name] == reference
         elif not temperature:
-            same, of = cell.agreement or (0, 0)
-            cell.agreement = same + agreeing(reference, answers[name], ends), of + len(reference)
+            same, total = cell.agreement or (0, 0)
+            cell.agreement = same + count_matching(reference, outputs[name], ends), total + len(reference)
 
 
 def slower_than_plain(results: Results, slack: float) -> list[str]:
@@ -269,8 +271,8 @@ def document(config: BenchConfig, results: Results, target: Any) -> dict:
         "config": without_folders(asdict(config)),
         # by temperature, concurrency and system
         "results": {
-            f"{temperature:g}": {str(n): {name: cell(c) for name, c in cells.items()} for n, cells in own.items()}
-            for temperature, own in results.items()
+            f"{temperature:g}": {str(n): {name: cell(c) for name, c in cells.items()} for n, cells in levels.items()}
+            for temperature, levels in results.items()
         },
     }
 

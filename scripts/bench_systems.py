@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infer.config import MEASURED_TREE, OWN_SYSTEMS, SERVERS, TRANSFORMERS, BenchConfig, ProposerConfig
+from infer.config import ENGINE_SYSTEMS, MEASURED_TREE, SERVERS, TRANSFORMERS, BenchConfig, ProposerConfig
 from infer.config_checks import resolve_path
 from infer.options.exported_heads import head_folder
 from infer.options.head_config import HEAD_NAMES, HeadConfig
@@ -31,7 +31,7 @@ from infer.speculation.control.step_times import StepTimes
 from scripts.bench_prompts import Task
 
 
-class Answer(NamedTuple):
+class RunResult(NamedTuple):
     token_ids: list[list[int]]
     acceptance_length: float | None = None
     steps: StepTimes | None = None  # of our engine
@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 
 class System(NamedTuple):
     prepare: Callable[[], None]  # once before it is timed
-    run: Callable[[list[Task], float, int], Answer]  # tasks, temperature, how many of them in flight
+    run: Callable[[list[Task], float, int], RunResult]  # tasks, temperature, how many of them in flight
 
 
 def shaped(config: ProposerConfig, shape: str) -> ProposerConfig:
@@ -48,12 +48,12 @@ def shaped(config: ProposerConfig, shape: str) -> ProposerConfig:
     tree of that many nodes that the head was measured for. A named head that drafts less far does so. Raises ValueError
     for another word.
     """
-    found = re.fullmatch(r"(auto-tree|auto|chain|tree|fixed)(\d+)", shape)
-    if found is None:
+    match = re.fullmatch(r"(auto-tree|auto|chain|tree|fixed)(\d+)", shape)
+    if match is None:
         raise ValueError(
             f"systems: shape {shape}: must be chain<depth>, auto<depth>, tree<nodes>, auto-tree<nodes> or fixed<nodes>"
         )
-    kind, size = found[1], int(found[2])
+    kind, size = match[1], int(match[2])
     if kind == "fixed":
         return replace(config, max_draft_tokens=5, tree=MEASURED_TREE, tree_width=1, tree_nodes=size)
     if kind in ("auto", "chain"):
@@ -66,7 +66,7 @@ def shaped(config: ProposerConfig, shape: str) -> ProposerConfig:
 
 def is_ours(name: str) -> bool:
     """The engine in this process: its ids must be those of `off`, and `auto` must not be slower."""
-    return name.partition(":")[0] in OWN_SYSTEMS
+    return name.partition(":")[0] in ENGINE_SYSTEMS
 
 
 def is_adaptive(name: str) -> bool:
@@ -78,29 +78,29 @@ def engine_system(name: str, config: BenchConfig, engine: Any, heads: Mapping[st
     from infer.speculation.measured_tree import resolve_tree
 
     proposer, _, shape = name.partition(":")
-    own = shaped(config.proposer, shape) if shape and proposer != "off" else config.proposer
+    drafts = shaped(config.proposer, shape) if shape and proposer != "off" else config.proposer
     if proposer in heads and heads[proposer].config.max_depth is not None:
-        own = replace(own, max_draft_tokens=min(own.max_draft_tokens, heads[proposer].config.max_depth))
-    own = resolve_tree(own, folder_of(config, proposer))
+        drafts = replace(drafts, max_draft_tokens=min(drafts.max_draft_tokens, heads[proposer].config.max_depth))
+    drafts = resolve_tree(drafts, folder_of(config, proposer))
 
     def prepare() -> None:
         if proposer in heads:
-            engine.set_proposer("head", heads[proposer], config=own)
+            engine.set_proposer("head", heads[proposer], config=drafts)
         else:
-            engine.set_proposer("none" if proposer == "off" else proposer, config=own)
+            engine.set_proposer("none" if proposer == "off" else proposer, config=drafts)
 
-    def run(tasks: list[Task], temperature: float, at_once: int) -> Answer:
+    def run(tasks: list[Task], temperature: float, max_concurrency: int) -> RunResult:
         params = SamplingParams(temperature=temperature, seed=config.seed, ignore_eos=config.ignore_eos)
-        each = [replace(params, max_tokens=task.tokens) for task in tasks]
+        task_params = [replace(params, max_tokens=task.tokens) for task in tasks]
         before = replace(engine.stats.steps)
-        completions = engine.generate([task.prompt for task in tasks], each, at_once=at_once)
+        completions = engine.generate([task.prompt for task in tasks], task_params, max_concurrency=max_concurrency)
         if engine.stats.proposer_failures:
             raise ValueError(f"systems: {name}: its proposer failed, so this would measure plain decoding; see the log")
         stats = SpeculationStats()
         for completion in completions:
             stats.merge(completion.stats)
         length = stats.acceptance_length if proposer != "off" else None
-        return Answer([c.token_ids for c in completions], length, engine.stats.steps - before)
+        return RunResult([c.token_ids for c in completions], length, engine.stats.steps - before)
 
     return System(prepare, run)
 
@@ -156,25 +156,25 @@ def transformers_systems(config: BenchConfig, checkpoint: Path, ends: tuple[int,
             **sampling,
             **options,
         )
-        answers = [ids[width : width + task.tokens] for ids, task in zip(out.tolist(), tasks, strict=True)]
-        return answers if config.ignore_eos else [until_end(ids, ends) for ids in answers]
+        completions = [ids[width : width + task.tokens] for ids, task in zip(out.tolist(), tasks, strict=True)]
+        return completions if config.ignore_eos else [until_end(ids, ends) for ids in completions]
 
-    def plain(tasks: list[Task], temperature: float, at_once: int) -> Answer:
-        groups = (tasks[start : start + at_once] for start in range(0, len(tasks), at_once))
-        return Answer([ids for group in groups for ids in generate(group, temperature)])
+    def plain(tasks: list[Task], temperature: float, max_concurrency: int) -> RunResult:
+        groups = (tasks[start : start + max_concurrency] for start in range(0, len(tasks), max_concurrency))
+        return RunResult([ids for group in groups for ids in generate(group, temperature)])
 
-    def lookup(tasks: list[Task], temperature: float, at_once: int) -> Answer:
+    def lookup(tasks: list[Task], temperature: float, max_concurrency: int) -> RunResult:
         drafts = config.proposer.max_draft_tokens
-        answers = [generate([task], temperature, prompt_lookup_num_tokens=drafts)[0] for task in tasks]
-        return Answer(answers)
+        completions = [generate([task], temperature, prompt_lookup_num_tokens=drafts)[0] for task in tasks]
+        return RunResult(completions)
 
     drafter: Any = None
     if "hf_assisted" in wanted:
         assert config.proposer.draft_model is not None
         drafter = AutoModelForCausalLM.from_pretrained(config.proposer.draft_model, dtype=dtype).eval()
 
-    def assisted(tasks: list[Task], temperature: float, at_once: int) -> Answer:
-        return Answer([generate([task], temperature, assistant_model=drafter)[0] for task in tasks])
+    def assisted(tasks: list[Task], temperature: float, max_concurrency: int) -> RunResult:
+        return RunResult([generate([task], temperature, assistant_model=drafter)[0] for task in tasks])
 
     runs = {"hf": plain, "hf_lookup": lookup, "hf_assisted": assisted}
     return {name: System(lambda: None, runs[name]) for name in wanted}
@@ -197,9 +197,9 @@ def server_systems(config: BenchConfig, stack: ExitStack) -> dict[str, System]:
         server = stack.enter_context(make_server(name, config, **sizes))
         server.rest()
 
-        def run(tasks: list[Task], temperature: float, at_once: int) -> Answer:
+        def run(tasks: list[Task], temperature: float, max_concurrency: int) -> RunResult:
             with server.awake():
-                return Answer(*server.complete(tasks, temperature, config.seed, at_once))
+                return RunResult(*server.complete(tasks, temperature, config.seed, max_concurrency))
 
         return System(lambda: None, run)
 
@@ -211,10 +211,10 @@ def make_systems(config: BenchConfig, engine: Any, stack: ExitStack) -> dict[str
 
     Raises ValueError for a proposer, a head or a server that is not there.
     """
-    known = {"off", *HEAD_NAMES, *engine.proposer_names}
+    proposers = {"off", *HEAD_NAMES, *engine.proposer_names}
     for name in config.systems:
         proposer = name.partition(":")[0]
-        if proposer not in (*known, *TRANSFORMERS, *SERVERS):
+        if proposer not in (*proposers, *TRANSFORMERS, *SERVERS):
             raise ValueError(
                 f"systems: {name}: this engine has {', '.join(engine.proposer_names)}"
                 + ("; train a head (python train/run.py), or drop it from systems" if proposer == "head" else "")

@@ -78,10 +78,10 @@ def curves(rows: list[dict[str, float]], exported: int) -> dict[str, Any]:
     return {"tau_over_tokens": points, "by_position": by_position, "coverage": round(last["eval/coverage"], 4)}
 
 
-def differences(own: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+def differences(settings: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     """The keys whose values differ; of another head or objective its name alone, with the keys that both have."""
-    found = {key: value for key, value in own.items() if key in base and base[key] != value}
-    return {key: value for key, value in found.items() if not key.startswith(NAMES)}
+    changed = {key: value for key, value in settings.items() if key in base and base[key] != value}
+    return {key: value for key, value in changed.items() if not key.startswith(NAMES)}
 
 
 def name_of(config: dict[str, Any]) -> str:
@@ -98,15 +98,15 @@ def collect(words: list[str]) -> dict[str, Any]:
         raise ValueError("give the folder of at least one training run")
     runs = {folder.name: read_run(folder) for folder in folders}
     base = next(iter(runs.values()))["settings"]
-    settings = {name: own.pop("settings") for name, own in runs.items()}
-    for name, own in runs.items():
-        own["differs"] = differences(settings[name], base)
+    settings = {name: run.pop("settings") for name, run in runs.items()}
+    for name, run in runs.items():
+        run["differs"] = differences(settings[name], base)
     return {
         "date": datetime.date.today().isoformat(),
         "machine": describe_machine(),
         "base": {key: value for key, value in base.items() if not key.startswith(NAMES)},
         "runs": runs,
-        "evaluations": {name_of(found["config"]): found["results"] for found in evaluations},
+        "evaluations": {name_of(evaluation["config"]): evaluation["results"] for evaluation in evaluations},
     }
 
 
@@ -114,8 +114,8 @@ def main() -> int:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
         return 0
-    own = {"save": ""}
-    words = take_words(sys.argv[1:], own)
+    options = {"save": ""}
+    words = take_words(sys.argv[1:], options)
     from scripts.bench import result_file
 
     try:
@@ -123,8 +123,8 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
-    if own["save"]:
-        file = result_file(own["save"], document["base"]["model.name"], document["machine"])
+    if options["save"]:
+        file = result_file(options["save"], document["base"]["model.name"], document["machine"])
         file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         print(f"written: {file}")
     print(json.dumps(document))

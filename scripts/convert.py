@@ -25,7 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from models.checkpoint import fingerprint
-from models.formats import FORMATS, Checkpoint, Given, Written, detect, read_checkpoint, render, save
+from models.formats import (
+    FORMATS,
+    Checkpoint,
+    ConversionOptions,
+    RenderedCheckpoint,
+    detect,
+    read_checkpoint,
+    render,
+    save,
+)
 from models.formats.verifier import find_verifier, weights_of
 from train.publishing.provenance import portable, provenance
 from train.storage import atomic
@@ -35,35 +44,41 @@ USER_ERROR = 2
 
 def parser() -> argparse.ArgumentParser:
     heads = "\n".join(f"  {form.name:<18}{', '.join(form.heads)}" for form in FORMATS.values())
-    own = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         prog="python scripts/convert.py",
         description=(__doc__ or "").partition("\n\n")[0],
         epilog=f"formats and the heads that they hold:\n{heads}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    own.add_argument("--from", dest="source", required=True, choices=["auto", *FORMATS], metavar="FORMAT")
-    own.add_argument("--to", dest="target", required=True, choices=list(FORMATS), metavar="FORMAT")
-    own.add_argument("folder", metavar="IN", type=Path, help="a folder with config.json and weights")
-    own.add_argument("out", metavar="OUT", type=Path, help="a folder that is not there yet")
-    own.add_argument("--verifier", metavar="PATH", help="the head's target: a folder or a hub id; sizes are compared")
-    own.add_argument("--speculative-tokens", metavar="N", type=int, help="to draft per step, for formats that say so")
-    own.add_argument("--allow-pickle", action="store_true", help="read .bin and .pt files, tensors and nothing else")
-    own.add_argument(
+    options.add_argument("--from", dest="source", required=True, choices=["auto", *FORMATS], metavar="FORMAT")
+    options.add_argument("--to", dest="target", required=True, choices=list(FORMATS), metavar="FORMAT")
+    options.add_argument("folder", metavar="IN", type=Path, help="a folder with config.json and weights")
+    options.add_argument("out", metavar="OUT", type=Path, help="a folder that is not there yet")
+    options.add_argument(
+        "--verifier", metavar="PATH", help="the head's target: a folder or a hub id; sizes are compared"
+    )
+    options.add_argument(
+        "--speculative-tokens", metavar="N", type=int, help="to draft per step, for formats that say so"
+    )
+    options.add_argument(
+        "--allow-pickle", action="store_true", help="read .bin and .pt files, tensors and nothing else"
+    )
+    options.add_argument(
         "--layer-ids",
         choices=["hidden_states", "outputs"],
         help="what the source's auxiliary layer ids count: HF hidden_states, or 0-based layer outputs (one less)",
     )
-    own.add_argument(
+    options.add_argument(
         "--norm-output",
         choices=["vllm", "specforge"],
         help="what norm_output means in the source: vLLM's, or SpecForge's before September 2026",
     )
-    own.add_argument("--dry-run", action="store_true", help="do it all, and leave nothing behind")
-    return own
+    options.add_argument("--dry-run", action="store_true", help="do it all, and leave nothing behind")
+    return options
 
 
-def convert(args: argparse.Namespace) -> tuple[Checkpoint, Written]:
+def convert(args: argparse.Namespace) -> tuple[Checkpoint, RenderedCheckpoint]:
     """Raises ValueError naming what is wrong; OUT is then not there."""
     if args.out.exists() or args.out.is_symlink():
         raise ValueError(f"{args.out}: is there already; remove it, or give another folder")
@@ -74,8 +89,8 @@ def convert(args: argparse.Namespace) -> tuple[Checkpoint, Written]:
     source = detect(args.folder) if args.source == "auto" else FORMATS[args.source]
     args.source = source.name
     verifier, folder = find_verifier(args.verifier) if args.verifier else (None, None)
-    given = Given(verifier, args.speculative_tokens, args.layer_ids, args.norm_output)
-    checkpoint = read_checkpoint(source, args.folder, given, pickles=args.allow_pickle)
+    provided = ConversionOptions(verifier, args.speculative_tokens, args.layer_ids, args.norm_output)
+    checkpoint = read_checkpoint(source, args.folder, provided, pickles=args.allow_pickle)
     trained_for = (checkpoint.provenance or {}).get("target_fingerprint")
     if folder and trained_for and trained_for != fingerprint(folder):
         raise ValueError(f"{args.folder}: this head was trained for another target than --verifier {args.verifier}")
@@ -108,14 +123,14 @@ def record(args: argparse.Namespace, checkpoint: Checkpoint, verifier: Path | No
     return portable(provenance({}, **facts))
 
 
-def report(args: argparse.Namespace, checkpoint: Checkpoint, written: Written) -> str:
+def report(args: argparse.Namespace, checkpoint: Checkpoint, written: RenderedCheckpoint) -> str:
     rows = [("from", "to", "shape", "dtype", "note")]
-    for ours, name in sorted(written.names.items(), key=lambda item: item[1]):
-        source, tensor = checkpoint.sources.get(ours, "the verifier's"), written.tensors[ours]
+    for key, name in sorted(written.names.items(), key=lambda item: item[1]):
+        source, tensor = checkpoint.sources.get(key, "the verifier's"), written.tensors[key]
         dtype = str(tensor.dtype).removeprefix("torch.")
         rows.append((source, name, str(list(tensor.shape)), dtype, checkpoint.remarks.get(source, "")))
-    left_out = {name: why for name, why in checkpoint.remarks.items() if name not in checkpoint.sources.values()}
-    rows += [(name, "-", "", "", why) for name, why in left_out.items()]
+    left_out = {name: reason for name, reason in checkpoint.remarks.items() if name not in checkpoint.sources.values()}
+    rows += [(name, "-", "", "", reason) for name, reason in left_out.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     notes = [f"note: {note}" for note in [*checkpoint.notes, *written.notes]]

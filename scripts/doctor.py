@@ -154,9 +154,9 @@ def check_cpu() -> Check:
     return Check("cpu", "ok", detail)
 
 
-def check_cpu_kernels(found: object, compiler: str | None, switch: str | None) -> Check:
-    """`found`: the loaded library or None; `switch`: the value of HEADWAY_CPU_KERNELS."""
-    if found is not None:
+def check_cpu_kernels(library: object, compiler: str | None, switch: str | None) -> Check:
+    """`library`: the loaded library or None; `switch`: the value of HEADWAY_CPU_KERNELS."""
+    if library is not None:
         return Check("cpu kernels", "ok", f"in C, built by {compiler}")
     if switch == "torch":
         return Check("cpu kernels", "warning", "in torch, several times slower", "unset HEADWAY_CPU_KERNELS")

@@ -117,9 +117,9 @@ def measure(config: EvalConfig, engine: Any, sets: Sequence[tuple[str, bool, lis
             for shape in config.shapes:
                 bar.set_description(f"{name}, temperature {temperature:g}, {shape}")
                 draft_as(engine, shape)
-                found = Comparison(list(compare(engine, groups, params)))
+                comparison = Comparison(list(compare(engine, groups, params)))
                 ids = engine.head.target_ids.cpu()
-                cells.append(cell(name, template, temperature, shape, together, groups, found, ids))
+                cells.append(cell(name, template, temperature, shape, together, groups, comparison, ids))
                 bar.update()
     return cells
 
@@ -142,10 +142,10 @@ def cell(
     shape: str,
     concurrency: int,
     groups: list,
-    found: Comparison,
+    comparison: Comparison,
     target_ids: Any,
 ) -> Cell:
-    whole = about(found.pairs, target_ids)
+    overall = about(comparison.pairs, target_ids)
     return Cell(
         data=name,
         template=template,
@@ -153,14 +153,14 @@ def cell(
         shape=shape,
         concurrency=concurrency,
         prompts=sum(map(len, groups)),
-        acceptance_length=whole.acceptance_length,
-        by_position=found.speculation.acceptance_by_position,
-        by_context=by_context([max(map(len, group)) for group in groups], found, target_ids),
-        coverage=whole.coverage,
-        cut_short=whole.cut_short,
-        tokens_per_s=found.on_tokens_per_s,
-        ratio=found.ratio.median,
-        identical=found.identical,
+        acceptance_length=overall.acceptance_length,
+        by_position=comparison.speculation.acceptance_by_position,
+        by_context=by_context([max(map(len, group)) for group in groups], comparison, target_ids),
+        coverage=overall.coverage,
+        cut_short=overall.cut_short,
+        tokens_per_s=comparison.on_tokens_per_s,
+        ratio=comparison.ratio.median,
+        identical=comparison.identical,
     )
 
 
@@ -173,8 +173,8 @@ def about(pairs: Sequence[Pair], target_ids: Any) -> Context:
 
     from models.vocab import coverage
 
-    answers = [ids for pair in pairs for ids in pair.on.token_ids]
-    emitted, later = (torch.tensor([t for ids in answers for t in ids[first:]]) for first in (0, 1))
+    outputs = [ids for pair in pairs for ids in pair.on.token_ids]
+    emitted, later = (torch.tensor([t for ids in outputs for t in ids[first:]]) for first in (0, 1))
     stats = SpeculationStats()
     for pair in pairs:
         stats.merge(pair.on.speculation)
@@ -182,10 +182,10 @@ def about(pairs: Sequence[Pair], target_ids: Any) -> Context:
     return Context(stats.acceptance_length, coverage(emitted, target_ids), lacking / max(1, stats.steps))
 
 
-def by_context(lengths: Sequence[int], found: Comparison, target_ids: Any) -> dict[str, Context]:
+def by_context(lengths: Sequence[int], comparison: Comparison, target_ids: Any) -> dict[str, Context]:
     """By the length of the prompts (of the longest, of those that run together)."""
     groups: dict[int, list[Pair]] = {}
-    for length, pair in zip(lengths, found.pairs, strict=True):
+    for length, pair in zip(lengths, comparison.pairs, strict=True):
         bucket = next((limit for limit in BUCKETS if length <= limit), 2 * BUCKETS[-1])
         groups.setdefault(bucket, []).append(pair)
     return {str(bucket): about(groups[bucket], target_ids) for bucket in sorted(groups)}
@@ -197,30 +197,32 @@ def table(cells: Sequence[Cell]) -> str:
         "| ratio | same ids |"
     ]
     rows.append("|" + "---|" * 12)
-    for own in cells:
-        shares = " ".join(f"{share:.2f}" for share in own.by_position)
+    for result in cells:
+        shares = " ".join(f"{share:.2f}" for share in result.by_position)
         rows.append(
-            f"| {own.data} | {'yes' if own.template else 'no'} | {own.temperature:g} | {own.shape} | "
-            f"{own.concurrency} | {own.acceptance_length:.3f} | {shares} | {100 * own.coverage:.1f} % | "
-            f"{100 * own.cut_short:.1f} % | {own.tokens_per_s:.1f} | "
-            f"{own.ratio:.2f} | {'yes' if own.identical else 'NO'} |"
+            f"| {result.data} | {'yes' if result.template else 'no'} | {result.temperature:g} | {result.shape} | "
+            f"{result.concurrency} | {result.acceptance_length:.3f} | {shares} | {100 * result.coverage:.1f} % | "
+            f"{100 * result.cut_short:.1f} % | {result.tokens_per_s:.1f} | "
+            f"{result.ratio:.2f} | {'yes' if result.identical else 'NO'} |"
         )
     return "\n".join(rows)
 
 
 def context_table(cells: Sequence[Cell]) -> str:
     """τ, coverage of the draft vocabulary, and how many verifies it cut short."""
-    limits = sorted({int(limit) for own in cells for limit in own.by_context})
+    limits = sorted({int(limit) for result in cells for limit in result.by_context})
     rows = ["| data | temperature | drafts | at once | " + " | ".join(f"up to {limit}" for limit in limits) + " |"]
     rows.append("|" + "---|" * (4 + len(limits)))
-    for own in cells:
-        found = [own.by_context.get(str(limit)) for limit in limits]
+    for result in cells:
+        contexts = [result.by_context.get(str(limit)) for limit in limits]
         values = [
             f"{c.acceptance_length:.3f}, {100 * c.coverage:.1f} %, {100 * c.cut_short:.1f} %" if c else ""
-            for c in found
+            for c in contexts
         ]
         rows.append(
-            f"| {own.data} | {own.temperature:g} | {own.shape} | {own.concurrency} | " + " | ".join(values) + " |"
+            f"| {result.data} | {result.temperature:g} | {result.shape} | {result.concurrency} | "
+            + " | ".join(values)
+            + " |"
         )
     return "\n".join(rows)
 
@@ -232,38 +234,38 @@ def draw(cells: Sequence[Cell], folder: Path) -> list[Path]:
     from train.publishing.plots import PLAIN_SPEED, draw_curves
 
     written = []
-    for shape in dict.fromkeys(own.shape for own in cells):
-        own_cells = [own for own in cells if own.shape == shape and own.concurrency == cells[0].concurrency]
-        curves = {label_of(own): list(enumerate(own.by_position, start=1)) for own in own_cells}
+    for shape in dict.fromkeys(result.shape for result in cells):
+        selected = [result for result in cells if result.shape == shape and result.concurrency == cells[0].concurrency]
+        curves = {label_of(result): list(enumerate(result.by_position, start=1)) for result in selected}
         names = "position in the draft", "share that is accepted"
         written.append(draw_curves(folder / f"acceptance_{shape}.png", curves, *names, ylim=(0, 1), title=shape))
-    if len({own.concurrency for own in cells}) > 1:
+    if len({result.concurrency for result in cells}) > 1:
         speeds: dict[str, list[tuple[float, float]]] = {}
-        for own in sorted(cells, key=lambda own: own.concurrency):
-            speeds.setdefault(f"{label_of(own)}, {own.shape}", []).append((own.concurrency, own.ratio))
+        for result in sorted(cells, key=lambda result: result.concurrency):
+            speeds.setdefault(f"{label_of(result)}, {result.shape}", []).append((result.concurrency, result.ratio))
         written.append(draw_curves(folder / "speed.png", speeds, "requests at once", PLAIN_SPEED, level=1))
     return [path for path in written if path is not None]
 
 
-def label_of(own: Cell) -> str:
-    return f"{own.data}{'' if own.template else ', plain'}, T = {own.temperature:g}"
+def label_of(result: Cell) -> str:
+    return f"{result.data}{'' if result.template else ', plain'}, T = {result.temperature:g}"
 
 
 def metrics(cells: Sequence[Cell]) -> dict[str, float]:
     """For a tracker, `eval/<data>, T = 0/chain5 at 1/tau` and the like."""
-    found: dict[str, float] = {}
-    for own in cells:
-        place = f"eval/{label_of(own)}/{own.shape} at {own.concurrency}"
+    scalars: dict[str, float] = {}
+    for result in cells:
+        place = f"eval/{label_of(result)}/{result.shape} at {result.concurrency}"
         values = {
-            "tau": own.acceptance_length,
-            "coverage": own.coverage,
-            "cut_short": own.cut_short,
-            "ratio": own.ratio,
+            "tau": result.acceptance_length,
+            "coverage": result.coverage,
+            "cut_short": result.cut_short,
+            "ratio": result.ratio,
         }
-        found |= {f"{place}/{name}": value for name, value in values.items()}
-        shares = enumerate(own.by_position, start=1)
-        found |= {f"{place}/acceptance_{position}": share for position, share in shares}
-    return found
+        scalars |= {f"{place}/{name}": value for name, value in values.items()}
+        shares = enumerate(result.by_position, start=1)
+        scalars |= {f"{place}/acceptance_{position}": share for position, share in shares}
+    return scalars
 
 
 def show(config: EvalConfig, cells: Sequence[Cell], samples: Sequence[Any], folder: Path) -> Path:
@@ -289,7 +291,7 @@ def show(config: EvalConfig, cells: Sequence[Cell], samples: Sequence[Any], fold
 def main(config: EvalConfig) -> None:
     from infer.engine import Engine
     from scripts.bench import describe_machine, head_summaries, result_file, without_folders
-    from train.publishing.samples import how_many, marked_answers
+    from train.publishing.samples import how_many, marked_responses
     from train.publishing.trackers import check_tracker
 
     config = with_head(config)
@@ -300,7 +302,7 @@ def main(config: EvalConfig) -> None:
     sets = list(prompt_sets(config, engine))
     cells = measure(config, engine, sets)
     draft_as(engine, config.shapes[0])
-    samples = marked_answers(engine, sets[0][2][: how_many(config.tracker)], config.max_tokens)
+    samples = marked_responses(engine, sets[0][2][: how_many(config.tracker)], config.max_tokens)
     folder = resolve_path(config.output_dir) / "eval" / f"{config.model.name}-{config.head.name}"
     folder.mkdir(parents=True, exist_ok=True)
     report = show(config, cells, samples, folder)
@@ -312,7 +314,7 @@ def main(config: EvalConfig) -> None:
         "target": {"path": without_folders(config.model.path), "fingerprint": engine.target.fingerprint},
         "heads": head_summaries({config.head.name: config.head.folder(config.output_dir, config.model.name)}),
         "config": without_folders(asdict(config)),
-        "results": [asdict(own) for own in cells],
+        "results": [asdict(result) for result in cells],
     }
     if config.save is not None:
         file = result_file(config.save, config.model.name, document["machine"])

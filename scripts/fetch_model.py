@@ -38,16 +38,16 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     options = parser()
-    given = options.parse_args()
-    if given.list:
+    args = options.parse_args()
+    if args.list:
         for name, model in MODELS.items():
             state = "is there" if place_of(name).is_file() else "not fetched"
             print(f"{name}: {model.size / 1e6:.0f} MB, {model.licence}, {model.requirement}; {state}: {place_of(name)}")
         return 0
-    if given.name is None:
+    if args.name is None:
         options.error("name: which model? --list shows them")
     try:
-        print(fetch(given.name) if given.file is None else bring(given.name, given.file))
+        print(fetch(args.name) if args.file is None else bring(args.name, args.file))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR

@@ -60,10 +60,18 @@ def _convert(peers: Path, folder: Path, dtype: str, options: list[str]) -> Path:
         return out
     tree, partial = peers / "llama.cpp/source/vendor/llama.cpp", out.with_suffix(".partial")
     out.parent.mkdir(exist_ok=True)
-    words = ["convert_hf_to_gguf.py", str(folder), "--outfile", str(partial), "--outtype", OUT_TYPES[dtype], *options]
-    command = [sys.executable, "-c", CONVERT, str(tree), str(peers / "llama.cpp/python"), *words]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ran.returncode:
-        raise ValueError(f"{folder}: llama.cpp's converter failed: " + "\n".join(ran.stderr.splitlines()[-8:]))
+    arguments = [
+        "convert_hf_to_gguf.py",
+        str(folder),
+        "--outfile",
+        str(partial),
+        "--outtype",
+        OUT_TYPES[dtype],
+        *options,
+    ]
+    command = [sys.executable, "-c", CONVERT, str(tree), str(peers / "llama.cpp/python"), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise ValueError(f"{folder}: llama.cpp's converter failed: " + "\n".join(result.stderr.splitlines()[-8:]))
     partial.replace(out)
     return out

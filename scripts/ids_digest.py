@@ -85,7 +85,7 @@ def run(model: ModelConfig, head: str, *, max_tokens: int, dtypes: Sequence[str]
                     for seed in range(len(PROMPTS))
                 ]
                 for requests in (1, len(PROMPTS)):
-                    completions = engine.generate(PROMPTS, params, at_once=requests)
+                    completions = engine.generate(PROMPTS, params, max_concurrency=requests)
                     yield {f"{name}, T = {temperature:g}, {requests} at a time, {dtype}": digests(completions)}
         engine.close()
 

@@ -36,19 +36,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def parser() -> argparse.ArgumentParser:
-    own = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         prog="python scripts/inflate_demo.py",
         description=(__doc__ or "").partition("\n\n")[0],
         allow_abbrev=False,
     )
-    own.add_argument("out", metavar="OUT", type=Path, help="a folder that is not there yet")
+    options.add_argument("out", metavar="OUT", type=Path, help="a folder that is not there yet")
     sizes = f"{', '.join(SHAPES)}, or sizes to change: hidden_size=512,num_layers=24"
-    own.add_argument("--shape", required=True, metavar="SHAPE", help=sizes)
-    own.add_argument("--model", default=str(REPO_ROOT / "models/demo"), metavar="FOLDER", help="what to enlarge")
-    own.add_argument("--head", type=Path, metavar="FOLDER", help="an EAGLE-3 head of it, enlarged into OUT/eagle3")
-    own.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
-    own.add_argument("--seed", type=int, default=0, help="of the new weights")
-    return own
+    options.add_argument("--shape", required=True, metavar="SHAPE", help=sizes)
+    options.add_argument("--model", default=str(REPO_ROOT / "models/demo"), metavar="FOLDER", help="what to enlarge")
+    options.add_argument("--head", type=Path, metavar="FOLDER", help="an EAGLE-3 head of it, enlarged into OUT/eagle3")
+    options.add_argument("--dtype", default="bfloat16", choices=list(DTYPES))
+    options.add_argument("--seed", type=int, default=0, help="of the new weights")
+    return options
 
 
 def inflate(args: argparse.Namespace) -> None:

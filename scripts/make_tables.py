@@ -81,11 +81,11 @@ def rows_of(header: list[str], rows: list[list[str]]) -> str:
 def by_temperature(result: Cell) -> str:
     """One row per system, for each temperature its τ and the ratio of its speed to plain decoding, at one request."""
     temperatures = list(result["results"])
-    own = {temperature: next(iter(cells.values())) for temperature, cells in result["results"].items()}
-    header = ["drafts", *(f"T = {t}: {what}" for t in temperatures for what in ("τ", "ratio"))]
+    grid = {temperature: next(iter(cells.values())) for temperature, cells in result["results"].items()}
+    header = ["drafts", *(f"T = {t}: {column}" for t in temperatures for column in ("τ", "ratio"))]
     rows = [
-        [label(system), *(text for t in temperatures for text in (length(own[t][system]), ratio(own[t][system])))]
-        for system in own[temperatures[0]]
+        [label(system), *(text for t in temperatures for text in (length(grid[t][system]), ratio(grid[t][system])))]
+        for system in grid[temperatures[0]]
     ]
     return rows_of(header, rows)
 
@@ -98,15 +98,15 @@ def by_program(result: Cell) -> str:
     counts = list(cells)
     rows = []
     for system in cells[counts[0]]:
-        own = [cells[count][system] for count in counts]
-        same, of = (sum(cell["agreement"][i] for cell in own if cell["agreement"]) for i in (0, 1))
-        lengths = [length(cell) for cell in own if cell["acceptance_length"] is not None]
+        measured = [cells[count][system] for count in counts]
+        same, total = (sum(cell["agreement"][i] for cell in measured if cell["agreement"]) for i in (0, 1))
+        lengths = [length(cell) for cell in measured if cell["acceptance_length"] is not None]
         rows.append(
             [
                 label(system),
-                *(f"{speed(cell)} ({ratio(cell)})" for cell in own),
+                *(f"{speed(cell)} ({ratio(cell)})" for cell in measured),
                 " / ".join(lengths),
-                f"{same} of {of}" if of else "all" if all(cell["identical"] for cell in own) else "NOT ALL",
+                f"{same} of {total}" if total else "all" if all(cell["identical"] for cell in measured) else "NOT ALL",
             ]
         )
     return rows_of(["", *(f"tokens/s at {count}" for count in counts), "τ", "same answers"], rows)
@@ -117,24 +117,24 @@ def by_load(result: Cell) -> str:
     were dropped.
     """
 
-    def level(own: Cell) -> str:
-        bound = "≥ " if own["unfinished"] else ""
-        return f"{own['tokens_per_s']:.0f}, {bound}{own['latency_s'].get('p50', 0.0):.2f} s"
+    def level(entry: Cell) -> str:
+        bound = "≥ " if entry["unfinished"] else ""
+        return f"{entry['tokens_per_s']:.0f}, {bound}{entry['latency_s'].get('p50', 0.0):.2f} s"
 
     rows = [[label(system), *map(level, levels)] for system, levels in result["results"].items()]
-    loads = [own["load"] for own in next(iter(result["results"].values()))]
+    loads = [entry["load"] for entry in next(iter(result["results"].values()))]
     return rows_of(["", *(f"load {load:g}" for load in loads)], rows)
 
 
-def by_way(result: Cell) -> str:
+def by_variant(result: Cell) -> str:
     """One row per head: the two ways to train it, their speed, the ratio of these, and memory."""
     rows = []
     for head in [name for name in result["heads"] if f"{name}-against" in result["heads"]]:
-        ways = [result["heads"][name] for name in (head, f"{head}-against")]
-        speeds = [f"{own['tokens_per_s']:,.0f} ({own['low']:,.0f} to {own['high']:,.0f})" for own in ways]
-        ratio = ways[0]["tokens_per_s"] / ways[1]["tokens_per_s"]
-        used = " / ".join(f"{100 * own['mfu']:.0f} %" for own in ways)
-        memory = " / ".join(f"{own['memory_gb']:.2f}" for own in ways)
+        runs = [result["heads"][name] for name in (head, f"{head}-against")]
+        speeds = [f"{run['tokens_per_s']:,.0f} ({run['low']:,.0f} to {run['high']:,.0f})" for run in runs]
+        ratio = runs[0]["tokens_per_s"] / runs[1]["tokens_per_s"]
+        used = " / ".join(f"{100 * run['mfu']:.0f} %" for run in runs)
+        memory = " / ".join(f"{run['memory_gb']:.2f}" for run in runs)
         rows.append([head, *speeds, f"**{ratio:.2f}**", used, memory])
     against = ", ".join(result["against"].split(","))
     return rows_of(["head", "tokens/s", f"with {against}", "ratio", "MFU", "GB"], rows)
@@ -146,12 +146,12 @@ def by_batch(result: Cell) -> str:
     """
     rows, others = [], list[str]()
     for temperature, cells in result["results"].items():
-        for count, own in cells.items():
-            others = [system for system in own if system not in ("off", "off:again")]
-            again = own.get("off:again", own["off"])["ratio"]
+        for count, by_system in cells.items():
+            others = [system for system in by_system if system not in ("off", "off:again")]
+            again = by_system.get("off:again", by_system["off"])["ratio"]
             varies = f"{again['low']:.2f} to {again['high']:.2f}"
-            answers = (text for s in others for text in (f"**{ratio(own[s])}**", length(own[s])))
-            rows.append([temperature, count, speed(own["off"]), varies, *answers])
+            entries = (text for s in others for text in (f"**{ratio(by_system[s])}**", length(by_system[s])))
+            rows.append([temperature, count, speed(by_system["off"]), varies, *entries])
     titles = (title for system in others for title in (f"{label(system)}: ratio", "τ"))
     return rows_of(["T", "requests at once", "plain, tokens/s", "plain again: ratio", *titles], rows)
 
@@ -159,16 +159,16 @@ def by_batch(result: Cell) -> str:
 def by_run(result: Cell) -> str:
     """One row per training run: the keys in which it differs from the first, its budget, τ. Then what was evaluated."""
     rows = []
-    for name, own in result["runs"].items():
-        taus = (own[key]["engine"] for key in ("acceptance_length", "acceptance_length_sampled"))
+    for name, run in result["runs"].items():
+        taus = (run[key]["engine"] for key in ("acceptance_length", "acceptance_length_sampled"))
         rows.append(
             [
                 name,
-                " ".join(f"`{key}={value}`" for key, value in described(own["differs"]).items()),
-                f"{own['tokens']:,}",
+                " ".join(f"`{key}={value}`" for key, value in described(run["differs"]).items()),
+                f"{run['tokens']:,}",
                 " / ".join(f"{tau:.2f}" for tau in taus),
-                " ".join(f"{share:.2f}" for share in own["by_position"]),
-                f"{100 * own['coverage']:.1f} %",
+                " ".join(f"{share:.2f}" for share in run["by_position"]),
+                f"{100 * run['coverage']:.1f} %",
             ]
         )
     header = ["run", "differs in", "tokens", "τ, T = 0 / T = 1", "accepted by position, T = 0", "coverage"]
@@ -209,15 +209,15 @@ def by_data_set(evaluations: dict[str, list[Cell]]) -> str:
     """One row per evaluated head, one column per data set and temperature: τ."""
     if not evaluations:
         return ""
-    found = {name: {key_of(cell): cell for cell in cells} for name, cells in evaluations.items()}
-    keys = list(dict.fromkeys(key for own in found.values() for key in own))
+    heads = {name: {key_of(cell): cell for cell in cells} for name, cells in evaluations.items()}
+    keys = list(dict.fromkeys(key for by_key in heads.values() for key in by_key))
     rows = [
         [
             name,
-            *(f"{own[key]['acceptance_length']:.2f}" if key in own else "" for key in keys),
-            "yes" if all(cell["identical"] for cell in own.values()) else "NO",
+            *(f"{by_key[key]['acceptance_length']:.2f}" if key in by_key else "" for key in keys),
+            "yes" if all(cell["identical"] for cell in by_key.values()) else "NO",
         ]
-        for name, own in found.items()
+        for name, by_key in heads.items()
     ]
     return "\n" + rows_of(["τ", *keys, "ids of plain decoding"], rows)
 
@@ -239,14 +239,14 @@ def plot_curves(result: Cell, path: Path) -> None:
 
     base, runs = result["base"], result["runs"]
     first = next(iter(runs))
-    only: dict[str, Cell] = {name: described(own["differs"]) for name, own in runs.items()}
+    changes: dict[str, Cell] = {name: described(item["differs"]) for name, item in runs.items()}
     sizes = {  # by key: of each run that differs in this alone, its value and name
-        "objective.steps": lambda name: only[name].get("objective.steps", base["objective.steps"]),
+        "objective.steps": lambda name: changes[name].get("objective.steps", base["objective.steps"]),
         "head.draft_vocab_size": lambda name: runs[name]["draft_vocab_size"],
     }
     points_of = {
-        key: sorted((of(name), name) for name in runs if name == first or only[name].keys() == {key})
-        for key, of in sizes.items()
+        key: sorted((size_of(name), name) for name in runs if name == first or changes[name].keys() == {key})
+        for key, size_of in sizes.items()
     }
     titles = {
         "objective.steps": "steps of training-time test (K)",
@@ -256,14 +256,14 @@ def plot_curves(result: Cell, path: Path) -> None:
         "heads": (("head", "steps", "batch_size"), base["head.name"]),
         "responses of the target or of the data": (("data.responses",), base.get("data.responses", first)),
     }
-    lines_of = {title: curves_of(runs, only, *panel) for title, panel in panels.items()}
+    lines_of = {title: curves_of(runs, changes, *panel) for title, panel in panels.items()}
     curves = {title: lines for title, lines in lines_of.items() if len(lines) > 1 or title == "heads"}
     ends = {key: points for key, points in points_of.items() if len(points) > 1}
     count = len(curves) + len(ends)
-    across = 1 if count == 1 else 2
-    down = -(-count // across)
-    figure = Figure(figsize=(4.5 * across, 3.2 * down), layout="constrained")
-    places = figure.subplots(down, across, squeeze=False).flatten()
+    num_columns = 1 if count == 1 else 2
+    num_rows = -(-count // num_columns)
+    figure = Figure(figsize=(4.5 * num_columns, 3.2 * num_rows), layout="constrained")
+    places = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
     for axes in places[count:]:
         axes.remove()
     for axes, (title, lines) in zip(places, curves.items(), strict=False):
@@ -271,11 +271,11 @@ def plot_curves(result: Cell, path: Path) -> None:
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=named)
         axes.set(xlabel="thousand tokens trained", ylabel="τ in the engine, greedy")
         axes.set_title(title, fontsize=10)
-    for axes, (key, own) in zip(places[len(curves) :], ends.items(), strict=False):
+    for axes, (key, item) in zip(places[len(curves) :], ends.items(), strict=False):
         for measured, curve in (("acceptance_length", "greedy"), ("acceptance_length_sampled", "temperature 1")):
-            points = [(value, runs[name][measured]["engine"]) for value, name in own]
+            points = [(value, runs[name][measured]["engine"]) for value, name in item]
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=curve)
-        axes.set(xlabel=key, ylabel="τ in the engine", xticks=[value for value, _ in own])
+        axes.set(xlabel=key, ylabel="τ in the engine", xticks=[value for value, _ in item])
         axes.set_title(titles[key], fontsize=10)
     for axes in places[:count]:
         axes.legend(fontsize=7)
@@ -284,15 +284,15 @@ def plot_curves(result: Cell, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def curves_of(runs: Cell, only: dict[str, Cell], keys: tuple[str, ...], unchanged: str) -> dict[str, list[Any]]:
+def curves_of(runs: Cell, changes: dict[str, Cell], keys: tuple[str, ...], unchanged: str) -> dict[str, list[Any]]:
     """τ over thousands of tokens, by label: of the first run, and of those that differ from it in `keys` alone."""
     curves = dict[str, list[Any]]()
-    for number, (name, own) in enumerate(runs.items()):
-        differs = only[name]
+    for number, (name, run) in enumerate(runs.items()):
+        differs = changes[name]
         if number == 0 or (differs and differs.keys() <= {*keys}):
             kind = next((value for key, value in differs.items() if key in ("head", "data.responses")), unchanged)
             sizes = (f"{key}={value}" for key, value in differs.items() if key in ("steps", "batch_size"))
-            curves[", ".join((kind, *sizes))] = [(tokens / 1e3, tau) for tokens, tau in own["tau_over_tokens"]]
+            curves[", ".join((kind, *sizes))] = [(tokens / 1e3, tau) for tokens, tau in run["tau_over_tokens"]]
     return curves
 
 
@@ -306,10 +306,10 @@ def plot_load(result: Cell, path: Path) -> None:
         program = system.partition(":")[0]
         marker = {"server": "o", "vllm": "s", "llama.cpp": "^"}[program]
         style = {"marker": marker, "markersize": 4, "linestyle": "-" if program == "server" else "--"}
-        loads = [own["load"] for own in levels]
-        speeds.plot(loads, [own["tokens_per_s"] for own in levels], label=label(system), **style)
-        times.plot(loads, [own["latency_s"]["p50"] for own in levels], **style)
-        gaps.plot(loads, [1000 * own["token_s"]["p50"] for own in levels], **style)
+        loads = [level["load"] for level in levels]
+        speeds.plot(loads, [level["tokens_per_s"] for level in levels], label=label(system), **style)
+        times.plot(loads, [level["latency_s"]["p50"] for level in levels], **style)
+        gaps.plot(loads, [1000 * level["token_s"]["p50"] for level in levels], **style)
     speeds.set_title("tokens/s", fontsize=10)
     times.set_title("seconds until an answer is whole (median)", fontsize=9)
     gaps.set_title("milliseconds between two tokens (median)", fontsize=9)
@@ -344,7 +344,7 @@ TABLES: dict[str, Callable[[Cell], str]] = {
     "smollm2-heads": by_run,
     "smollm2-budget": by_run,
     "served": by_load,
-    "packing": by_way,
+    "packing": by_variant,
 }
 PLOTS: dict[str, Callable[[Cell, Path], None]] = {
     "served": plot_load,
@@ -356,15 +356,15 @@ PLOTS: dict[str, Callable[[Cell, Path], None]] = {
 def rewrite(page: Path) -> str:
     """The page's text with every table between its marks written anew."""
 
-    def table(found: re.Match[str]) -> str:
-        name = found[2]
+    def table(match: re.Match[str]) -> str:
+        name = match[2]
         if name not in TABLES:
             raise ValueError(f"<!-- table {name} -->: no such table; known: {', '.join(TABLES)}")
         file = newest(name)
         result = json.loads(file.read_text(encoding="utf-8"))
         commit = (result["machine"]["commit"] or "unknown")[:7]
         source = f"[{file.name}]({os.path.relpath(file, page.parent)}), commit {commit}."
-        return f"{found[1]}{TABLES[name](result)}\n{source}\n{found[3]}"
+        return f"{match[1]}{TABLES[name](result)}\n{source}\n{match[3]}"
 
     return BLOCK.sub(table, page.read_text(encoding="utf-8"))
 

@@ -29,7 +29,7 @@ import httpx
 from infer.config import BenchConfig, EngineConfig, ProposerConfig, ServedConfig
 from infer.config_checks import REPO_ROOT, resolve_path
 from infer.engine.loading import dtype_name
-from infer.options.command_words import model_words
+from infer.options.command_words import model_overrides
 from infer.options.exported_heads import head_folder
 from infer.options.head_config import HeadConfig
 from models.targets import resolve_checkpoint
@@ -155,24 +155,24 @@ class Server:
         return [token for choice in piece.get("choices", ()) for token in choice.get("token_ids") or ()]
 
     def complete(
-        self, tasks: Sequence[Task], temperature: float, seed: int, at_once: int
+        self, tasks: Sequence[Task], temperature: float, seed: int, max_concurrency: int
     ) -> tuple[list[list[int]], float | None]:
         """Ids that follow the prompts, so many of them in flight, and τ if it drafts. Raises ValueError if one is
         refused.
         """
 
         def ask(task: Task) -> dict[str, Any]:
-            answer = self._client.post(self.endpoint, json=self.body(*task, temperature, seed))
-            if answer.status_code != 200:
-                raise ValueError(f"systems: {self.name}: {answer.status_code}: {answer.text[:300]}")
-            return answer.json()
+            response = self._client.post(self.endpoint, json=self.body(*task, temperature, seed))
+            if response.status_code != 200:
+                raise ValueError(f"systems: {self.name}: {response.status_code}: {response.text[:300]}")
+            return response.json()
 
-        with ThreadPoolExecutor(at_once) as pool:
-            answers = list(pool.map(ask, tasks))
-        drafts, accepted = self._drafted(answers)
-        return [self.ids(answer) for answer in answers], 1 + accepted / drafts if drafts else None
+        with ThreadPoolExecutor(max_concurrency) as pool:
+            responses = list(pool.map(ask, tasks))
+        drafts, accepted = self._drafted(responses)
+        return [self.ids(response) for response in responses], 1 + accepted / drafts if drafts else None
 
-    def _drafted(self, answers: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    def _drafted(self, responses: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
         """Verifies that had drafted tokens and the drafted tokens that were accepted, of these answers."""
         if not self.drafts:
             return 0.0, 0.0
@@ -190,16 +190,16 @@ class LlamaServer(Server):
 
     def body(self, prompt: Sequence[int], max_tokens: int, temperature: float, seed: int) -> dict[str, Any]:
         off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "cache_prompt": False}
-        asked = {"n_predict": max_tokens, "temperature": temperature, "seed": seed, "ignore_eos": self.ignore_eos}
-        return {"prompt": list(prompt), "return_tokens": True, **asked, **off}
+        sampling = {"n_predict": max_tokens, "temperature": temperature, "seed": seed, "ignore_eos": self.ignore_eos}
+        return {"prompt": list(prompt), "return_tokens": True, **sampling, **off}
 
     def ids(self, piece: Mapping[str, Any]) -> list[int]:
         return list(piece.get("tokens", ()))
 
-    def _drafted(self, answers: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    def _drafted(self, responses: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
         """How many verifies there were it does not say: every step is taken for one."""
-        accepted = sum(answer["timings"].get("draft_n_accepted", 0) for answer in answers)
-        return (sum(len(self.ids(answer)) for answer in answers) - accepted if self.drafts else 0.0), accepted
+        accepted = sum(response["timings"].get("draft_n_accepted", 0) for response in responses)
+        return (sum(len(self.ids(response)) for response in responses) - accepted if self.drafts else 0.0), accepted
 
 
 def make_server(name: str, config: Settings, *, slots: int, context: int, ignore_eos: bool = True) -> Server:
@@ -229,20 +229,20 @@ def make_server(name: str, config: Settings, *, slots: int, context: int, ignore
 def our_command(config: Settings, proposer: str, shape: ProposerConfig, port: int, slots: int) -> list[str]:
     model, head = config.model, config.head
     keys = ("adaptive", "max_draft_tokens", "tree_width", "tree_nodes")
-    said = {f"proposer.{key}": getattr(shape, key) for key in keys}
-    said |= {f"engine.{field.name}": getattr(config.engine, field.name) for field in fields(EngineConfig)}
-    said |= {"head.path": head.path, "output_dir": resolve_path(config.output_dir), "server.port": port}
-    said |= {"engine.prefix_cache": False, "engine.max_batch": slots, "server.max_waiting": 4096}
+    settings = {f"proposer.{key}": getattr(shape, key) for key in keys}
+    settings |= {f"engine.{field.name}": getattr(config.engine, field.name) for field in fields(EngineConfig)}
+    settings |= {"head.path": head.path, "output_dir": resolve_path(config.output_dir), "server.port": port}
+    settings |= {"engine.prefix_cache": False, "engine.max_batch": slots, "server.max_waiting": 4096}
     if head.name == "none":
-        del said["head.path"]
-    words = [f"{key}={'null' if value is None else value}" for key, value in said.items()]
+        del settings["head.path"]
+    overrides = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
     return [
         sys.executable,
         "infer/serve.py",
-        *model_words(replace(model, path=model.path_or_hub_id)),
+        *model_overrides(replace(model, path=model.path_or_hub_id)),
         f"head={head.name}",
         f"proposer={proposer}",
-        *words,
+        *overrides,
     ]
 
 

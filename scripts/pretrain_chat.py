@@ -39,7 +39,7 @@ from models.targets.writing import save_target
 from models.tokenizer import Tokenizer
 from scripts.pretraining import LoopConfig, read_config, run_steps
 from train.config import FilesDataConfig
-from train.data.dialogue import given_rows
+from train.data.dialogue import provided_rows
 from train.data.examples import Example
 from train.data.prompts import Prompts, Reader
 from train.data.sequences import Batch, Sequences, best_fit, rows_at
@@ -83,11 +83,11 @@ class ChatConfig(LoopConfig):
 
 def with_template(folder: Path) -> Tokenizer:
     """The folder's tokenizer, speaking CHAT_TEMPLATE. Raises ValueError for one without a token that ends a text."""
-    own = Tokenizer.load(folder)
-    if "eos_token" not in own.special_tokens:
+    tokenizer = Tokenizer.load(folder)
+    if "eos_token" not in tokenizer.special_tokens:
         raise ValueError(f"{folder}: its tokenizer_config.json names no eos_token, which is to end an answer")
-    special = {"eos_ids": own.eos_ids, "special_tokens": own.special_tokens}
-    return Tokenizer(own.backend, chat_template=CHAT_TEMPLATE, source=str(folder), **special)
+    special = {"eos_ids": tokenizer.eos_ids, "special_tokens": tokenizer.special_tokens}
+    return Tokenizer(tokenizer.backend, chat_template=CHAT_TEMPLATE, source=str(folder), **special)
 
 
 def read_conversations(config: ChatConfig, tokenizer: Tokenizer, context: int) -> Prompts:
@@ -107,7 +107,7 @@ def to_sequences(examples: Iterable[Example], tokenizer: Tokenizer, context: int
     rows = []
     for example in examples:
         try:
-            rows += given_rows(example, tokenizer, context - 3)
+            rows += provided_rows(example, tokenizer, context - 3)
         except ValueError as error:  # of the held-out side, where only the prompt was looked at
             print(f"left out: {example.place}: {error}", file=sys.stderr)
     return Sequences.of(rows).cut(length)
@@ -157,14 +157,14 @@ class Rows:
     @torch.no_grad()
     def nats(self, model: LlamaTarget) -> dict[str, float]:
         """Per token, of all rows: of every token, and of the answers'."""
-        losses, answers = [], []
+        losses, masks = [], []
         for start in range(0, len(self.packs), self.size):
             batch, labels = self.labelled(self.packs[start : start + self.size])
             predicted = labels != NOT_PREDICTED
             losses.append(token_losses(model, batch, labels)[predicted.flatten()])
-            answers.append(answered(batch)[predicted])
-        every, of_answers = torch.cat(losses), torch.cat(answers)
-        return {"held_out": every.mean().item(), "held_out_answers": every[of_answers].mean().item()}
+            masks.append(answered(batch)[predicted])
+        all_losses, is_answer = torch.cat(losses), torch.cat(masks)
+        return {"held_out": all_losses.mean().item(), "held_out_answers": all_losses[is_answer].mean().item()}
 
 
 def export(model: LlamaTarget, folder: Path) -> None:
@@ -187,28 +187,28 @@ def train(config: ChatConfig) -> dict[str, Any] | None:
     tokenizer = with_template(model.folder)
     data = read_conversations(config, tokenizer, context)
     print("\n".join(data.reading.lines()))
-    learnt = Rows(to_sequences(data.train.values(), tokenizer, context, length), config)
-    held_out = Rows(to_sequences(data.held_out_whole.values(), tokenizer, context, length), config)
+    training = Rows(to_sequences(data.train.values(), tokenizer, context, length), config)
+    held_out = Rows(to_sequences(data.held_out_conversations.values(), tokenizer, context, length), config)
     if not held_out.packs:
         raise ValueError(f"path={config.path}: no held-out conversation has an answer; raise held_out_conversations")
     parameters = sum(p.numel() for p in model.parameters())
-    tokens = int(learnt.sequences.offsets[-1])
+    tokens = int(training.sequences.offsets[-1])
     print(
-        f"{parameters / 1e6:.2f} M parameters; {len(learnt.sequences)} conversations, {tokens / 1e6:.2f} M tokens, "
-        f"{100 * learnt.sequences.assistant.float().mean():.0f} % of them answers, in {len(learnt.packs)} rows; "
+        f"{parameters / 1e6:.2f} M parameters; {len(training.sequences)} conversations, {tokens / 1e6:.2f} M tokens, "
+        f"{100 * training.sequences.assistant.float().mean():.0f} % of them answers, in {len(training.packs)} rows; "
         f"{int(held_out.sequences.offsets[-1])} tokens held out"
     )
     before = held_out.nats(model)
     print(f"before: {before['held_out']:.3f} nats per held-out token, of answers {before['held_out_answers']:.3f}")
     model.train().requires_grad_(True)
-    train_loss = run_steps(config, model, lambda step: learnt.loss_at(model, step), lambda: held_out.nats(model))
+    train_loss = run_steps(config, model, lambda step: training.loss_at(model, step), lambda: held_out.nats(model))
     if train_loss is None:
         return None
     export(model, resolve_path(config.export))
     after = held_out.nats(model.float())  # of the exported bf16 weights
     measured = {"before": before, "after": after, "train": train_loss}
-    seen = config.steps * learnt.size * tokens / len(learnt.packs)
-    return {"steps": config.steps, "tokens": round(seen), "parameters": parameters, "nats": measured}
+    tokens_seen = config.steps * training.size * tokens / len(training.packs)
+    return {"steps": config.steps, "tokens": round(tokens_seen), "parameters": parameters, "nats": measured}
 
 
 def main(argv: list[str]) -> None:

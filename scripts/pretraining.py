@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from infer.config_checks import resolve_path
-from infer.options.literal_text import literal_words
+from infer.options.literal_text import literal_overrides
 from models.targets.llama import LlamaTarget
 
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -64,7 +64,7 @@ def read_config(schema: type[C], argv: Sequence[str], doc: str | None) -> C:
         print("Options, key=value:\n" + OmegaConf.to_yaml(structured))
         raise SystemExit(0)
     try:
-        return OmegaConf.to_object(OmegaConf.merge(structured, OmegaConf.from_dotlist(literal_words(argv, schema))))  # type: ignore[return-value]
+        return OmegaConf.to_object(OmegaConf.merge(structured, OmegaConf.from_dotlist(literal_overrides(argv, schema))))  # type: ignore[return-value]
     except MissingMandatoryValue as error:
         raise SystemExit(f"error: {error.full_key} must be given, as {error.full_key}=...") from error
     except (OmegaConfBaseException, ValueError) as error:
@@ -73,7 +73,7 @@ def read_config(schema: type[C], argv: Sequence[str], doc: str | None) -> C:
 
 def make_optimizers(model: LlamaTarget, config: LoopConfig) -> list[torch.optim.Optimizer]:
     inner = [(p.ndim == 2 and not n.startswith(("embed_tokens", "lm_head")), p) for n, p in model.named_parameters()]
-    matrices, others = ([p for own, p in inner if own == wanted] for wanted in (True, False))
+    matrices, others = ([p for is_matrix, p in inner if is_matrix == wanted] for wanted in (True, False))
     muon = torch.optim.Muon(matrices, lr=config.muon_lr, weight_decay=config.weight_decay)
     adamw = torch.optim.AdamW(others, lr=config.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
     return [muon, adamw]

@@ -41,7 +41,7 @@ SETTINGS = ("loads", "seconds", "slots", "prompt_tokens", "max_tokens", "files")
 
 
 @dataclass
-class Heard:
+class RequestTrace:
     """What came of one request: seconds after it was due, and the ids."""
 
     due: float
@@ -94,12 +94,12 @@ class Load:
     def clock(self) -> float:
         return time.perf_counter() - self.start
 
-    async def ask(self, number: int, heard: Heard) -> None:
+    async def ask(self, number: int, heard: RequestTrace) -> None:
         prompt = self.prompts[number % len(self.prompts)]
         body = self.server.body(prompt, self.config.max_tokens, 0.0, self.config.seed) | {"stream": True}
-        async with self.client.stream("POST", self.server.endpoint, json=body) as answer:
-            heard.refused = answer.status_code != 200
-            async for line in answer.aiter_lines():
+        async with self.client.stream("POST", self.server.endpoint, json=body) as response:
+            heard.refused = response.status_code != 200
+            async for line in response.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
                 if count := len(self.server.ids(json.loads(line[6:]))):
@@ -108,13 +108,13 @@ class Load:
                     heard.tokens, heard.last = heard.tokens + count, now
                     heard.in_time += count if now <= self.config.seconds else 0
 
-    async def open(self, rate: float) -> tuple[list[Heard], float]:
+    async def open(self, rate: float) -> tuple[list[RequestTrace], float]:
         """What came of every request, and when the last was ended or dropped."""
         self.start = time.perf_counter()
-        all_heard, running = list[Heard](), list[asyncio.Task[None]]()
+        all_heard, running = list[RequestTrace](), list[asyncio.Task[None]]()
         for number, due in enumerate(arrivals(rate, self.config.seconds, self.config.seed)):
             await asyncio.sleep(max(0.0, due - self.clock))
-            all_heard.append(Heard(due))
+            all_heard.append(RequestTrace(due))
             running.append(asyncio.create_task(self.ask(number, all_heard[-1])))
         await asyncio.sleep(max(0.0, self.config.seconds - self.clock))
         if running:
@@ -124,11 +124,11 @@ class Load:
     async def closed(self, seconds: float) -> float:
         """Requests per second that are answered when `slots` of them are always under way."""
         self.start = time.perf_counter()
-        answered = list[Heard]()
+        answered = list[RequestTrace]()
 
         async def user(number: int) -> None:
             while True:
-                heard = Heard(self.clock)
+                heard = RequestTrace(self.clock)
                 await self.ask(number, heard)
                 if heard.refused:
                     raise ValueError(f"systems: {self.server.name}: refuses a request; see {self.server.log}")
@@ -149,12 +149,12 @@ class Load:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await self.ask(0, Heard(0.0))  # answered only once there is room again
+        await self.ask(0, RequestTrace(0.0))  # answered only once there is room again
         await asyncio.sleep(REST_S)
         return end
 
 
-def summary(load: float, all_heard: list[Heard], seconds: float, end: float, max_tokens: int) -> Level:
+def summary(load: float, all_heard: list[RequestTrace], seconds: float, end: float, max_tokens: int) -> Level:
     """Of a load that lasted `seconds`; `end` is when what was unfinished was dropped."""
     done = [heard for heard in all_heard if heard.tokens >= max_tokens]
     several = [heard for heard in all_heard if heard.tokens > 1]
@@ -189,7 +189,7 @@ async def measure(server: Server, config: ServedConfig, prompts: list[list[int]]
 
 def show(name: str, level: Level) -> None:
     values = (level.first_token_s, level.latency_s, level.token_s)
-    first, latency, token = (found.get("p50", 0.0) for found in values)
+    first, latency, token = (quantiles.get("p50", 0.0) for quantiles in values)
     print(
         f"{name:24} load {level.load:<4g} {level.requests_per_s:6.2f} requests/s {level.tokens_per_s:7.1f} tokens/s; "
         f"medians: first token {first:.3f} s, token {1000 * token:.1f} ms, whole {latency:.2f} s; "

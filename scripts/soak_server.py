@@ -102,8 +102,8 @@ def request(random_: random.Random, model: str) -> tuple[str, dict[str, Any], bo
         if body.pop("top_logprobs", None):
             body["logprobs"] = 2
         return f"/v1/{kind}", body | {"prompt": text}, wrong
-    for other in ("n", "logprobs"):
-        body.pop(other, None)
+    for name in ("n", "logprobs"):
+        body.pop(name, None)
     body["max_output_tokens"] = body.pop("max_tokens")
     return f"/v1/{kind}", body | {"input": text}, wrong
 
@@ -111,23 +111,23 @@ def request(random_: random.Random, model: str) -> tuple[str, dict[str, Any], bo
 async def send(client: httpx.AsyncClient, random_: random.Random, model: str, report: Report) -> None:
     path, body, wrong = request(random_, model)
     patience = random_.choice((1, 3, None, None, None)) if body["stream"] else None
-    async with client.stream("POST", path, json=body) as answer:
-        report.statuses[answer.status_code] += 1
-        if answer.status_code == 200 and patience is not None:
-            pieces = answer.aiter_text()
+    async with client.stream("POST", path, json=body) as response:
+        report.statuses[response.status_code] += 1
+        if response.status_code == 200 and patience is not None:
+            pieces = response.aiter_text()
             for _ in range(patience):
                 if await anext(pieces, None) is None:
                     return
             report.hung_up += 1
             return
-        text = (await answer.aread()).decode()
-    status = answer.status_code
+        text = (await response.aread()).decode()
+    status = response.status_code
     if status >= 500 and status not in REFUSALS:
         report.problems.append(f"{path}: {status}: {text[:200]}")
     elif status == 200 and wrong:
         report.problems.append(f"{path}: took {body}")
     elif status in REFUSALS:
-        if "retry-after" not in answer.headers:
+        if "retry-after" not in response.headers:
             report.problems.append(f"{status} without Retry-After")
         await asyncio.sleep(random_.random() / 10)
     elif status != 200:
@@ -178,11 +178,11 @@ async def settle(client: httpx.AsyncClient, report: Report) -> None:
     for _ in range(100):
         samples = await counters(client)
         report.tokens = samples["headway_generation_tokens_total"]
-        left = {name: samples[f"headway_{name}"] for name in IDLE}
-        if not any(left.values()):
+        leftover = {name: samples[f"headway_{name}"] for name in IDLE}
+        if not any(leftover.values()):
             return
         await asyncio.sleep(0.1)
-    report.problems.append(f"left over: {left}")
+    report.problems.append(f"left over: {leftover}")
 
 
 def main() -> int:
@@ -199,8 +199,8 @@ def main() -> int:
     seconds = 60 * arguments.minutes
     report = asyncio.run(soak(arguments.url, seconds=seconds, clients=arguments.clients, seed=arguments.seed, key=key))
     print(f"answers {dict(sorted(report.statuses.items()))}, hung up {report.hung_up}, tokens {report.tokens:.0f}")
-    for name, found in (("memory in MiB", report.memory), ("open files", report.files)):
-        print(f"{name}, at even intervals: {', '.join(f'{own:.0f}' for own in found[:: SAMPLES // 10])}")
+    for name, samples in (("memory in MiB", report.memory), ("open files", report.files)):
+        print(f"{name}, at even intervals: {', '.join(f'{value:.0f}' for value in samples[:: SAMPLES // 10])}")
     for problem in report.problems[:20]:
         print(f"  {problem}")
     document = {"statuses": report.statuses, "hung_up": report.hung_up, "problems": len(report.problems)}

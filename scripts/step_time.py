@@ -102,17 +102,17 @@ def main(config: StepTimeConfig) -> None:
         while engine.has_work:
             before, begin = (target.seconds, head.seconds), time.perf_counter()
             engine.step()
-            whole = time.perf_counter() - begin
-            steps.append((whole, target.seconds - before[0], head.seconds - before[1]))
-    whole, in_target, in_head = (1000 * statistics.median(column) for column in zip(*steps, strict=True))
-    around = 1000 * statistics.median(whole - in_target - in_head for whole, in_target, in_head in steps)
-    share = statistics.median((whole - in_target - in_head) / whole for whole, in_target, in_head in steps)
+            total = time.perf_counter() - begin
+            steps.append((total, target.seconds - before[0], head.seconds - before[1]))
+    total, in_target, in_head = (1000 * statistics.median(column) for column in zip(*steps, strict=True))
+    around = 1000 * statistics.median(total - in_target - in_head for total, in_target, in_head in steps)
+    share = statistics.median((total - in_target - in_head) / total for total, in_target, in_head in steps)
     print(f"{engine.proposer_name}: {len(steps)} steps at batch 1, medians")
-    for name, value in (("step", whole), ("target", in_target), ("head", in_head), ("around them", around)):
+    for name, value in (("step", total), ("target", in_target), ("head", in_head), ("around them", around)):
         print(f"  {name:<12} {value:7.2f} ms")
     print(f"  outside model forwards: {100 * share:.1f} % of a step")
     document = {"proposer": engine.proposer_name, "steps": len(steps), "outside_share": share}
-    print(json.dumps(document | {"ms": {"step": whole, "target": in_target, "head": in_head, "around": around}}))
+    print(json.dumps(document | {"ms": {"step": total, "target": in_target, "head": in_head, "around": around}}))
 
 
 if __name__ == "__main__":

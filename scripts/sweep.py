@@ -50,7 +50,7 @@ def searched(override: Override) -> Suggest:
     raise ValueError(f"{override.input_line}: give choice(a,b), range(1,5) or interval(0.1,1.0)")
 
 
-def read_words(words: list[str]) -> tuple[list[str], dict[str, Suggest]]:
+def read_overrides(words: list[str]) -> tuple[list[str], dict[str, Suggest]]:
     """The words of every trial, and what differs. Raises ValueError when there is nothing to search over."""
     fixed, free = [], {}
     for word in words:
@@ -74,10 +74,10 @@ def read_words(words: list[str]) -> tuple[list[str], dict[str, Suggest]]:
 def train(words: list[str]) -> float | None:
     """τ in the engine of one run's head; None if the run failed, and it says why."""
     command = [sys.executable, str(Path(HERE).parent / "train" / "run.py"), *words]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if ran.returncode or not ran.stdout.strip():
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if process.returncode or not process.stdout.strip():
         return None
-    return float(json.loads(ran.stdout.splitlines()[-1])["acceptance_length"]["engine"])
+    return float(json.loads(process.stdout.splitlines()[-1])["acceptance_length"]["engine"])
 
 
 def search(study_name: str, trials: int, fixed: list[str], free: dict[str, Suggest]) -> dict[str, Any]:
@@ -106,8 +106,8 @@ def search(study_name: str, trials: int, fixed: list[str], free: dict[str, Sugge
 
     def objective(trial: optuna.Trial) -> float:
         chosen = [f"{key}={suggest(trial)}" for key, suggest in free.items()]
-        own = [f"output_dir={folder}", f"run=trial-{trial.number}", f"head.path={folder / str(trial.number)}"]
-        tau = train([*(word for word in fixed if not word.startswith("output_dir=")), *chosen, *own])
+        overrides = [f"output_dir={folder}", f"run=trial-{trial.number}", f"head.path={folder / str(trial.number)}"]
+        tau = train([*(word for word in fixed if not word.startswith("output_dir=")), *chosen, *overrides])
         print(f"trial {trial.number}: {' '.join(chosen)}: {'failed' if tau is None else f'τ {tau:.3f}'}", flush=True)
         if tau is None:
             raise optuna.TrialPruned
@@ -132,22 +132,22 @@ def main() -> int:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__)
         return 0
-    own = {"study": "sweep", "trials": "20"}
+    options = {"study": "sweep", "trials": "20"}
     from infer.cli import take_words
 
-    words = take_words(sys.argv[1:], own)
+    words = take_words(sys.argv[1:], options)
     try:
-        if not own["trials"].isdigit() or own["trials"] == "0":
-            raise ValueError(f"trials={own['trials']}: must be a number of at least 1")
-        if not own["study"].replace("-", "").replace("_", "").isalnum():
-            raise ValueError(f"study={own['study']}: becomes a folder name; use letters, digits, '_' and '-'")
-        found = search(own["study"], int(own["trials"]), *read_words(words))
+        if not options["trials"].isdigit() or options["trials"] == "0":
+            raise ValueError(f"trials={options['trials']}: must be a number of at least 1")
+        if not options["study"].replace("-", "").replace("_", "").isalnum():
+            raise ValueError(f"study={options['study']}: becomes a folder name; use letters, digits, '_' and '-'")
+        result = search(options["study"], int(options["trials"]), *read_overrides(words))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    settings = " ".join(f"{key}={value}" for key, value in found["best"]["settings"].items())
-    print(f"best: {settings}, τ {found['best']['tau']:.3f}, head in {found['best']['head']}")
-    print(json.dumps(found), flush=True)
+    settings = " ".join(f"{key}={value}" for key, value in result["best"]["settings"].items())
+    print(f"best: {settings}, τ {result['best']['tau']:.3f}, head in {result['best']['head']}")
+    print(json.dumps(result), flush=True)
     return 0
 
 

@@ -63,11 +63,13 @@ def run_head(head: str, words: list[str], name: str, exported: str) -> list[dict
     from train.config import TrainConfig
     from train.publishing.trackers import read_metrics
 
-    own = run_words(head, words, name, exported)
-    config = compose("train", TrainConfig, own)
-    ran = subprocess.run([sys.executable, str(Path(HERE).parent / "train" / "run.py"), *own], stdout=subprocess.PIPE)
-    if ran.returncode:
-        raise SystemExit(ran.returncode)
+    overrides = run_words(head, words, name, exported)
+    config = compose("train", TrainConfig, overrides)
+    process = subprocess.run(
+        [sys.executable, str(Path(HERE).parent / "train" / "run.py"), *overrides], stdout=subprocess.PIPE
+    )
+    if process.returncode:
+        raise SystemExit(process.returncode)
     rows = [row for row in read_metrics(resolve_path(config.output_dir) / name) if "train/tokens_per_s" in row]
     rows = rows[WARM_UP:]
     if not rows:
@@ -105,9 +107,9 @@ def peak_flops(words: list[str]) -> float:
     return measure(device_of(config), torch.bfloat16 if config.precision == "bf16" else torch.float32).flops
 
 
-def line(name: str, found: dict[str, float]) -> str:
-    parts = ", ".join(f"{key[:-2]} {1e3 * found[key]:.0f} ms" for key in SHOWN)
-    speed = f"{found['tokens_per_s']:.0f} tokens/s, {found['memory_gb']:.2f} GB, MFU {100 * found['mfu']:.1f} %"
+def line(name: str, result: dict[str, float]) -> str:
+    parts = ", ".join(f"{key[:-2]} {1e3 * result[key]:.0f} ms" for key in SHOWN)
+    speed = f"{result['tokens_per_s']:.0f} tokens/s, {result['memory_gb']:.2f} GB, MFU {100 * result['mfu']:.1f} %"
     return f"{name:<28} {speed}; of a step: {parts}"
 
 
@@ -117,25 +119,27 @@ def main() -> int:
         return 0
     from scripts.bench import describe_machine, result_file
 
-    own = {"heads": HEADS, "against": "[]", "rounds": "1", "save": ""}
+    options = {"heads": HEADS, "against": "[]", "rounds": "1", "save": ""}
     from infer.cli import take_words
 
-    words = take_words(sys.argv[1:], own)
-    against = own["against"].strip("[]")
+    words = take_words(sys.argv[1:], options)
+    against = options["against"].strip("[]")
     # the same key twice is an error of Hydra's: the later word takes the earlier one's place
-    instead = {word.partition("=")[0]: word for word in against.split(",") if word}
+    replacements = {word.partition("=")[0]: word for word in against.split(",") if word}
     variants = {"": words}
-    if instead:
-        variants["-against"] = [w for w in words if w.partition("=")[0] not in instead] + list(instead.values())
-    heads = [head.strip() for head in own["heads"].strip("[]").split(",")]
+    if replacements:
+        variants["-against"] = [w for w in words if w.partition("=")[0] not in replacements] + list(
+            replacements.values()
+        )
+    heads = [head.strip() for head in options["heads"].strip("[]").split(",")]
     try:
-        rounds = whole_number("rounds", own["rounds"])
+        rounds = whole_number("rounds", options["rounds"])
         check_words(heads, variants)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     peak, begun = peak_flops(words), time.strftime("%Y%m%d-%H%M%S")  # a run of that name would be resumed, not timed
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for head in heads:
         rows: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
         for number in range(rounds):
@@ -146,12 +150,12 @@ def main() -> int:
         for variant, steps in rows.items():
             result = summary(steps)
             result["mfu"] = result["head_flops_per_s"] / peak
-            found[f"{head}{variant}"] = result
+            results[f"{head}{variant}"] = result
             print(line(head + (f" {against}" if variant else ""), result), flush=True)
     machine = describe_machine()
-    report = {"machine": machine, "words": words, "against": against, "peak_flops": peak, "heads": found}
-    if own["save"]:
-        file = result_file(own["save"], "demo", machine)
+    report = {"machine": machine, "words": words, "against": against, "peak_flops": peak, "heads": results}
+    if options["save"]:
+        file = result_file(options["save"], "demo", machine)
         file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         print(f"written: {file.relative_to(Path(HERE).parent)}")
     print(json.dumps(report), flush=True)

@@ -179,11 +179,11 @@ def started_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
     monkeypatch.setenv(*mark.split("="))
 
     def started() -> list[int]:
-        found = []
+        pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has ended a moment ago
                 if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-        return found
+                    pids.append(int(folder.name))
+        return pids
 
     return started

@@ -44,7 +44,7 @@ def write_gguf(
     tensors = load_file(folder / "model.safetensors")
     if config.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
-    held: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
     stacks: dict[str, list[np.ndarray]] = {}
     for turn, (name, tensor) in enumerate(sorted(tensors.items())):
         value = tensor.float().numpy()
@@ -55,10 +55,10 @@ def write_gguf(
             value = value + 1
         kind = Kind.F32 if ".experts." in name or value.ndim < 2 else kinds[turn % len(kinds)]
         raw = quants.quantize(value, kind)
-        back = torch.from_numpy(np.array(quants.dequantize(raw, kind))).view(tensor.shape)
+        restored = torch.from_numpy(np.array(quants.dequantize(raw, kind))).view(tensor.shape)
         if heads:
-            back = back.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
-        held[name] = back
+            restored = restored.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
+        expected[name] = restored
         if ".experts." in name:
             layer, _, rest = name.partition(".experts.")
             stacks.setdefault(f"{layer}.experts.{rest.split('.', 1)[1]}", []).append(value)
@@ -70,13 +70,13 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return held
+    return expected
 
 
 def _name(names: gguf.TensorNameMap, name: str) -> str:
-    theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
-    assert theirs is not None, name
-    return theirs
+    gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert gguf_name is not None, name
+    return gguf_name
 
 
 def _permuted_heads(architecture: gguf.MODEL_ARCH, name: str, config: dict[str, Any]) -> int:

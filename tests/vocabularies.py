@@ -106,12 +106,12 @@ MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 
 
 @cache
-def made(kind: str) -> str:
+def tokenizer_json(kind: str) -> str:
     return MAKERS[kind]().to_str()
 
 
 def backend_of(kind: str) -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_str(made(kind))
+    return tokenizers.Tokenizer.from_str(tokenizer_json(kind))
 
 
 def write_end_tokens(source: Path, folder: Path, config: Any, generation: Any) -> Path:
@@ -129,7 +129,7 @@ def write_tokenizer(kind: str, folder: Path, *, source: Path, **settings: Any) -
     """A checkpoint like `source`, whose vocabulary has at least SIZE ids, with this tokenizer; `settings`: of its
     tokenizer_config.json."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
-    (folder / "tokenizer.json").write_text(made(kind), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(tokenizer_json(kind), encoding="utf-8")
     file = folder / "tokenizer_config.json"
     changed = json.loads(file.read_text(encoding="utf-8")) | {"bos_token": "<s>", "eos_token": "</s>"} | settings
     file.write_text(json.dumps(changed), encoding="utf-8")

@@ -70,14 +70,14 @@ def count_ranks(head: Head, batch: Batch, features: Features, steps: int, ranks:
     """Count how often the sequence's token has each rank in the draft, `[K, ranks]`, and the slots per depth, `[K]`."""
     masks = alignment.step_masks(batch.assistant, steps)
     first = int(masks[0].any(0).int().argmax())
-    found, slots = [], masks.flatten(1).sum(1)
+    counts, slots = [], masks.flatten(1).sum(1)
     for step, state in enumerate(draft_states(head, batch.ids, features.aux, steps, first)):
         mask = masks[step][:, first:]
         best = head.logits(state[mask], step).topk(min(ranks, head.config.draft_vocab_size)).indices
-        own = alignment.predicted_tokens(batch.ids, step)[:, first:][mask]
-        hits = (head.draft_to_target(best) == own[:, None]).sum(0)
-        found.append(torch.nn.functional.pad(hits, (0, ranks - len(hits))))
-    return torch.stack(found), slots
+        tokens = alignment.predicted_tokens(batch.ids, step)[:, first:][mask]
+        hits = (head.draft_to_target(best) == tokens[:, None]).sum(0)
+        counts.append(torch.nn.functional.pad(hits, (0, ranks - len(hits))))
+    return torch.stack(counts), slots
 
 
 def walk(matches: Tensor, first: int, end: int) -> SpeculationStats:

@@ -118,9 +118,9 @@ class FilesDataConfig(RowsDataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = {"path": self.path} if self.held_out_path is None else vars(self)
+        paths = {"path": self.path} if self.held_out_path is None else vars(self)
         for key in ("path", "held_out_path"):
-            value = given.get(key, [""])
+            value = paths.get(key, [""])
             if not as_list(value):
                 raise ValueError(f"data.{key}={value}: must be a path or a list of paths")
             for entry in as_list(value):
@@ -155,8 +155,8 @@ def check_entry(key: str, entry: object) -> None:
 
 
 def check_columns(key: str, columns: object) -> None:
-    named = [theirs for value in columns.values() for theirs in as_list(value)] if isinstance(columns, dict) else []
-    if not isinstance(columns, dict) or not all(isinstance(theirs, str) for theirs in named):
+    names = [column for value in columns.values() for column in as_list(value)] if isinstance(columns, dict) else []
+    if not isinstance(columns, dict) or not all(isinstance(column, str) for column in names):
         raise ValueError(f"{key}={columns}: must be our names with the data's own: {{prompt: question}}")
     for name in columns:
         one_of(key, name, COLUMNS)
@@ -361,20 +361,20 @@ class TrainConfig:
         return self.sequence_length if self.packing else None
 
     def _check_sharded(self) -> None:
-        own = "features.target=sharded: divides the target's layers among the processes of a run,"
+        start = "features.target=sharded: divides the target's layers among the processes of a run,"
         if self.parallel.name == "single":
             raise ValueError(
-                f"{own} of which parallel=single has one; use parallel=ddp under torchrun, or engine.tensor_parallel="
+                f"{start} of which parallel=single has one; use parallel=ddp under torchrun, or engine.tensor_parallel="
             )
         if self.engine.weights != "same":
-            raise ValueError(f"{own} in its own dtype; use engine.weights=same, or features.target=whole")
+            raise ValueError(f"{start} in its own dtype; use engine.weights=same, or features.target=whole")
         if self.engine.graphs == "on":
-            raise ValueError(f"{own} which the host leads; use engine.graphs=auto")
+            raise ValueError(f"{start} which the host leads; use engine.graphs=auto")
         if self.objective.name == "medusa-2":
-            raise ValueError(f"{own} and objective=medusa-2 trains them; use features.target=whole")
+            raise ValueError(f"{start} and objective=medusa-2 trains them; use features.target=whole")
 
     def _check_objective(self) -> None:
-        objective, head, depths = self.objective, self.head, self.head.max_depth
+        objective, head, max_depth = self.objective, self.head, self.head.max_depth
         if self.parallel.name not in WHOLE:
             if objective.fused:
                 raise ValueError(f"objective.fused=true: needs parallel={' or '.join(WHOLE)}, not {self.parallel.name}")
@@ -404,15 +404,15 @@ class TrainConfig:
                 f"parallel={self.parallel.name}: divides a head, and objective=medusa-2 trains the target too; use "
                 "parallel=ddp"
             )
-        if depths is not None:
-            for key, asked in (("objective.steps", objective.steps), ("eval_draft_tokens", self.eval_draft_tokens)):
-                if asked is not None and asked > depths:
-                    raise ValueError(f"{key}={asked}: this {head.name} head drafts {depths} tokens at most")
-        steps = objective.steps or depths
+        if max_depth is not None:
+            for key, value in (("objective.steps", objective.steps), ("eval_draft_tokens", self.eval_draft_tokens)):
+                if value is not None and value > max_depth:
+                    raise ValueError(f"{key}={value}: this {head.name} head drafts {max_depth} tokens at most")
+        steps = objective.steps or max_depth
         assert steps is not None
-        if head.name in OWN_WEIGHTS and steps != depths:
+        if head.name in OWN_WEIGHTS and steps != max_depth:
             raise ValueError(
-                f"objective.steps={steps}: leaves some of this {head.name} head's {depths} depths untrained"
+                f"objective.steps={steps}: leaves some of this {head.name} head's {max_depth} depths untrained"
             )
         # slot i is trained on tokens i+1 .. i+1+steps, so a shorter sequence has no slot
         at_least("sequence_length", self.sequence_length, steps + 2)

@@ -23,7 +23,7 @@ from train.data.sequences import Batch, Sequences
 from train.features.online import Features, FeatureSource
 from train.objectives.base import Objective, StepSums
 from train.publishing.export import Acceptance, Measured
-from train.publishing.samples import marked_answers
+from train.publishing.samples import marked_responses
 from train.publishing.trackers import Sample, warn
 
 SAMPLED = 1.0  # temperature of the sampled acceptance on the model card
@@ -108,8 +108,8 @@ class Evaluator:
     def _rank_accuracy(self, head: Head) -> list[list[float]]:
         serving, steps = self._serving(head), self._config.eval_draft_tokens
         counts = [count_ranks(serving, *pair, steps, RANKS) for pair in self._batches(self._held_out)]
-        found, slots = (torch.stack(column).sum(0) for column in zip(*counts, strict=True))
-        return (found / slots.clamp(min=1)[:, None]).tolist()
+        hits, slots = (torch.stack(column).sum(0) for column in zip(*counts, strict=True))
+        return (hits / slots.clamp(min=1)[:, None]).tolist()
 
     def _run_engine(self, head: Head, responses: Sequences, temperature: float) -> SpeculationStats:
         """Run the engine with this head over the held-out prompts, with each prompt's index as its seed."""
@@ -140,18 +140,18 @@ class Evaluator:
     def speeds(self, head: Head, concurrency: Sequence[int]) -> dict[int, float]:
         """Return the median greedy speed-up of this head over plain decoding, by number of concurrent prompts."""
         self._engine.set_proposer("head", head)
-        params, found = SamplingParams(max_tokens=self._config.eval_max_tokens), {}
+        params, ratios = SamplingParams(max_tokens=self._config.eval_max_tokens), {}
         for count in concurrency:
             groups = [self._prompts[start : start + count] for start in range(0, len(self._prompts), count)]
-            found[count] = Comparison(list(compare(self._engine, groups, params))).ratio.median
+            ratios[count] = Comparison(list(compare(self._engine, groups, params))).ratio.median
             self._check()
         self._engine.set_proposer("none")
-        return found
+        return ratios
 
     def samples(self, head: Head, count: int) -> list[Sample]:
         """Return greedy responses to the first held-out prompts, with accepted draft tokens marked."""
         self._engine.set_proposer("head", head)
-        samples = marked_answers(self._engine, self._prompts[:count], self._config.eval_max_tokens)
+        samples = marked_responses(self._engine, self._prompts[:count], self._config.eval_max_tokens)
         self._engine.set_proposer("none")
         return samples
 
@@ -163,18 +163,18 @@ class Evaluator:
         return Sequences.of(rows)
 
     def _generate(self, temperature: float) -> list[Completion]:
-        def heed(index: int, output: StepOutput) -> None:
+        def check_stop(index: int, output: StepOutput) -> None:
             self._check()
 
         params = SamplingParams(temperature=temperature, max_tokens=self._config.eval_max_tokens)
-        own = [replace(params, seed=index) for index in range(len(self._prompts))]
-        return self._engine.generate(self._prompts, own, on_output=heed)
+        seeded = [replace(params, seed=index) for index in range(len(self._prompts))]
+        return self._engine.generate(self._prompts, seeded, on_output=check_stop)
 
     @torch.no_grad()
     def losses(self, objective: Objective) -> dict[str, float]:
         """Return loss, per-step means and draft-vocabulary coverage over all held-out responses."""
-        whole = self._held_out.batch(range(len(self._held_out)))
-        denominators = objective.denominators(whole).to(self._engine.device)
+        full_batch = self._held_out.batch(range(len(self._held_out)))
+        denominators = objective.denominators(full_batch).to(self._engine.device)
         loss, sums = 0.0, None
         for batch, features in self._batches(self._held_out):
             teacher = objective.teach(self._engine.target, features.hidden, batch)

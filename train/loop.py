@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from infer.config_checks import resolve_path
 from infer.engine import Engine
-from infer.options.command_words import head_words, model_words, python_command
+from infer.options.command_words import head_words, model_overrides, python_command
 from train import checkpoint, schedule
 from train.config import TrainConfig
 from train.data.sequences import Batch, rows_at, seed_of
@@ -34,7 +34,7 @@ from train.distributed.parallel import (
     stopping_together,
     total,
 )
-from train.distributed.strategies import State, Whole, agree, load_module
+from train.distributed.strategies import Replicated, State, agree, load_module
 from train.evaluation import acceptance_metrics, step_metrics
 from train.objectives.base import StepSums
 from train.objectives.teacher import recall
@@ -114,7 +114,7 @@ class Run:
         self.trackers = Trackers([])
         self.clock = StepClock(accelerator.device)
         self.engine: Engine | None = None  # its target may be sharded over further processes
-        self.placement: Whole | None = None
+        self.placement: Replicated | None = None
         self.step = self.tokens = 0
         self.seconds = 0.0  # spent on updates, summed over all resumptions of the run
         self.skipped = self.skipped_in_a_row = 0  # updates skipped for a non-finite loss or gradient
@@ -137,11 +137,11 @@ class Run:
         self._restore(checkpoint.latest_checkpoint(self.folder / "checkpoints"))
         budget = run_folder.read_budget(self.folder)
         if budget is not None:
-            budget = self._extended(budget)
+            budget = self._extended_budget(budget)
         if accelerator.is_main_process:  # trackers drop what was logged for later steps
             settings = dataclasses.asdict(config)
             self.trackers = make_trackers(config.tracker, self.folder, str(config.run), settings, resume_step=self.step)
-        budget = budget or self._decided()
+        budget = budget or self._initial_budget()
         self.steps, self.warmup = budget.decided, budget.warmup
         self._optimise()
         return self._finish()
@@ -156,7 +156,7 @@ class Run:
 
     def _regenerate(self) -> dict[str, Any]:
         self.engine, data = prepare_data(self.config, self.accelerator, self.folder, self.stop)
-        say(self.accelerator, "any run with these data settings beside this one takes these sequences")
+        say(self.accelerator, "runs with the same data settings and output_dir will reuse these sequences")
         return {"run": self.config.run, "data": str(self.folder / "data"), "counts": data.counts}
 
     # ---- the loop -----------------------------------------------------------------------------------------------
@@ -245,10 +245,10 @@ class Run:
                 else:
                     teacher = recall(features.top, batch, prepared.head.target_ids, prepared.target.config.vocab_size)
             generator = torch.Generator(accelerator.device).manual_seed(seed_of(config.seed, self._number(micro)))
-            given = (batch, features, teacher, denominators, metrics, generator, progress)
+            inputs = (batch, features, teacher, denominators, metrics, generator, progress)
             last = micro + 1 == len(batches)
             with self.clock.part("head"), placement.accumulating(last):
-                loss, part = placement.objective(*given)
+                loss, part = placement.objective(*inputs)
                 # Gradients are averaged over processes, but their losses are parts of one sum.
                 placement.backward(loss * accelerator.num_processes, last=last)
             losses.append(loss.detach())
@@ -281,7 +281,7 @@ class Run:
                 f"checkpoint: {kept or 'none yet'}. Try a smaller optim.lr (it is {rate:.3g} here) or optim.clip="
                 f"{self.config.optim.clip} under another run="
             )
-        say(self.accelerator, f"step {self.step + 1} left out: the {wrong} is not finite")
+        say(self.accelerator, f"step {self.step + 1} skipped: the {wrong} is not finite")
         return norm
 
     def _sequences_of_step(self) -> list[int]:
@@ -329,18 +329,18 @@ class Run:
         tensors = self.prepared.placement.state()
         if not self.accelerator.is_main_process:
             return
-        known = self.prepared.data_hash, self.accelerator.num_processes
-        so_far = self.tokens, self.seconds, self.skipped, self.best, self.evaluated
-        state = dict(zip(STATE, (*so_far, *known), strict=True))
+        identity = self.prepared.data_hash, self.accelerator.num_processes
+        progress = self.tokens, self.seconds, self.skipped, self.best, self.evaluated
+        state = dict(zip(STATE, (*progress, *identity), strict=True))
         folder, keep = self.folder / "checkpoints", self.config.keep_checkpoints
         checkpoint.save_checkpoint(folder, self.step, *tensors, state, keep=keep, best=best, stable=stable)
 
     def _evaluate(self) -> float:
         """Return τ in the engine, measured on the main process while others wait. Raises Interrupted on all of them."""
         self.prepared.placement.collect()
-        found: list[float] = []
-        self._alone(lambda: found.append(self._evaluate_alone()))
-        return agree(self.accelerator, found[0] if found else 0.0)
+        taus: list[float] = []
+        self._on_main_process(lambda: taus.append(self._evaluate_alone()))
+        return agree(self.accelerator, taus[0] if taus else 0.0)
 
     def _evaluate_alone(self) -> float:
         evaluator = self.prepared.served.evaluator()
@@ -355,18 +355,18 @@ class Run:
         )
         return metrics["eval/tau_engine"]
 
-    def _alone(self, work: Callable[[], None]) -> None:
+    def _on_main_process(self, work: Callable[[], None]) -> None:
         """Run `work` on the main process; if interrupted, raise on all processes, which would wait otherwise."""
-        with stopping_together(self.accelerator, self.prepared.target.lend):
+        with stopping_together(self.accelerator, self.prepared.target.join_gathers):
             if self.accelerator.is_main_process:
                 work()
 
-    def _decided(self) -> schedule.Budget:
+    def _initial_budget(self) -> schedule.Budget:
         """Convert the budget of a new run into steps."""
         config = self.config
-        begun = time.perf_counter()
+        start = time.perf_counter()
         self._evaluate()  # the untrained head
-        eval_seconds = time.perf_counter() - begun
+        eval_seconds = time.perf_counter() - start
         fit = pace = None
         if config.minutes is not None:
             step_seconds = self._trial_seconds()
@@ -374,16 +374,16 @@ class Run:
             left = 60 * config.minutes - (time.perf_counter() - self.started)
             fit = schedule.steps_in(left, step_seconds, eval_seconds, config.eval_every)
         decided = min(limit for limit in (config.steps, fit) if limit is not None)
-        budget = schedule.Budget(self._agreed(decided), config.steps, config.minutes, fit, pace)
+        budget = schedule.Budget(self._broadcast_steps(decided), config.steps, config.minutes, fit, pace)
         budget = dataclasses.replace(budget, warmup=schedule.warmup_steps(budget.decided, config.optim))
         self._write_budget(budget)
         return budget
 
-    def _extended(self, old: schedule.Budget) -> schedule.Budget:
+    def _extended_budget(self, old: schedule.Budget) -> schedule.Budget:
         """Return the budget of a resumed run. If extended after its decay began, it goes back to before the decay."""
         config, folder = self.config, self.folder / "checkpoints"
         new = old.changed(config.steps, config.minutes, done=self.step, fit_from_now=self._fit_from_now)
-        new = dataclasses.replace(new, decided=self._agreed(new.decided))
+        new = dataclasses.replace(new, decided=self._broadcast_steps(new.decided))
         if new == old:
             return old
         move = schedule.extension(self.step, old.decided, new.decided, config.optim)
@@ -394,7 +394,7 @@ class Run:
         if move == "return":
             stable = checkpoint.stable_checkpoint(folder)
             if stable is None:
-                say(self.accelerator, "no checkpoint from before the decay is there; the rate rises again from here")
+                say(self.accelerator, "no checkpoint from before the decay exists; the rate rises again from here")
             else:
                 self.accelerator.wait_for_everyone()  # every process has read `stable`
                 if self.accelerator.is_main_process:
@@ -403,7 +403,7 @@ class Run:
         self._write_budget(new, old)
         return new
 
-    def _agreed(self, steps: int) -> int:
+    def _broadcast_steps(self, steps: int) -> int:
         return int(broadcast_text(self.accelerator, str(steps)))
 
     def _write_budget(self, new: schedule.Budget, old: schedule.Budget | None = None) -> None:
@@ -426,17 +426,17 @@ class Run:
         for _ in range(1 + TRIAL_STEPS):
             with stopping_together(self.accelerator):
                 self.stop.check()
-            begun = time.perf_counter()
+            start = time.perf_counter()
             self._forward_backward(metrics=False, progress=1.0)
             self.prepared.placement.drop()
-            times.append(time.perf_counter() - begun)
+            times.append(time.perf_counter() - start)
         return sorted(times[1:])[TRIAL_STEPS // 2]  # the first is warm-up
 
     def _finish(self) -> dict[str, Any]:
         """Export and return the summary on the main process; the others have nothing left to do."""
         summary: dict[str, Any] = {"run": self.config.run}
         self.prepared.placement.collect()
-        self._alone(lambda: summary.update(self._export()))
+        self._on_main_process(lambda: summary.update(self._export()))
         return summary
 
     def _export(self) -> dict[str, Any]:
@@ -469,8 +469,8 @@ class Run:
         positions = " ".join(f"{share:.2f}" for share in greedy.engine.acceptance_by_position)
         say(self.accelerator, f"acceptance length τ {lengths['engine']:.3f} in the engine (by position {positions})")
         say(self.accelerator, f"exported to {export}; report in {report}")
-        words = [*model_words(published.config.model), *head_words(config.head, config.output_dir)]
-        say(self.accelerator, f"serve it: {python_command('infer/serve.py', *words)}")
+        arguments = [*model_overrides(published.config.model), *head_words(config.head, config.output_dir)]
+        say(self.accelerator, f"serve it: {python_command('infer/serve.py', *arguments)}")
         seconds = round(time.perf_counter() - self.started, 1)
         return {"export": str(export), "acceptance_length": lengths, "gap": round(greedy.gap, 4), "seconds": seconds}
 
@@ -494,7 +494,5 @@ class Run:
         loaded = checkpoint.load_checkpoint(path, checkpoint.module_tensors(trained))
         load_module(trained, loaded.module)
         step = loaded.state["step"]
-        say(
-            self.accelerator, f"exported is the head of step {step}, τ {self.best:.3f} in the engine: the last is worse"
-        )
+        say(self.accelerator, f"exporting the head of step {step}, τ {self.best:.3f} in the engine: the last is worse")
         return {**record, "steps": step, "tokens": loaded.state["tokens"], "seconds": round(loaded.state["seconds"], 1)}

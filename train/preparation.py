@@ -40,7 +40,7 @@ from train.data.folder import Data, open_data
 from train.data.sequences import Sequences, best_fit
 from train.distributed.exchange import ProcessExchange
 from train.distributed.parallel import say, stopping_together
-from train.distributed.strategies import PLACEMENTS, Whole
+from train.distributed.strategies import PLACEMENTS, Replicated
 from train.evaluation import Evaluator
 from train.features.layout import Layout
 from train.features.online import FeatureSource, OnlineFeatures, make_features
@@ -70,7 +70,7 @@ class Prepared:
     sequences: Sequences  # cut to sequence_length
     packs: list[list[int]]  # indices of the sequences that share a row
     features: FeatureSource
-    placement: Whole  # head, objective and optimiser
+    placement: Replicated  # head, objective and optimiser
     served: ServedTarget
     data_source: str
     data_hash: str
@@ -133,12 +133,12 @@ def prepare_training(
     target, tokenizer = engine.target, engine.tokenizer
     assert tokenizer is not None
     head = make_head(config.head, target.config)
-    whole = data.train
-    sequences = whole.cut(config.sequence_length)
+    uncut = data.train
+    sequences = uncut.cut(config.sequence_length)
     if not len(sequences):
         raise ValueError(
             f"sequence_length={config.sequence_length}: cuts every sequence before its second generated token; raise "
-            f"it (the longest sequence has {int(whole.lengths.max())} tokens)"
+            f"it (the longest sequence has {int(uncut.lengths.max())} tokens)"
         )
     give_vocabulary(head, config, target, sequences, tokenizer)
     head.to(accelerator.device)
@@ -156,13 +156,13 @@ def prepare_training(
     else:
         features_of = OnlineFeatures(target, head.config.aux_layers)
         served = FrozenTarget(config, target, Evaluator(config, engine, data.held_out, features_of, stop.check))
-    learnt = cut_counts(whole, sequences)
-    lost = 1 - learnt["learnt"] / max(1, int(whole.assistant.sum()))
+    counts = cut_counts(uncut, sequences)
+    lost = 1 - counts["learnt"] / max(1, int(uncut.assistant.sum()))
     say(
         accelerator,
-        f"{learnt['sequences']} sequences, {learnt['tokens']} tokens, {learnt['learnt']} of them learnt "
-        f"(sequence_length={config.sequence_length} cuts {100 * lost:.1f} % off, and left out "
-        f"{learnt['left_out']} sequences, in which nothing was left to learn); "
+        f"{counts['sequences']} sequences, {counts['tokens']} tokens, {counts['learnt']} of them trained on "
+        f"(sequence_length={config.sequence_length} cut {100 * lost:.1f} % off, and dropped "
+        f"{counts['left_out']} sequences with no token left to train on); "
         f"the draft vocabulary of {head.config.draft_vocab_size} covers "
         f"{100 * coverage(sequences.ids[sequences.assistant], head.target_ids):.2f} % of these",
     )
@@ -180,15 +180,15 @@ def prepare_training(
         placement=placement,
         served=served,
         data_source=data.source,
-        data_counts={**data.counts, "learnt": learnt},
-        data_hash=whole.content_hash(),
+        data_counts={**data.counts, "learnt": counts},
+        data_hash=uncut.content_hash(),
     )
 
 
-def cut_counts(whole: Sequences, cut: Sequences) -> dict[str, int]:
+def cut_counts(uncut: Sequences, cut: Sequences) -> dict[str, int]:
     """Return counts of `cut`, the training data, and of the sequences of which cutting left no token to train on."""
     sizes = {"sequences": len(cut), "tokens": int(cut.offsets[-1]), "learnt": int(cut.assistant.sum())}
-    return {**sizes, "left_out": len(whole) - len(cut)}
+    return {**sizes, "left_out": len(uncut) - len(cut)}
 
 
 def open_features(
@@ -207,7 +207,7 @@ def open_features(
     if isinstance(settings, OnlineFeaturesConfig):
         record = manifest(target, engine.tokenizer, sequences, Layout.of(target, aux_layers), 0, weights)
         of_batches = {"batch_size": config.batch_size, "room": config.room, "process": accelerator.process_index}
-        with stopping_together(accelerator, target.lend):
+        with stopping_together(accelerator, target.join_gathers):
             return make_features(
                 settings,
                 target,
@@ -230,15 +230,15 @@ def open_features(
             break
     store = FeatureStore(folder, target, aux_layers, sequences, layout, settings.shard_mb)
     refuse_small_disk(folder, store.missing_bytes)
-    kept = f"; {there} of {store.shards} shards are there" if (there := store.shards - len(store.missing)) else ""
+    kept = f"; {done} of {store.shards} shards are there" if (done := store.shards - len(store.missing)) else ""
     say(accelerator, f"features in {folder}: {store.missing_bytes / 1e9:.2f} GB to be computed{kept}")
     if accelerator.is_main_process:
         made_by = open_store(folder, record)
-        say(accelerator, f"the store is of Headway {made_by.get('version')}, commit {made_by.get('commit')}")
+        say(accelerator, f"the store was written by Headway {made_by.get('version')}, commit {made_by.get('commit')}")
         if note := other_code(made_by):
             warn(note)
     accelerator.wait_for_everyone()
-    with stopping_together(accelerator, target.lend):
+    with stopping_together(accelerator, target.join_gathers):
         share = (accelerator.process_index, accelerator.num_processes)
         store.fill(config.batch_size, share, stop.check, room=config.room, show=show)
     return store
@@ -254,9 +254,9 @@ def pool_for(config: TrainConfig) -> EngineConfig:
     data = config.data
     assert isinstance(data, DemoDataConfig | RowsDataConfig)
     prompt = data.prompt_tokens if isinstance(data, DemoDataConfig) else data.max_prompt_tokens
-    given = isinstance(data, RowsDataConfig) and data.responses == "given"
-    answer = config.eval_max_tokens if given else max(data.max_new_tokens, config.eval_max_tokens)
-    longest = prompt + answer + config.eval_draft_tokens
+    provided = isinstance(data, RowsDataConfig) and data.responses == "given"
+    response = config.eval_max_tokens if provided else max(data.max_new_tokens, config.eval_max_tokens)
+    longest = prompt + response + config.eval_draft_tokens
     tokens = engine.max_batch * (longest + engine.page_size)
     return replace(engine, max_tokens_in_cache=tokens)
 
@@ -275,11 +275,11 @@ def make_objective(config: TrainConfig, head: Head) -> Objective:
     return OBJECTIVES[config.objective.name](head, config.objective)
 
 
-def unpacked_target(config: TrainConfig, like: torch.nn.Module, layers: Sequence[int] | None = None) -> LlamaTarget:
+def unpacked_target(config: TrainConfig, module: torch.nn.Module, layers: Sequence[int] | None = None) -> LlamaTarget:
     """Load an unpacked copy of the target, or only `layers` of it; the engine's packed weights support neither copying
     nor gradients.
     """
-    dtype, device = resolve_dtype(config.model), next(like.parameters()).device
+    dtype, device = resolve_dtype(config.model), next(module.parameters()).device
     model = config.model
     return load_target(model.path_or_hub_id, revision=model.revision, dtype=dtype, device=device, layers=layers)
 
@@ -300,11 +300,11 @@ def give_vocabulary(
         go_on_from(head, resolve_path(config.head.start_from), target)
 
 
-def refuse_other_shape(folder: Path, earlier: HeadShape, own: HeadShape) -> None:
+def refuse_other_shape(folder: Path, earlier: HeadShape, shape: HeadShape) -> None:
     """Raises ValueError if a run's head cannot load the weights of an earlier one."""
-    if earlier != own:
+    if earlier != shape:
         raise ValueError(
-            f"head.start_from={folder}: is a {earlier}, this run's head a {own}; give the keys of head= that it was "
+            f"head.start_from={folder}: is a {earlier}, this run's head a {shape}; give the keys of head= that it was "
             "trained with"
         )
 

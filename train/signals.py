@@ -20,13 +20,13 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
-        self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
+        self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> StopRequest:
         try:
-            self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+            self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
         except ValueError:  # not the main thread
-            self._before = {}
+            self._previous = {}
         return self
 
     def __exit__(
@@ -39,12 +39,12 @@ class StopRequest:
         if self.requested:
             raise Interrupted
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         self._restore()
-        print("\nstopping at the next safe place; once more stops at once", file=sys.stderr, flush=True)
+        print("\nstopping at the next safe point; a second signal stops immediately", file=sys.stderr, flush=True)
 
     def _restore(self) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._previous = {}

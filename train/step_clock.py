@@ -28,11 +28,11 @@ class StepClock:
         self.start()
 
     def start(self) -> None:
-        self._begun, self._seconds = time.perf_counter(), {part: 0.0 for part in PARTS}
+        self._start, self._seconds = time.perf_counter(), {part: 0.0 for part in PARTS}
 
     @property
     def elapsed(self) -> float:
-        return time.perf_counter() - self._begun
+        return time.perf_counter() - self._start
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from infer.config import EngineConfig, ModelConfig, ProposerConfig
 from infer.config_checks import REPO_ROOT
-from infer.options.command_words import head_words, model_words, python_command
+from infer.options.command_words import head_words, model_overrides, python_command
 from infer.options.exported_heads import head_folder
 from infer.options.head_config import HeadConfig
 from infer.request import SamplingParams, SpeculationStats
@@ -60,26 +60,26 @@ def describe_engine(engine: Engine, model: ModelConfig, head: HeadConfig, output
     ]
 
 
-def describe_proposer(name: str, asked: ProposerConfig, head: HeadConfig, model: ModelConfig, output_dir: str) -> str:
+def describe_proposer(name: str, config: ProposerConfig, head: HeadConfig, model: ModelConfig, output_dir: str) -> str:
     """Return what the engine drafts with and, for an automatic choice, why."""
     if name == "none":
         return "off"
-    drafts = f"up to {asked.max_draft_tokens} draft tokens per step"
-    pays = ", as far as it pays" if asked.adaptive else ""
+    drafts = f"up to {config.max_draft_tokens} draft tokens per step"
+    pays = ", as far as it pays" if config.adaptive else ""
     folder = head_folder(head, output_dir, model.name)
     if name == "head":
-        if asked.tree is not None:
-            drafts = f"a fixed tree of {len(asked.tree)} nodes per step"
-        elif asked.tree_width > 1:
-            drafts = f"trees {asked.tree_width} wide and {asked.max_draft_tokens} deep"
-            drafts += f", {asked.tree_nodes} nodes of them" if asked.tree_nodes else ""
+        if config.tree is not None:
+            drafts = f"a fixed tree of {len(config.tree)} nodes per step"
+        elif config.tree_width > 1:
+            drafts = f"trees {config.tree_width} wide and {config.max_draft_tokens} deep"
+            drafts += f", {config.tree_nodes} nodes of them" if config.tree_nodes else ""
         return f"head {head.name} from {short(folder)}, {drafts}{pays}"
     if name != "ngram":
-        sources = f" of {', '.join(asked.sources)}" if name == "combined" else ""
+        sources = f" of {', '.join(config.sources)}" if name == "combined" else ""
         return f"{name.replace('_', ' ')}{sources}, {drafts}{pays}"
     lookup = f"n-gram lookup, {drafts}{pays}"
-    if asked.name == "auto" and head.name != "none":
-        command = python_command("train/run.py", *model_words(model), *head_words(head, output_dir))
+    if config.name == "auto" and head.name != "none":
+        command = python_command("train/run.py", *model_overrides(model), *head_words(head, output_dir))
         return f"{lookup} (no head at {short(folder)}; train one: {command})"
     return lookup
 
@@ -118,8 +118,8 @@ def describe_costs(table: CostTable | None) -> Sequence[Row]:
         )
     added = (beyond.first, beyond.further, *beyond.levels.values())
     if any(added):
-        words = ("a request", "a further row", *(f"a level of {name.replace('_', ' ')}" for name in beyond.levels))
-        each = ", ".join(f"{1000 * tokens * value:.2g} ms {word}" for value, word in zip(added, words, strict=True))
+        labels = ("a request", "a further row", *(f"a level of {name.replace('_', ' ')}" for name in beyond.levels))
+        each = ", ".join(f"{1000 * tokens * value:.2g} ms {label}" for value, label in zip(added, labels, strict=True))
         rows.append((f"{tokens} tokens of context", f"add {each}"))
     return rows
 

@@ -93,13 +93,13 @@ class ChatSession:
                 if self._interrupted:
                     return None
                 self._interrupted = True
-                self._say("Ctrl-C again, or Ctrl-D, ends the program")
+                self._notify("Ctrl-C again, or Ctrl-D, ends the program")
                 continue
             self._interrupted = False
             if message is None or message.strip() == "/quit":
                 return None
             if not self._input.interactive:
-                self._say(PROMPT + message)
+                self._notify(PROMPT + message)
             return message
 
     def _take(self, message: str) -> None:
@@ -108,11 +108,11 @@ class ChatSession:
             if word in self._commands:
                 self._commands[word](rest.strip())
             elif word[:1] == "/" and word[1:].isalpha():
-                self._say(f"{word}: no such command, and not sent; /help lists them")
+                self._notify(f"{word}: no such command, nothing was sent; /help lists the commands")
             elif message.strip():
                 self._answer(message)
         except ValueError as error:
-            self._say(f"error: {error}")
+            self._notify(f"error: {error}")
 
     def _answer(self, message: str) -> Turn | None:
         """Generate and show an answer; None if stopped before its first token. ValueError: it cannot be answered."""
@@ -120,7 +120,7 @@ class ChatSession:
         room = self._room - min(tokens, int(ANSWER_SHARE * self._room))
         prompt, dropped = self._dialogue.prompt(message, self._tokenizer.apply_chat_template, room)
         if dropped:
-            self._say(f"the context of {self._room} tokens is full: the oldest {dropped} turns were dropped")
+            self._notify(f"the context of {self._room} tokens is full: the oldest {dropped} turns were dropped")
         params = replace(self._params, max_tokens=min(tokens, self._room - len(prompt)))
         stream = self._tokenizer.stream(context=prompt)
         text = AnswerText(stream, color=self._color, to_terminal=self._to_terminal)
@@ -136,9 +136,9 @@ class ChatSession:
         self._write(("" if turn.whole else text.finish()) + "\n")
         turn.answer = text.text
         if last is None or first is None:
-            self._say("stopped before a word was said; the message was taken back")
+            self._notify("stopped before the first token; the message was removed from the conversation")
             return None
-        self._say(self._figures(turn, last, seconds, first - begin, params))
+        self._notify(self._figures(turn, last, seconds, first - begin, params))
         self._dialogue.turns.append(turn)
         return turn
 
@@ -157,22 +157,22 @@ class ChatSession:
 
     def _help(self) -> None:
         width = max(map(len, COMMANDS))
-        self._say("\n".join(f"{name:<{width}}  {meaning}" for name, meaning in COMMANDS.items()))
-        self._say("a line that ends in \\ goes on in the next one; pasted lines are one message")
+        self._notify("\n".join(f"{name:<{width}}  {meaning}" for name, meaning in COMMANDS.items()))
+        self._notify("a line that ends in \\ continues on the next line; pasted lines are one message")
 
     def _speculate(self, on: bool) -> None:
         self._params = replace(self._params, speculate=on)
-        self._say("speculation is on" if on else "speculation is off: plain decoding, the same text")
+        self._notify("speculation is on" if on else "speculation is off: plain decoding, the same text")
 
     def _system(self, text: str) -> None:
         changed = replace(self._dialogue, system=text or None)
         self._tokenizer.render_chat(changed.messages("?"))
         self._dialogue = changed
-        self._say(f"system message: {text}" if text else "no system message")
+        self._notify(f"system message: {text}" if text else "no system message")
 
     def _new(self) -> None:
         self._dialogue = Dialogue(self._dialogue.system)
-        self._say("a new conversation")
+        self._notify("a new conversation")
 
     def _regenerate(self) -> None:
         if not self._dialogue.turns:
@@ -186,7 +186,7 @@ class ChatSession:
                 self._dialogue.turns.append(before)
         if turn is not None and turn.whole and before.whole and turn.prompt_ids == before.prompt_ids:
             same = turn.token_ids == before.token_ids
-            self._say("the same tokens as before" if same else "not the same tokens as before")
+            self._notify("the same tokens as before" if same else "not the same tokens as before")
 
     @contextmanager
     def _stopped_by_ctrl_c(self) -> Iterator[None]:
@@ -206,7 +206,7 @@ class ChatSession:
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    def _say(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         color = use_color(self._config.color, sys.stderr)
         print(paint(text, DIM if color else "", to_terminal=sys.stderr.isatty()), file=sys.stderr, flush=True)
 

@@ -362,15 +362,15 @@ class Engine:
         *,
         on_output: Callable[[int, StepOutput], None] | None = None,
         progress: bool = False,
-        at_once: int | None = None,
+        max_concurrency: int | None = None,
     ) -> list[Completion]:
         """Complete all prompts, batched within the engine's limits; results are in the order of the prompts.
 
         With n > 1 the n completions of a prompt are adjacent. `on_output(index, output)` is called for each output of a
-        step. Prompts are added while fewer than `at_once` completions are in progress. Raises ValueError for an invalid
-        prompt, before anything runs unless `at_once` delays that prompt.
+        step. Prompts are added while fewer than `max_concurrency` completions are in progress. Raises ValueError for an
+        invalid prompt, before anything runs unless `max_concurrency` delays that prompt.
         """
-        return generate(self, prompts, params, on_output=on_output, progress=progress, at_once=at_once)
+        return generate(self, prompts, params, on_output=on_output, progress=progress, max_concurrency=max_concurrency)
 
     def close(self) -> None:
         """End the other tensor parallel ranks, if any; the engine cannot compute without them."""

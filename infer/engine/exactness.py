@@ -16,7 +16,7 @@ from kernels.rows import AttentionRows
 from kernels.tiles import KV_TILE
 from models.layers import GatedMLP
 from models.parallel import even
-from models.targets.tensor_parallel import DividedLinear
+from models.targets.tensor_parallel import ShardedLinear
 
 
 def probe_exactness(shard: Shard, threads: ThreadPlan) -> None:
@@ -26,12 +26,12 @@ def probe_exactness(shard: Shard, threads: ThreadPlan) -> None:
     """
     dtype, device = shard.dtype, shard.device
     shapes = {(linear.in_features, linear.out_features): linear for linear in shard.linears}.values()
-    answers = []
+    results = []
     for count in {threads.few, threads.many}:
         with cpu_threads(count):
             bits = [assert_row_invariant(linear, dtype, device) for linear in shapes]
-            answers.append([*bits, assert_rows_independent(*shard.target.heads, dtype, device, shard.kv_dtype)])
-    for first, other in zip(answers[0], answers[-1], strict=True):
+            results.append([*bits, assert_rows_independent(*shard.target.heads, dtype, device, shard.kv_dtype)])
+    for first, other in zip(results[0], results[-1], strict=True):
         if not torch.equal(first, other):
             raise ValueError(
                 f"engine.exact=true: {threads.few} and {threads.many} threads give other bits on this machine; "
@@ -57,8 +57,8 @@ def probe_division(shard: Shard, threads: int) -> None:
     ValueError if the bits differ.
     """
     config, modules = shard.target.config, list(shard.target.modules())
-    divided = {(m.in_features, m.sizes) for m in modules if isinstance(m, DividedLinear)}
-    inner = {m.down_proj.reads for m in modules if isinstance(m, GatedMLP) and isinstance(m.down_proj, DividedLinear)}
+    divided = {(m.in_features, m.sizes) for m in modules if isinstance(m, ShardedLinear)}
+    inner = {m.down_proj.reads for m in modules if isinstance(m, GatedMLP) and isinstance(m.down_proj, ShardedLinear)}
     heads = even(config.num_kv_heads, shard.ranks)
     group, length = config.num_heads // config.num_kv_heads, 2 * KV_TILE + 40
 
@@ -78,9 +78,9 @@ def probe_division(shard: Shard, threads: int) -> None:
     ]
     for name, compute, parts in probes:
         with cpu_threads(threads * shard.ranks):
-            whole = compute([sum(parts)])
+            unsplit = compute([sum(parts)])
         with cpu_threads(threads):
-            if not torch.equal(compute(parts), whole):
+            if not torch.equal(compute(parts), unsplit):
                 raise ValueError(
                     f"engine.exact=true: on this machine {name} ({shard.dtype}) gives other bits when it is divided in "
                     f"{list(parts)}; engine.tensor_parallel=1, or engine.exact=false, which serves without the promise"
@@ -113,10 +113,10 @@ def _attention(kv_heads: Sequence[int], group: int, dim: int, width: int, length
     table = 1 + torch.arange(pages, device=device)[None]
     out, first = [], 0
     for count in kv_heads:
-        own = slice(first, first + count)
+        span = slice(first, first + count)
         rows = AttentionRows.blocks(table, [length - width], [width], page_size=page_size)
         plan = plan_attention(rows, count * group, count, dim, dtype, shard.kv_dtype)
-        part = q[:, own].flatten(1, 2).contiguous()
-        out.append(plan(part, k[:, own].contiguous(), v[:, own].contiguous(), cache[:, own].contiguous(), dim**-0.5))
+        part = q[:, span].flatten(1, 2).contiguous()
+        out.append(plan(part, k[:, span].contiguous(), v[:, span].contiguous(), cache[:, span].contiguous(), dim**-0.5))
         first += count
     return torch.cat(out, dim=-1)

@@ -45,7 +45,7 @@ def isolated(request: Request) -> Iterator[None]:
         if not isinstance(error, Exception) and not is_panic(error):
             raise  # Ctrl-C
         request.failed = True
-        log.exception("%s: an exception in work for this request alone; it ends with an error", request.request_id)
+        log.exception("%s: exception while processing this request; it ends with an error", request.request_id)
 
 
 def together(requests: Sequence[Request], work: Callable[[Sequence[Request]], T]) -> T:

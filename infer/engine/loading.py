@@ -66,27 +66,27 @@ def load_parts(
         resolve_checkpoint(drafter.path_or_hub_id, drafter.revision, weights=False)
     target = load_target(model.path_or_hub_id, revision=model.revision, dtype=dtype, device=device, part=part)
     tokenizer = Tokenizer.load(target.folder)
-    loaded, priors, smaller = None, dict[str, list[float]](), None
+    loaded_head, priors, loaded_draft = None, dict[str, list[float]](), None
     if head is not None and folder is not None:
-        loaded = load_head(
+        loaded_head = load_head(
             folder, name=head.name, dtype=dtype, device=device, target=target, allow_mismatch=head.allow_mismatch
         )
         proposer = resolve_tree(proposer, folder)
         priors = {"head": [shares[0] for shares in rank_accuracy(folder) or []]}
     if drafter is not None:
         assert proposer.draft_model is not None
-        smaller = load_target(drafter.path_or_hub_id, revision=drafter.revision, dtype=dtype, device=device)
-        check_same_tokenizer(tokenizer, Tokenizer.load(smaller.folder), proposer.draft_model)
-    return Parts(target, tokenizer, loaded, smaller, proposer, priors)
+        loaded_draft = load_target(drafter.path_or_hub_id, revision=drafter.revision, dtype=dtype, device=device)
+        check_same_tokenizer(tokenizer, Tokenizer.load(loaded_draft.folder), proposer.draft_model)
+    return Parts(target, tokenizer, loaded_head, loaded_draft, proposer, priors)
 
 
 def wanted_head(model: ModelConfig, head: HeadConfig | None, proposer: ProposerConfig, output_dir: str) -> Path | None:
     """Return the folder of the head to load, if any; with `proposer=auto` a head that has a path or was exported."""
-    wanted = proposer.name == "head" or (proposer.name == "combined" and "head" in proposer.sources)
-    if head is None or head.name == "none" or not (wanted or proposer.name == "auto"):
+    required = proposer.name == "head" or (proposer.name == "combined" and "head" in proposer.sources)
+    if head is None or head.name == "none" or not (required or proposer.name == "auto"):
         return None
     folder = head_folder(head, output_dir, model.name)
-    return folder if wanted or head.path or is_head(folder) else None
+    return folder if required or head.path or is_head(folder) else None
 
 
 def resolve_dtype(model: ModelConfig) -> torch.dtype:
@@ -110,9 +110,9 @@ def resolve_device(name: str) -> torch.device:
 
 def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, path: str) -> None:
     """Raise ValueError if the vocabularies of the two tokenizers differ."""
-    mine, theirs = target.backend.get_vocab(), draft.backend.get_vocab()
-    if mine != theirs:
-        word, index = min(mine.items() ^ theirs.items())
+    target_vocab, draft_vocab = target.backend.get_vocab(), draft.backend.get_vocab()
+    if target_vocab != draft_vocab:
+        word, index = min(target_vocab.items() ^ draft_vocab.items())
         raise ValueError(
             f"proposer.draft_model={path}: must share the target's tokenizer; they differ at id {index}, {word!r}"
         )

@@ -27,7 +27,7 @@ def generate(
     *,
     on_output: OnOutput | None,
     progress: bool,
-    at_once: int | None,
+    max_concurrency: int | None,
 ) -> list[Completion]:
     """See `Engine.generate`."""
     ids = [encode(prompt, engine.tokenizer) for prompt in prompts]
@@ -38,17 +38,19 @@ def generate(
     requests: list[Request] = []
 
     def fill(active: int) -> None:
-        """Add prompts, each with all of its completions, until `at_once` completions are in progress."""
-        while waiting and (at_once is None or active < at_once):
-            (prompt, own), first = waiting.popleft(), None
-            for single in answers(own):
+        """Add prompts, each with all of its completions, until `max_concurrency` completions are in progress."""
+        while waiting and (max_concurrency is None or active < max_concurrency):
+            (prompt, prompt_params), first = waiting.popleft(), None
+            for single in completion_params(prompt_params):
                 request_id = engine.add(prompt, single, parent=first)
                 requests.append(engine.request(request_id))
                 first, active = first or request_id, active + 1
 
     try:
         fill(0)
-        run_until_done(engine, requests, fill, sum(own.n for own in per_prompt), on_output, progress)
+        run_until_done(
+            engine, requests, fill, sum(prompt_params.n for prompt_params in per_prompt), on_output, progress
+        )
     except BaseException:
         for request in requests:
             engine.abort(request.request_id)
@@ -56,7 +58,7 @@ def generate(
     return [completion(request, engine.tokenizer) for request in requests]
 
 
-def answers(params: SamplingParams) -> list[SamplingParams]:
+def completion_params(params: SamplingParams) -> list[SamplingParams]:
     """Return params for each of the `n` completions: the i-th gets seed + i (a random seed if none is set)."""
     if params.n == 1:
         return [params]

@@ -70,10 +70,10 @@ class Runner:
         tree: DraftTree | None,
         aux: Sequence[int],
     ) -> Rows:
-        device, words, depth = self.pool.device, None, None
+        device, tree_mask, depth = self.pool.device, None, None
         if tree is not None and not tree.is_chain:
-            words, depth = tree.rows(tree.ancestors).to(device), tree.rows(tree.depth).to(device)
-        rows = self.pool.rows(requests, starts, counts, words)
+            tree_mask, depth = tree.rows(tree.ancestors).to(device), tree.rows(tree.depth).to(device)
+        rows = self.pool.rows(requests, starts, counts, tree_mask)
         positions = rows.places if depth is None else rows.committed + depth
         out = self._shard.forward(ids, positions, rows, aux)
         return Rows(out.hidden, out.aux, positions)

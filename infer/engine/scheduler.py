@@ -113,9 +113,12 @@ class Scheduler:
                 step.prefills.append(request)
                 step.chunks.append(chunk)
                 rows -= chunk
-        for request in () if step.preempted else admissible:  # those pre-empted come before anyone who waits
-            if rows < 1:
+        # A request that was just pre-empted may fit at once, before its cached pages are evicted.
+        for request in sorted([*admissible, *step.preempted], key=order):
+            if not self._free_slots or rows < 1:
                 break
+            if request.parent is not None and not prompt_is_ready(request.parent):
+                continue  # it was pre-empted in this step
             cached = self._pool.cached_prefix(request)
             # The whole prompt must fit beside the running requests, or it would soon be pre-empted again.
             if self._pool.pages_for(len(request.tokens) + 1) - len(cached) > self._pool.free_without(cached):
@@ -156,7 +159,7 @@ class Scheduler:
         while not self._pool.reserve(request, positions):
             victim = self.running[-1]
             self._free(victim)
-            victim.phase, victim.computed = Phase.WAITING, 0
+            victim.preempt()
             self.add(victim)
             self.preemptions += 1
             step.preempted.append(victim)

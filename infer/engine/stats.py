@@ -23,6 +23,6 @@ class EngineStats:
     steps: StepTimes = field(default_factory=StepTimes)
     forecast: Forecast | None = None  # only with adaptive drafting
 
-    def restore(self, kept: EngineStats) -> None:
-        """Reset all statistics to those in the copy `kept`."""
-        vars(self).update(vars(kept))
+    def restore(self, saved: EngineStats) -> None:
+        """Reset all statistics to those in the copy `saved`."""
+        vars(self).update(vars(saved))

@@ -66,7 +66,7 @@ class StepRunner:
         self.activity = ("scheduling", load, 0)
         self._speculator.plan(decoding, load)
         if self.overlap is not None:
-            self.activity = ("a round of graphs", len(decoding), self.overlap.most_rows)
+            self.activity = ("overlapped round", len(decoding), self.overlap.most_rows)
             with cpu_threads(self._threads.count(self.overlap.most_rows)):
                 outputs = self.overlap.step()
             if outputs is not None:
@@ -161,10 +161,10 @@ class StepRunner:
         outputs: list[StepOutput] = []
         if complete:
             last = ends[torch.tensor(complete, device=self._pool.device)]
-            whole = [requests[b] for b in complete]
+            prefilled = [requests[b] for b in complete]
             logits = self._runner.logits(rows.hidden[last])
-            choices = choose_rows(whole, [1] * len(whole), logits, rows.positions[last])
-            for row, (request, token) in enumerate(zip(whole, choices.token.tolist(), strict=True)):
+            choices = choose_rows(prefilled, [1] * len(prefilled), logits, rows.positions[last])
+            for row, (request, token) in enumerate(zip(prefilled, choices.token.tolist(), strict=True)):
                 if len(request.tokens) == len(request.prompt_ids):  # not a recomputation after pre-emption
                     self._stats.prompt_tokens += len(request.prompt_ids)
                     self._stats.cached_tokens += request.cached
@@ -174,28 +174,28 @@ class StepRunner:
                 if request.output_length == len(tokens):
                     output.prompt_logprobs = request.prompt_logprobs
                 outputs.append(output)
-        alive = [b for b, request in enumerate(requests) if request.finish_reason is None]
-        if alive:
+        unfinished = [b for b, request in enumerate(requests) if request.finish_reason is None]
+        if unfinished:
             first = list(itertools.accumulate(chunks, initial=0))
-            kept = [row for b in alive for row in range(first[b], first[b + 1])]
-            self._commit_rows([requests[b] for b in alive], [chunks[b] for b in alive], rows.aux, kept)
-            self.publish([requests[b] for b in alive])
+            kept_rows = [row for b in unfinished for row in range(first[b], first[b + 1])]
+            self._commit_rows([requests[b] for b in unfinished], [chunks[b] for b in unfinished], rows.aux, kept_rows)
+            self.publish([requests[b] for b in unfinished])
         return outputs
 
     def _commit_rows(
-        self, requests: Sequence[Request], counts: Sequence[int], aux: Sequence[Tensor], kept: Sequence[int]
+        self, requests: Sequence[Request], counts: Sequence[int], aux: Sequence[Tensor], kept_rows: Sequence[int]
     ) -> None:
-        """Commit `counts[b]` new positions of each request; `kept` are their rows in `aux`."""
+        """Commit `counts[b]` new positions of each request; `kept_rows` are their rows in `aux`."""
         features = torch.empty(0, 0, device=self._pool.device)
         if aux:
             ends = itertools.accumulate(counts)
             pairs = zip(requests, counts, ends, strict=True)
-            reading = [(end - count, end) for request, count, end in pairs if self._speculator.reads(request)]
-            read = [row for first, end in reading for row in kept[first:end]]
-            if len(read) == len(aux[0]):  # rows ascend, so these are all of them, as in a plain step
+            spans = [(end - count, end) for request, count, end in pairs if self._speculator.reads(request)]
+            read_rows = [row for first, end in spans for row in kept_rows[first:end]]
+            if len(read_rows) == len(aux[0]):  # rows ascend, so these are all of them, as in a plain step
                 features = torch.cat(list(aux), dim=-1)
             else:
-                features = gather_rows(aux, torch.tensor(read, dtype=torch.int64, device=self._pool.device))
+                features = gather_rows(aux, torch.tensor(read_rows, dtype=torch.int64, device=self._pool.device))
         self.commit(requests, counts, features)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:

@@ -23,9 +23,9 @@ REPEATS = 5
 FEW_ROWS, MANY_ROWS = 2, 16
 SLOW, SLOW_STEPS = 2.0, 8  # a step is slow from so many times the fastest; so many slow steps prompt a look
 FORGETS = 1.001  # factor by which the fastest time grows with every step, since contexts get longer
-LEAST_LOOKS, LOOKS, LOOKS_SHARE = 3, 12, 0.01  # least and most timings per thread count; share of time they take
+MIN_LOOKS, LOOKS, LOOKS_SHARE = 3, 12, 0.01  # least and most timings per thread count; share of time they take
 CLEARLY = 0.8  # another thread count replaces the present one below this share of its time
-PLAINLY = 4.0  # if one count is so many times slower than the other, LEAST_LOOKS timings are enough
+PLAINLY = 4.0  # if one count is so many times slower than the other, MIN_LOOKS timings are enough
 FIRST_S, SELDOM_S, LONGEST_S = 1.0, 10.0, 60.0  # seconds of steps before a look: first, without slow steps, maximum
 
 
@@ -68,11 +68,11 @@ class ThreadPlan:
     many: int
 
     @classmethod
-    def measure(cls, run: Pass, most: int) -> ThreadPlan:
-        """Choose one thread or `most`, whichever is faster, for few rows and for many."""
+    def measure(cls, run: Pass, max_threads: int) -> ThreadPlan:
+        """Choose one thread or `max_threads`, whichever is faster, for few rows and for many."""
 
         def fastest(rows: int) -> int:
-            times = {count: min(run(rows, count) for _ in range(REPEATS)) for count in {1, most}}
+            times = {count: min(run(rows, count) for _ in range(REPEATS)) for count in {1, max_threads}}
             return min(times, key=lambda count: times[count])
 
         return cls(fastest(FEW_ROWS), fastest(MANY_ROWS))
@@ -86,14 +86,14 @@ class Threads:
 
     Beside other busy processes, each of two threads waits for the other whenever that one is descheduled, and a step
     takes many times as long. When steps are several times slower than the fastest with as many rows, and occasionally
-    otherwise, one thread and `most` threads are timed again in alternation; the plan changes if the other count is
+    otherwise, one thread and `max_threads` are timed again in alternation; the plan changes if the other count is
     clearly faster. This takes at most LOOKS_SHARE of the time. `admit(count)` returns whether `count` threads give the
     same bits.
     """
 
-    def __init__(self, plan: ThreadPlan, run: Pass | None = None, most: int = 1) -> None:
+    def __init__(self, plan: ThreadPlan, run: Pass | None = None, max_threads: int = 1) -> None:
         """Without `run` the plan never changes."""
-        self.plan, self._run, self._most = plan, run, most
+        self.plan, self._run, self._max_threads = plan, run, max_threads
         self.admit: Callable[[int], bool] = lambda count: True
         self._fastest: dict[int, float] = {}  # seconds of the fastest step, by its rows
         self._slow = 0  # slow steps, less the others, but at least 0
@@ -104,10 +104,10 @@ class Threads:
 
     def record_step(self, rows: int, seconds: float) -> None:
         """Record a step; time the thread counts again if that is due."""
-        if self._run is None or self._most == 1:
+        if self._run is None or self._max_threads == 1:
             return
-        least = self._fastest[rows] = min(seconds, self._fastest.get(rows, seconds) * FORGETS)
-        self._slow = self._slow + 1 if seconds > SLOW * least else max(0, self._slow - 1)
+        fastest = self._fastest[rows] = min(seconds, self._fastest.get(rows, seconds) * FORGETS)
+        self._slow = self._slow + 1 if seconds > SLOW * fastest else max(0, self._slow - 1)
         self._since += seconds
         if self._since >= self._wait and (self._slow >= SLOW_STEPS or self._since >= SELDOM_S):
             self._look(self._run)
@@ -117,28 +117,31 @@ class Threads:
         counts: list[int] = []
         for rows in (FEW_ROWS, MANY_ROWS):
             # Sums, not medians: beside busy processes most passes of several threads are fast, and some very slow.
-            times = {1: 0.0, self._most: 0.0}
+            times = {1: 0.0, self._max_threads: 0.0}
             for looks in range(1, LOOKS + 1):
                 for count in times:
                     times[count] += run(rows, count)
-                if looks >= LEAST_LOOKS and max(times.values()) > PLAINLY * min(times.values()):
+                if looks >= MIN_LOOKS and max(times.values()) > PLAINLY * min(times.values()):
                     break
             taken += sum(times.values())
-            present, other = self.plan.count(rows), 1 if self.plan.count(rows) == self._most else self._most
+            present, other = (
+                self.plan.count(rows),
+                1 if self.plan.count(rows) == self._max_threads else self._max_threads,
+            )
             faster = times[other] < CLEARLY * times[present]
             counts.append(other if faster and self.admit(other) else present)
         self.plan = ThreadPlan(*counts)
         if self.plan != before:
             self._fastest.clear()
-            log.info("threads of a step: %d for few rows, %d for many", *counts)
-        again = FIRST_S if self.plan != before else 2 * self._wait
-        self._slow, self._since, self._wait = 0, 0.0, max(min(again, LONGEST_S), taken / LOOKS_SHARE)
+            log.info("CPU threads per step: %d for few rows, %d for many rows", *counts)
+        next_wait = FIRST_S if self.plan != before else 2 * self._wait
+        self._slow, self._since, self._wait = 0, 0.0, max(min(next_wait, LONGEST_S), taken / LOOKS_SHARE)
 
 
 def plan_threads(config: EngineConfig, shard: Shard, clock: Callable[[], float] = time.perf_counter) -> Threads:
     """Return the configured threads, else a measured plan. Each rank gets a share, since all compute at once."""
     if config.tensor_parallel == 1 and config.threads is None and shard.device.type == "cpu":
-        run, most = timed_pass(shard.linears, shard.dtype, clock), torch.get_num_threads()
-        return Threads(ThreadPlan.measure(run, most), run, most)
+        run, max_threads = timed_pass(shard.linears, shard.dtype, clock), torch.get_num_threads()
+        return Threads(ThreadPlan.measure(run, max_threads), run, max_threads)
     share = max(1, (config.threads or torch.get_num_threads()) // config.tensor_parallel)
     return Threads(ThreadPlan(share, share))

@@ -34,13 +34,13 @@ class Recorded(NamedTuple):
 def wants_graphs(config: EngineConfig, shard: Shard) -> bool:
     if config.graphs == "off" or (config.graphs == "auto" and shard.device.type != "cuda"):
         return False
-    why = hindrance(shard)
-    if why and config.graphs == "on":
-        raise ValueError(f"engine.graphs=on: {why}; engine.graphs=auto runs without")
-    return why is None
+    reason = unsupported_reason(shard)
+    if reason and config.graphs == "on":
+        raise ValueError(f"engine.graphs=on: {reason}; engine.graphs=auto runs without")
+    return reason is None
 
 
-def hindrance(shard: Shard) -> str | None:
+def unsupported_reason(shard: Shard) -> str | None:
     """Return why the target's steps cannot be captured; None if they can."""
     if shard.target.config.experts is not None:
         return "which experts this target runs is decided by the host"
@@ -95,8 +95,8 @@ def record_graphs(
     work = verify.recordings(trees=trees)
     runner.graphs = verify
     if used is not None:
-        own = used.module.attention
-        if own is None or has_kernel(shard, own.num_heads, own.num_kv_heads, own.head_dim):
+        part = used.module.attention
+        if part is None or has_kernel(shard, part.num_heads, part.num_kv_heads, part.head_dim):
             used.graphs = DraftGraphs(used, runner.pool, buckets, limit.depth, memory)
             work += used.graphs.recordings()
     rounds = list[RoundGraphs]()
@@ -105,7 +105,7 @@ def record_graphs(
             rounds.append(RoundGraphs(shard, runner.pool, used, buckets, drafted, memory))
         if adaptive or isinstance(proposer, NoProposer):
             rounds.append(RoundGraphs(shard, runner.pool, None, buckets, (NOTHING,), memory))
-        work += [recording for own in rounds for recording in own.recordings()]
+        work += [recording for part in rounds for recording in part.recordings()]
     return Recorded(len(work), memory.record(work, "decoding"), tuple(rounds))
 
 

@@ -69,7 +69,7 @@ class Graph(Generic[T]):
         current.wait_stream(stream)
         self._recorded = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._recorded, pool=memory.pool, capture_error_mode="thread_local"):
-            self._answer = run()
+            self._output = run()
         self._run = None  # its closure may refer to this graph: the cycle would keep the memory beyond its owner
 
     def __call__(self) -> T:
@@ -77,11 +77,11 @@ class Graph(Generic[T]):
             assert self._run is not None
             return self._run()
         self._recorded.replay()
-        return self._answer
+        return self._output
 
 
 @contextmanager
-def nothing_collected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Collect garbage now and disable collection inside the block.
 
     A graph that is destroyed while another one is being captured invalidates that capture.
@@ -102,15 +102,15 @@ class GraphMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._before = self._reserved()
+        self._reserved_before = self._reserved()
 
     @torch.inference_mode()
     def record(self, work: Iterable[Callable[[], object]], name: str) -> int:
         """Run the captures in `work` with a progress bar. Returns GPU bytes taken since construction, or 0."""
-        with nothing_collected():
+        with gc_disabled():
             for record in tqdm(list(work), desc=f"recording graphs of {name}", unit="graph", disable=None, leave=False):
                 record()
-        return self._reserved() - self._before
+        return self._reserved() - self._reserved_before
 
     def _reserved(self) -> int:
         if self.pool is None:

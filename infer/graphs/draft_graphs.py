@@ -47,7 +47,7 @@ class DraftGraphs:
 
     def recordings(self) -> list[Callable[[], object]]:
         sizes = [(batch, depth) for batch in reversed(self._batches) for depth in reversed(self._depths)]
-        return [partial(self._record, *own, restricts) for own in sizes for restricts in (False, True)]
+        return [partial(self._record, *size, restricts) for size in sizes for restricts in (False, True)]
 
     def chains(
         self, requests: Sequence[Request], features: Sequence[Tensor], bases: Sequence[int], depths: Sequence[int]
@@ -58,20 +58,20 @@ class DraftGraphs:
         """
         if self._shape is not None:
             return None
-        found = self._replay(requests, features, bases, max(depths))
-        if found is None:
+        outputs = self._replay(requests, features, bases, max(depths))
+        if outputs is None:
             return None
-        return [own[:count] for own, count in zip(found[0].tolist(), depths, strict=False)]
+        return [tokens[:count] for tokens, count in zip(outputs[0].tolist(), depths, strict=False)]
 
     def trees(
         self, requests: Sequence[Request], features: Sequence[Tensor], bases: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """Return the result of `grow` for these requests, to the depth of the shape; None if no graph fits."""
         assert self._shape is not None
-        found = self._replay(requests, features, bases, self._shape.depth)
-        if found is None:
+        outputs = self._replay(requests, features, bases, self._shape.depth)
+        if outputs is None:
             return None
-        token, parent, level, score = found
+        token, parent, level, score = outputs
         return token[: len(requests)], parent[: len(requests)], level, score[: len(requests)]
 
     def _replay(
@@ -80,9 +80,9 @@ class DraftGraphs:
         batch, depth = at_least(self._batches, len(requests)), at_least(self._depths, deepest)
         if batch is None or depth is None or max(map(len, features)) > self._width:
             return None
-        if max(len(own.tokens) for own in requests) + self._reach > self._longest:
+        if max(len(request.tokens) for request in requests) + self._reach > self._longest:
             return None
-        if any(own.constraint is not None or draws_laws(own) for own in requests):
+        if any(request.constraint is not None or needs_draft_probs(request) for request in requests):
             return None
         return self._graphs[batch, depth, self._inputs.fill(batch, requests, features, bases)]()
 
@@ -90,12 +90,12 @@ class DraftGraphs:
         self._inputs.fill(batch)
 
         def run() -> Sequence[Tensor]:
-            own = self._inputs.of(batch, restricts=restricts)
-            return (self._loop.chain(own, depth),) if self._shape is None else self._loop.tree(own)
+            unread = self._inputs.of(batch, restricts=restricts)
+            return (self._loop.chain(unread, depth),) if self._shape is None else self._loop.tree(unread)
 
         self._graphs[batch, depth, restricts] = Graph(run, self._memory)
 
 
-def draws_laws(request: Request) -> bool:
+def needs_draft_probs(request: Request) -> bool:
     """Return whether drafts must include the distribution each token was drawn from (HeadProposer._laws)."""
     return request.params.acceptance == "block" and request.params.temperature > 0

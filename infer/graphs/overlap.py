@@ -75,14 +75,14 @@ class Overlap:
         context: int,
         timer: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._by_drafter = {one.drafter: one for one in graphs}
+        self._by_drafter = {g.drafter: g for g in graphs}
         self._graphs = graphs[0]  # in use
         self._pool, self._scheduler = pool, scheduler
         self._speculator, self._steps, self._context, self._timer = speculator, steps, context, timer
         self._rows: list[Request | None] = []  # by row of the graph state; None once the request has finished
         self._budget = NOTHING
         self._in_flight: Launched | None = None
-        self._read: float | None = None  # time at which the round before the one in flight was read
+        self._read_at: float | None = None  # time at which the round before the one in flight was read
         self.timed: Timed | None = None  # of the last round read, if rounds were in flight before and after it
 
     @property
@@ -99,30 +99,32 @@ class Overlap:
         if self._in_flight is None:
             if batch is None or not self._begin(batch):
                 return None
-        elif batch is None or not self._goes_on(batch):
+        elif batch is None or not self._continues(batch):
             return self.drain()
         if not self._make_room(unread=1):
             return self.drain()
         results, self._in_flight = self._in_flight, self._graphs.launch()
         assert results is not None
-        begun = len(self._alive)
-        outputs, kept = self._take(results)
-        self._time(begun)
-        for row, request, count in kept:
+        batch_size = len(self._active)
+        outputs, unfinished = self._emit(results)
+        self._time(batch_size)
+        for row, request, count in unfinished:
             self._pool.keep_features(request, count, self._graphs.features(row, count, behind=True))
         # The round in flight reads these features, so it fills the head's KV of these pages before any later reader.
-        self._steps.publish([request for _, request, _ in kept])
+        self._steps.publish([request for _, request, _ in unfinished])
         return outputs
 
     def drain(self) -> list[StepOutput]:
         """Drain the round in flight, if there is one: requests and drafters are then as after an ordinary step."""
-        results, self._in_flight, self._read = self._in_flight, None, None
+        results, self._in_flight, self._read_at = self._in_flight, None, None
         if results is None:
             return []
-        outputs, kept = self._take(results)
-        if kept:
-            rows = [self._graphs.features(row, count, behind=False) for row, _, count in kept]
-            self._steps.commit([request for _, request, _ in kept], [count for *_, count in kept], torch.cat(rows))
+        outputs, unfinished = self._emit(results)
+        if unfinished:
+            rows = [self._graphs.features(row, count, behind=False) for row, _, count in unfinished]
+            self._steps.commit(
+                [request for _, request, _ in unfinished], [count for *_, count in unfinished], torch.cat(rows)
+            )
         self._rows = []
         return outputs
 
@@ -166,24 +168,24 @@ class Overlap:
         self._in_flight = self._graphs.launch()
         return True
 
-    def _goes_on(self, batch: Batch) -> bool:
+    def _continues(self, batch: Batch) -> bool:
         """Return whether these are the requests in flight, in the same graphs, at the same budget and batch bucket."""
         fits = self._graphs.batch_for(len(batch.requests)) == self._graphs.batch_for(len(self._rows))
         same = batch.graphs is self._graphs and batch.budget == self._budget
-        return fits and same and batch.requests == self._alive
+        return fits and same and batch.requests == self._active
 
     def _time(self, batch: int) -> None:
         """Set `timed` after a round of `batch` requests was read while the next one runs.
 
         The time between two such reads is the duration of a round, whatever else the host did meanwhile.
         """
-        now, before = self._timer(), self._read
-        self._read = now
+        now, before = self._timer(), self._read_at
+        self._read_at = now
         if before is not None:
             self.timed = Timed(batch, batch * self._graphs.rows(self._budget), None, now - before)
 
     @property
-    def _alive(self) -> list[Request]:
+    def _active(self) -> list[Request]:
         return [request for request in self._rows if request is not None]
 
     def _make_room(self, *, unread: int) -> bool:
@@ -193,19 +195,19 @@ class Overlap:
         request finishes before that round.
         """
         emitted, places = unread * (1 + self._budget.depth), self._speculator.places
-        for request in self._alive:
+        for request in self._active:
             final = final_length(request, self._context)
             begins = min(len(request.tokens) + emitted, final)
             if begins + self._graphs.reach > self._graphs.longest:
                 return False
             if not self._pool.reserve(request, begins + places(request, self._budget)):
                 return False
-        return any(final_length(one, self._context) - len(one.tokens) > unread for one in self._alive)
+        return any(final_length(r, self._context) - len(r.tokens) > unread for r in self._active)
 
-    def _take(self, results: Launched) -> tuple[list[StepOutput], list[tuple[int, Request, int]]]:
+    def _emit(self, results: Launched) -> tuple[list[StepOutput], list[tuple[int, Request, int]]]:
         """Emit a round's tokens. Returns outputs, and (row, request, new positions) of each unfinished request."""
         outputs: list[StepOutput] = []
-        kept: list[tuple[int, Request, int]] = []
+        unfinished: list[tuple[int, Request, int]] = []
         for row, (request, result) in enumerate(zip(self._rows, results.read(), strict=False)):
             if request is None:
                 continue
@@ -215,5 +217,5 @@ class Overlap:
             draft = VerifiedDraft(self._budget, drafted, depth, result.path[:depth])
             outputs.append(self._steps.advance(request, result.tokens, draft))
             if request.finish_reason is None:
-                kept.append((row, request, len(result.tokens)))
-        return outputs, kept
+                unfinished.append((row, request, len(result.tokens)))
+        return outputs, unfinished

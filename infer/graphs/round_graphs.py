@@ -32,8 +32,8 @@ from kernels.rows import AttentionRows
 from kernels.verify import accept
 
 UNREAD = 2  # maximum number of launched, unread rounds: one that may be running and the next one
-SAID = 4  # columns of a result row after its tokens
-LAST, DRAFTED, DEEPEST, PATH = range(SAID)
+NUM_FIELDS = 4  # columns of a result row after its tokens
+LAST, DRAFTED, DEEPEST, PATH = range(NUM_FIELDS)
 
 
 class Outcome(NamedTuple):
@@ -48,16 +48,17 @@ class Outcome(NamedTuple):
 class Launched(NamedTuple):
     """Results of a round being copied to the host. Read them before the second round after it reuses the buffer."""
 
-    host: Tensor  # [B, W + SAID] tokens, of which the first row[LAST] + 1 are valid, then the columns above
+    host: Tensor  # [B, W + NUM_FIELDS] tokens, of which the first row[LAST] + 1 are valid, then the columns above
     arrived: torch.cuda.Event | None
 
     def read(self) -> list[Outcome]:
         """Wait for the round and return the outcome of each row."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        answers = ((row[:-SAID], row[-SAID:]) for row in self.host.tolist())
+        results = ((row[:-NUM_FIELDS], row[-NUM_FIELDS:]) for row in self.host.tolist())
         return [
-            Outcome(tokens[: own[LAST] + 1], own[DRAFTED], own[DEEPEST], nodes_of(own[PATH])) for tokens, own in answers
+            Outcome(tokens[: fields[LAST] + 1], fields[DRAFTED], fields[DEEPEST], nodes_of(fields[PATH]))
+            for tokens, fields in results
         ]
 
 
@@ -87,13 +88,13 @@ class RoundGraphs:
         self.reach = self.width + max(widest, 0 if self._shape is None else 1 + self._shape.rows)
         self.batches = tuple(batch for batch in buckets.batches if batch * widest <= buckets.most)
         self.most_rows = widest * max(self.batches, default=0)
-        most, size = max(self.batches, default=0), 0 if proposer is None else proposer.feature_size
+        max_batch, size = max(self.batches, default=0), 0 if proposer is None else proposer.feature_size
         device, pinned = pool.device, memory.pool is not None
-        self._inputs = Inputs(pool, most, self.width, size, shard.dtype, pinned=pinned)
-        self._limit = torch.zeros(most, dtype=torch.int64, device=device)  # [B] last position of each root
-        self._before = torch.zeros(most, self.width, size, dtype=shard.dtype, device=device)
-        self._answer = torch.zeros(most, self.width + SAID, dtype=torch.int64, device=device)
-        self._host = torch.zeros(UNREAD, *self._answer.shape, dtype=torch.int64, pin_memory=pinned)
+        self._inputs = Inputs(pool, max_batch, self.width, size, shard.dtype, pinned=pinned)
+        self._limit = torch.zeros(max_batch, dtype=torch.int64, device=device)  # [B] last position of each root
+        self._before = torch.zeros(max_batch, self.width, size, dtype=shard.dtype, device=device)
+        self._results = torch.zeros(max_batch, self.width + NUM_FIELDS, dtype=torch.int64, device=device)
+        self._host = torch.zeros(UNREAD, *self._results.shape, dtype=torch.int64, pin_memory=pinned)
         self._graphs: dict[tuple[int, Budget, bool], Graph[None]] = {}
         self._key: tuple[int, Budget, bool] = 0, budgets[0], False
         self._turn = 0
@@ -108,7 +109,7 @@ class RoundGraphs:
 
     def recordings(self) -> list[Callable[[], object]]:
         sizes = [(batch, budget) for batch in reversed(self.batches) for budget in reversed(self.budgets)]
-        return [partial(self._record, *own, restricts) for own in sizes for restricts in (False, True)]
+        return [partial(self._record, *size, restricts) for size in sizes for restricts in (False, True)]
 
     def batch_for(self, requests: int) -> int | None:
         """Return the batch size of the graph that holds so many requests; None if there is none."""
@@ -131,7 +132,7 @@ class RoundGraphs:
         self._graphs[self._key]()
         batch, self._turn = self._key[0], (self._turn + 1) % UNREAD
         host = self._host[self._turn, :batch]
-        host.copy_(self._answer[:batch], non_blocking=True)
+        host.copy_(self._results[:batch], non_blocking=True)
         arrived = None
         if self._memory.pool is not None:
             arrived = torch.cuda.Event()
@@ -155,46 +156,46 @@ class RoundGraphs:
         fixed = on_device(DraftTree.chains([0] * batch, [[0] * budget.depth] * batch), self._pool.device)
 
         def run() -> None:
-            own = self._inputs.of(batch, restricts=restricts)
-            tree = self._draft(own, budget, fixed)
-            choice, features = self._judge(own, tree)
+            unread = self._inputs.of(batch, restricts=restricts)
+            tree = self._draft(unread, budget, fixed)
+            choice, features = self._verify(unread, tree)
             last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice)
             depth = tree.depth.gather(1, last[:, None])[:, 0].long()
-            words = tree.ancestors.gather(1, last[:, None])
-            self._answer[:batch, -SAID + PATH] = words[:, 0]
+            path_mask = tree.ancestors.gather(1, last[:, None])
+            self._results[:batch, -NUM_FIELDS + PATH] = path_mask[:, 0]
             if not tree.is_chain:
-                path = paths(words, choice.shape[1])[:, : 1 + budget.depth]
+                path = paths(path_mask, choice.shape[1])[:, : 1 + budget.depth]
                 choice = choice.gather(1, path)
                 if features is not None:
                     features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
-                self._bring_forward(own, path, depth)
-            self._answer[:batch, -SAID + DRAFTED] = tree.length - 1
-            self._answer[:batch, -SAID + DEEPEST] = tree.depth.masked_fill(~tree.inside, 0).amax(1)
-            self._commit(own, choice, depth, features)
+                self._bring_forward(unread, path, depth)
+            self._results[:batch, -NUM_FIELDS + DRAFTED] = tree.length - 1
+            self._results[:batch, -NUM_FIELDS + DEEPEST] = tree.depth.masked_fill(~tree.inside, 0).amax(1)
+            self._commit(unread, choice, depth, features)
 
         self._graphs[batch, budget, restricts] = Graph(run, self._memory)
 
-    def _draft(self, own: Unread, budget: Budget, fixed: DraftTree) -> DraftTree:
+    def _draft(self, unread: Unread, budget: Budget, fixed: DraftTree) -> DraftTree:
         """Return the round's draft tree. `fixed`: a chain of this budget's depth, whose tokens are replaced."""
-        root = own.ids.gather(1, own.last[:, None])
+        root = unread.ids.gather(1, unread.last[:, None])
         if self._loop is None:
             return replace(fixed, token=root)
         if self._shape is None:
-            return replace(fixed, token=torch.cat([root, self._loop.chain(own, budget.depth)], dim=1))
-        token, parent, _, score = self._loop.tree(own)
-        most = self.rows(budget) - 1
-        fields = best_nodes(root[:, 0], token, parent, score, torch.full_like(own.root, most), most)
+            return replace(fixed, token=torch.cat([root, self._loop.chain(unread, budget.depth)], dim=1))
+        token, parent, _, score = self._loop.tree(unread)
+        max_nodes = self.rows(budget) - 1
+        fields = best_nodes(root[:, 0], token, parent, score, torch.full_like(unread.root, max_nodes), max_nodes)
         return DraftTree.assemble(*fields, deepest=budget.depth)
 
-    def _judge(self, own: Unread, tree: DraftTree) -> tuple[Tensor, Tensor | None]:
+    def _verify(self, unread: Unread, tree: DraftTree) -> tuple[Tensor, Tensor | None]:
         """Run the target over all nodes. Returns the token sampled at each node `[B, N]` and features `[B, N, F]`."""
         batch, width = tree.token.shape
-        owner = torch.arange(batch, device=own.root.device).repeat_interleave(width)
-        offset = torch.arange(width, device=own.root.device).repeat(batch)
+        owner = torch.arange(batch, device=unread.root.device).repeat_interleave(width)
+        offset = torch.arange(width, device=unread.root.device).repeat(batch)
         rows = AttentionRows(
             self._pool.table,
-            own.slot[owner],
-            own.root[owner],
+            unread.slot[owner],
+            unread.root[owner],
             offset,
             None if tree.is_chain else tree.ancestors.flatten(),
             self._pool.page_size,
@@ -203,37 +204,37 @@ class RoundGraphs:
         )
         positions = rows.places if tree.is_chain else rows.committed + tree.depth.flatten()
         out = self._shard.forward(tree.token.flatten(), positions, rows, self._aux)
-        chosen = choose(self._shard.logits(out.hidden), own.parameters.rows(owner), positions)
+        chosen = choose(self._shard.logits(out.hidden), unread.parameters.rows(owner), positions)
         features = torch.cat(out.aux, dim=-1).unflatten(0, (batch, width)) if out.aux else None
         return chosen.view(batch, width), features
 
-    def _bring_forward(self, own: Unread, path: Tensor, depth: Tensor) -> None:
+    def _bring_forward(self, unread: Unread, path: Tensor, depth: Tensor) -> None:
         """Move the KV of the accepted path `[B, W]`, `depth` `[B]` nodes beyond the root, to the front of its tree."""
         index = torch.arange(path.shape[1], device=path.device)
         source = torch.where(index <= depth[:, None], path, index)[:, 1:]
-        table, size = self._pool.table[own.slot], self._pool.page_size
+        table, size = self._pool.table[unread.slot], self._pool.page_size
 
         def slots(offset: Tensor) -> Tensor:
-            place = own.root[:, None] + offset
+            place = unread.root[:, None] + offset
             return (table.gather(1, place // size) * size + place % size).flatten()
 
         self._pool.layers.move(slots(source), slots(index[1:].expand_as(source)))
 
-    def _commit(self, own: Unread, choice: Tensor, last: Tensor, features: Tensor | None) -> None:
+    def _commit(self, unread: Unread, choice: Tensor, last: Tensor, features: Tensor | None) -> None:
         """Write the results, and the next round's inputs in place.
 
         `choice[:, i]`, sampled at node i of the path, equals the accepted token at node i + 1, or is the bonus token.
         """
         batch, width = choice.shape
-        self._answer[:batch, :width] = choice
-        self._answer[:batch, -SAID + LAST] = last
-        own.ids[:, :width] = choice
+        self._results[:batch, :width] = choice
+        self._results[:batch, -NUM_FIELDS + LAST] = last
+        unread.ids[:, :width] = choice
         if features is not None:
-            self._before[:batch] = own.features
-            own.features[:, :width] = features
-        own.first.copy_(own.root + 1)
-        own.last.copy_(last)
-        own.root.copy_(torch.minimum(own.root + last + 1, self._limit[:batch]))
+            self._before[:batch] = unread.features
+            unread.features[:, :width] = features
+        unread.first.copy_(unread.root + 1)
+        unread.last.copy_(last)
+        unread.root.copy_(torch.minimum(unread.root + last + 1, self._limit[:batch]))
 
 
 def on_device(tree: DraftTree, device: torch.device) -> DraftTree:
@@ -241,12 +242,12 @@ def on_device(tree: DraftTree, device: torch.device) -> DraftTree:
     return DraftTree(*(field.contiguous().to(device) for field in fields), is_chain=tree.is_chain)
 
 
-def nodes_of(word: int) -> list[int]:
+def nodes_of(mask: int) -> list[int]:
     """Return the nodes whose bits are set, ascending, the root excluded."""
-    return [node for node in range(1, MAX_NODES) if word >> node & 1]
+    return [node for node in range(1, MAX_NODES) if mask >> node & 1]
 
 
-def paths(words: Tensor, width: int) -> Tensor:
-    """Return nodes `[B, width]`: first those whose bits are set in `words` `[B, 1]`, then the rest, each ascending."""
-    node = torch.arange(width, device=words.device)
-    return torch.where((words >> node & 1) > 0, node, node + width).sort(dim=1).indices
+def paths(masks: Tensor, width: int) -> Tensor:
+    """Return nodes `[B, width]`: first those whose bits are set in `masks` `[B, 1]`, then the rest, each ascending."""
+    node = torch.arange(width, device=masks.device)
+    return torch.where((masks >> node & 1) > 0, node, node + width).sort(dim=1).indices

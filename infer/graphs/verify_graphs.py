@@ -64,33 +64,33 @@ class VerifyGraphs:
         self._fill(*sizes, requests, starts, tree)
         graph()
         positions = self._fields(self._device, *sizes)[1].flatten()
-        index = kept_rows(tree.length, sizes[1])
+        index = unpadded_rows(tree.length, sizes[1])
         if index is not None:
             index = index.to(self._pool.device, non_blocking=True)
         count = len(requests) * sizes[1]
 
-        def kept(rows: Tensor) -> Tensor:
+        def trim(rows: Tensor) -> Tensor:
             return rows[:count] if index is None else rows[index]
 
-        return VerifyOutput(kept(self._logits), tuple(map(kept, self._states)) if aux else (), kept(positions))
+        return VerifyOutput(trim(self._logits), tuple(map(trim, self._states)) if aux else (), trim(positions))
 
     def _fields(self, flat: Tensor, batch: int, rows: int) -> Tensor:
         return flat[: FIELDS * batch * rows].view(FIELDS, batch, rows)
 
     def _fill(self, batch: int, rows: int, requests: Sequence[Request], starts: Sequence[int], tree: DraftTree) -> None:
         host, inside = self._fields(self._host, batch, rows), tree.inside
-        ids, positions, request, committed, words = host
+        ids, positions, request, committed, tree_mask = host
         count, width = inside.shape
         host[:4] = 0
         request[:] = self._pool.null_row
-        request[:count] = torch.tensor([own.slot for own in requests])[:, None]
+        request[:count] = torch.tensor([r.slot for r in requests])[:, None]
         start = torch.tensor(starts)[:, None]
         committed[:count] = start
         ids[:count, :width] = tree.token.masked_fill(~inside, 0)
         positions[:count, :width] = (start + tree.depth).masked_fill(~inside, 0)
         if not tree.is_chain:
-            words[:] = torch.ones((), dtype=torch.int64) << torch.arange(rows)
-            words[:count, :width] = torch.where(inside, tree.ancestors, words[:count, :width])
+            tree_mask[:] = torch.ones((), dtype=torch.int64) << torch.arange(rows)
+            tree_mask[:count, :width] = torch.where(inside, tree.ancestors, tree_mask[:count, :width])
         self._fields(self._device, batch, rows).copy_(host, non_blocking=True)
 
     def _record(self, batch: int, rows: int, tree: bool) -> None:
@@ -98,24 +98,24 @@ class VerifyGraphs:
         fields = self._fields(self._device, batch, rows)
         fields.zero_()
         fields[2] = self._pool.null_row
-        ids, positions, request, committed, words = fields.flatten(1)
+        ids, positions, request, committed, tree_mask = fields.flatten(1)
         offset = torch.arange(rows, device=self._pool.device).repeat(batch)
         counts, longest = (rows,) * batch, self._buckets.longest
         if tree:
-            words[:] = torch.ones((), dtype=torch.int64, device=words.device) << offset
+            tree_mask[:] = torch.ones((), dtype=torch.int64, device=tree_mask.device) << offset
 
         def run() -> None:
-            own = AttentionRows(
+            attention_rows = AttentionRows(
                 self._pool.table,
                 request,
                 committed,
                 offset,
-                words if tree else None,
+                tree_mask if tree else None,
                 self._pool.page_size,
                 longest,
                 counts,
             )
-            out = self._shard.forward(ids, positions, own, self._aux)
+            out = self._shard.forward(ids, positions, attention_rows, self._aux)
             self._logits[: len(ids)] = self._shard.logits(out.hidden)
             for into, states in zip(self._states, out.aux, strict=True):
                 into[: len(ids)] = states
@@ -123,9 +123,9 @@ class VerifyGraphs:
         self._graphs[batch, rows, tree] = Graph(run, self._memory)
 
 
-def kept_rows(lengths: Tensor, rows: int) -> Tensor | None:
+def unpadded_rows(lengths: Tensor, rows: int) -> Tensor | None:
     """Return the indices of each request's first `lengths[b]` of `rows` rows; None if that is all rows."""
     if bool((lengths == rows).all()):
         return None
-    own = torch.arange(rows)
-    return (torch.arange(len(lengths))[:, None] * rows + own)[own < lengths[:, None]]
+    offset = torch.arange(rows)
+    return (torch.arange(len(lengths))[:, None] * rows + offset)[offset < lengths[:, None]]

@@ -85,13 +85,13 @@ class Pages:
 
     def find(self, *chains: Sequence[bytes]) -> list[int]:
         """Return the longest prefix of cached pages, each found by a key of any chain. Chains have equal length."""
-        found = []
+        pages = []
         for keys in zip(*chains, strict=True):
             page = next((self._page_of[key] for key in keys if key in self._page_of), None)
             if page is None:
                 break
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
     def value(self, page: int) -> Any:
         return self._value_of[page]
@@ -99,8 +99,8 @@ class Pages:
     def clear_cache(self) -> None:
         """Empty the prefix cache (the layers that fill pages have changed)."""
         self._free += self._unheld
-        for known in (self._unheld, self._page_of, self._key_of, self._value_of):
-            known.clear()
+        for mapping in (self._unheld, self._page_of, self._key_of, self._value_of):
+            mapping.clear()
 
     def invariants(self, held: Iterator[int]) -> None:
         """Assert that the accounting is consistent. `held`: every page of every running request, once per holder."""

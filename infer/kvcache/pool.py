@@ -40,9 +40,9 @@ class KVPool:
     def free_pages(self) -> int:
         return self.pages.free
 
-    def free_without(self, known: Sequence[int]) -> int:
-        """Return the pages left for others once the cached pages `known` are held."""
-        return self.pages.free_without(known)
+    def free_without(self, cached: Sequence[int]) -> int:
+        """Return the pages left for others once the cached pages `cached` are held."""
+        return self.pages.free_without(cached)
 
     def pages_for(self, positions: int) -> int:
         return -(-positions // self.page_size)
@@ -104,9 +104,9 @@ class KVPool:
         """
         shared, rest = divmod(len(child.prompt_ids) - 1, self.page_size)
         self.pages.hold(parent.pages[:shared])
-        (own,) = self.pages.take(1)
-        self._append(child, [*parent.pages[:shared], own])
-        self.layers.copy(parent.pages[shared] * self.page_size, own * self.page_size, rest + 1)
+        (copied_page,) = self.pages.take(1)
+        self._append(child, [*parent.pages[:shared], copied_page])
+        self.layers.copy(parent.pages[shared] * self.page_size, copied_page * self.page_size, rest + 1)
         child.computed, child.published = len(child.prompt_ids) - 1, shared * self.page_size
 
     def _append(self, request: Request, pages: Sequence[int]) -> None:
@@ -125,8 +125,8 @@ class KVPool:
         """
         pairs = [
             (self._slot(request, source), self._slot(request, start + index))
-            for request, own, start in zip(requests, sources, starts, strict=True)
-            for index, source in enumerate(own)
+            for request, places, start in zip(requests, sources, starts, strict=True)
+            for index, source in enumerate(places)
             if source != start + index
         ]
         if pairs:
@@ -147,36 +147,36 @@ class KVPool:
         requests: Sequence[Request],
         starts: Sequence[int],
         counts: Sequence[int],
-        words: Tensor | None = None,
+        tree_mask: Tensor | None = None,
         *,
         first: int = 0,
         bases: Sequence[int] | None = None,
     ) -> AttentionRows:
-        """Address `counts[b]` new rows of each request from place `starts[b]` on; `words` `[R]`: tree mask, if any.
+        """Address `counts[b]` new rows of each request from place `starts[b]` on; `tree_mask` `[R]`: tree mask, if any.
 
         `bases`: the place at which each request's layers begin, a multiple of the page size. Places in the result
         count from there.
         """
         table, starts = self._tables(requests, starts, bases)
         size = self.page_size
-        return AttentionRows.blocks(table, starts, list(counts), page_size=size, words=words, first=first)
+        return AttentionRows.blocks(table, starts, list(counts), page_size=size, tree_mask=tree_mask, first=first)
 
     def level(
         self,
         requests: Sequence[Request],
         starts: Sequence[int],
         offsets: Tensor,
-        words: Tensor,
+        tree_mask: Tensor,
         *,
         first: int = 0,
         bases: Sequence[int] | None = None,
     ) -> AttentionRows:
         """Address N rows of each request, at places `starts[b] + offsets[n]`.
 
-        Bit j of the tree mask `words` `[B, N]` stands for place `starts[b] + j`.
+        Bit j of the tree mask `tree_mask` `[B, N]` stands for place `starts[b] + j`.
         """
         table, starts = self._tables(requests, starts, bases)
-        count, width = words.shape
+        count, width = tree_mask.shape
         request = torch.arange(count, device=self.device).repeat_interleave(width)
         committed = torch.tensor(starts, device=self.device).repeat_interleave(width)
         longest = max(starts) + MAX_NODES
@@ -185,7 +185,7 @@ class KVPool:
             request,
             committed,
             offsets.repeat(count),
-            words.flatten(),
+            tree_mask.flatten(),
             self.page_size,
             longest,
             (width,) * count,

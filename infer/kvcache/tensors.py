@@ -81,7 +81,7 @@ class KVLayers:
     ) -> PooledAttention:
         """Return the attention callable for these rows; `first_layer` is where the model's layers begin in the pool."""
         plan = plan_attention(rows, num_heads, num_kv_heads, head_dim, self._dtype, self._kv_dtype)
-        return seam_over(type(plan))(self.caches, first_layer, plan)
+        return attention_class_for(type(plan))(self.caches, first_layer, plan)
 
 
 class PooledAttention:
@@ -133,7 +133,7 @@ class PooledDecoding(PooledAttention):
 
 
 @functools.cache  # a protocol's issubclass takes longer than a head's layer
-def seam_over(plan: type[PagedAttention]) -> type[PooledAttention]:
+def attention_class_for(plan: type[PagedAttention]) -> type[PooledAttention]:
     """Return the attention class that models get for plans of this type."""
     if issubclass(plan, ProjectedAttention):
         return PooledProjections

@@ -33,8 +33,8 @@ def python_command(script: str, *words: str, processes: int = 1) -> str:
 
 def interpreter() -> str:
     """Return `python` if a shell finds this interpreter under that name, else its path."""
-    here = shutil.which("python")
-    if here and Path(here).parent == Path(sys.executable).parent:
+    on_path = shutil.which("python")
+    if on_path and Path(on_path).parent == Path(sys.executable).parent:
         return "python"
     return _from_here(Path(sys.executable)) if Path(sys.executable).is_relative_to(Path.cwd()) else sys.executable
 
@@ -43,11 +43,11 @@ def _from_here(path: Path) -> str:
     return os.path.relpath(path)
 
 
-def model_words(model: ModelConfig) -> list[str]:
+def model_overrides(model: ModelConfig) -> list[str]:
     """Return the words that name this target on a command line of this machine."""
     is_option = model.name in model_options()
-    words, usual = vars(model), vars(read_model(model.name) if is_option else model_at(model.path))
-    changed = [f"model.{key}={_word(value)}" for key, value in words.items() if value != usual[key]]
+    settings, defaults = vars(model), vars(read_model(model.name) if is_option else model_at(model.path))
+    changed = [f"model.{key}={_word(value)}" for key, value in settings.items() if value != defaults[key]]
     return [f"model={model.name if is_option else model.path}", *changed]
 
 

@@ -51,8 +51,8 @@ def choose_head(head: HeadConfig, output_dir: str, model_name: str) -> HeadConfi
 
 def with_head(config: T) -> T:
     """Return a command's config with `head=auto` replaced by a head by name."""
-    own: Any = config
-    return replace(own, head=choose_head(own.head, own.output_dir, own.model.name))
+    cfg: Any = config
+    return replace(cfg, head=choose_head(cfg.head, cfg.output_dir, cfg.model.name))
 
 
 def read_head_config(text: str) -> HeadConfig:

@@ -65,7 +65,7 @@ def restore_missing(value: T) -> T:
     return cast(T, MISSING) if value == STANDS_FOR_MISSING else value
 
 
-def literal_words(words: Sequence[str], schema: type) -> list[str]:
+def literal_overrides(words: Sequence[str], schema: type) -> list[str]:
     """Return the words of a command line, encoding those that set a text of `schema` so that Hydra leaves it unchanged.
 
     `null` keeps its usual meaning. A list of texts is `[a,b]`, with quotes around an item that contains a comma. With

@@ -87,8 +87,8 @@ def model_name(path: str) -> str:
 
 def no_model(text: str) -> str:
     close = difflib.get_close_matches(text, model_options(), n=1)
-    meant = f"did you mean {close[0]}?" if close else f"known: {', '.join(model_options())}"
-    return f"model={text}: no name of conf/model/ ({meant}), no folder, no {GGUF} file, no hub id (owner/name)"
+    hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(model_options())}"
+    return f"model={text}: no name of conf/model/ ({hint}), no folder, no {GGUF} file, no hub id (owner/name)"
 
 
 def model_choices(words: Sequence[str]) -> list[str]:
@@ -111,8 +111,8 @@ def model_choices(words: Sequence[str]) -> list[str]:
             result.append(f"model={_option(text, words)}")
             if "experiment" in keys and (text in model_options() or find_model(text)):
                 model = read_model(text)
-                said = {"model.path": model.path, "model.name": model.name}
-                result += [f"{own}={quote(value)}" for own, value in said.items() if own not in keys]
+                overrides = {"model.path": model.path, "model.name": model.name}
+                result += [f"{name}={quote(value)}" for name, value in overrides.items() if name not in keys]
     return result
 
 

@@ -31,12 +31,12 @@ class Children:
         self._processes: list[subprocess.Popen[bytes]] = []
         command = [sys.executable, str(REPO_ROOT / "infer" / "follower.py")]
         try:
-            for own in settings:
+            for child_settings in settings:
                 # It prints to standard error: a program may read standard output.
                 child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
                 self._processes.append(child)
                 assert child.stdin is not None
-                child.stdin.write(json.dumps(own).encode() + b"\n")
+                child.stdin.write(json.dumps(child_settings).encode() + b"\n")
                 child.stdin.flush()
         except BaseException:
             self.close()

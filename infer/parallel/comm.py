@@ -150,26 +150,26 @@ class Ranks:
     def gather(self, x: Tensor, sizes: Sequence[int], *, everywhere: bool = True) -> Tensor:
         """Implement models.parallel.Gather. Unless `everywhere`, ranks other than 0 get a tensor without columns."""
         widest, lead = max(sizes), x.shape[:-1]
-        own = F.pad(x, (0, widest - x.shape[-1])).flatten()
-        whole = own.new_empty(self.count if everywhere or self.rank == 0 else 0, *lead, widest)
-        sent, received = own.view(torch.uint8), whole.flatten().view(torch.uint8)
+        padded = F.pad(x, (0, widest - x.shape[-1])).flatten()
+        gathered = padded.new_empty(self.count if everywhere or self.rank == 0 else 0, *lead, widest)
+        sent, received = padded.view(torch.uint8), gathered.flatten().view(torch.uint8)
         with self._others():
             if everywhere:
                 self._data._allgather_base(received, sent).wait()
             else:
                 outputs = [list(received.chunk(self.count))] if self.rank == 0 else []
                 self._data.gather(outputs, [sent], _to_rank_0()).wait()
-        if not len(whole):
+        if not len(gathered):
             return x[..., :0]
         if min(sizes) == widest:
-            return whole.movedim(0, -2).reshape(*lead, self.count * widest)
-        return torch.cat([part[..., :size] for part, size in zip(whole, sizes, strict=True)], dim=-1)
+            return gathered.movedim(0, -2).reshape(*lead, self.count * widest)
+        return torch.cat([part[..., :size] for part, size in zip(gathered, sizes, strict=True)], dim=-1)
 
     def least(self, free: int | None) -> int | None:
         """Return the free bytes that every rank can use; on a CPU all see the same and share it. None: unknown."""
         sharing = self.count if self.device.type == "cpu" else 1
-        own = torch.tensor([-1 if free is None else free // sharing], device=self.device)
-        smallest = int(self.gather(own, [1] * self.count).min())
+        local = torch.tensor([-1 if free is None else free // sharing], device=self.device)
+        smallest = int(self.gather(local, [1] * self.count).min())
         return None if smallest < 0 else smallest
 
     @contextmanager

@@ -64,15 +64,15 @@ class LeadingShard(Shard):
         self._end()
 
 
-def lead_logits(ranks: Ranks, own: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+def lead_logits(ranks: Ranks, forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
     """Run rank 0's LM head while the other ranks compute their columns."""
     with ranks.leading(LOGITS, tensors=[input]):
-        return own(input)
+        return forward(input)
 
 
 def lead_sequences(
     ranks: Ranks,
-    own: Callable[..., TargetOutput],
+    forward: Callable[..., TargetOutput],
     ids: Tensor,
     positions: Tensor,
     attention: Attention,
@@ -83,10 +83,10 @@ def lead_sequences(
     `LeadingShard.forward` has already done so.
     """
     if not isinstance(attention, CausalAttention):
-        return own(ids, positions, attention, aux_layers=aux_layers)
+        return forward(ids, positions, attention, aux_layers=aux_layers)
     starts = [] if attention.starts is None else [attention.starts]
     with ranks.leading(SEQUENCES, list(aux_layers), [ids, positions.contiguous(), *starts]):
-        return own(ids, positions, attention, aux_layers=aux_layers)
+        return forward(ids, positions, attention, aux_layers=aux_layers)
 
 
 class LeadingLayers(KVLayers):
@@ -136,14 +136,14 @@ def pack_rows(rows: AttentionRows) -> tuple[list[int], list[Tensor]]:
     table = rows.table[:, : -(-rows.longest // rows.page_size)]
     tensors = [table, rows.request, rows.committed, rows.offset]
     numbers = [rows.page_size, rows.longest, rows.first, len(rows.counts), *rows.counts]
-    return numbers, tensors if rows.words is None else [*tensors, rows.words]
+    return numbers, tensors if rows.tree_mask is None else [*tensors, rows.tree_mask]
 
 
 def unpack_rows(numbers: Sequence[int], tensors: Sequence[Tensor]) -> tuple[AttentionRows, list[int]]:
     """Rebuild the rows; return them and the numbers that followed theirs."""
     page_size, longest, first, requests, *rest = numbers
     counts, aux = tuple(rest[:requests]), rest[requests:]
-    table, request, committed, offset, *words = tensors
+    table, request, committed, offset, *tree_masks = tensors
     return AttentionRows(
-        table, request, committed, offset, words[0] if words else None, page_size, longest, counts, first
+        table, request, committed, offset, tree_masks[0] if tree_masks else None, page_size, longest, counts, first
     ), aux

@@ -39,7 +39,7 @@ def choice_parameters(
 
 
 def seed_high(request: Request, drafting: bool) -> int:
-    own = request.seed >> 32
+    high = request.seed >> 32
     if drafting and request.params.acceptance == "block":
-        return own ^ stream(DRAFTS, request.computed)
-    return own
+        return high ^ stream(DRAFTS, request.computed)
+    return high

@@ -14,7 +14,7 @@ from infer.sampling.batch import choice_parameters
 from infer.sampling.logits_processors import TokenCounts, shape_logits
 from infer.sampling.logprobs import TokenLogprob, token_logprobs
 from infer.speculation.tree import DraftTree
-from kernels.choose import ChoiceParameters, choose, law
+from kernels.choose import ChoiceParameters, choose, warped_log_probs
 
 
 @dataclass
@@ -26,14 +26,14 @@ class Choices:
 
     def logprobs(self, request: Request, rows: Sequence[int], tokens: Sequence[int]) -> list[TokenLogprob]:
         """Return the log-probabilities that the request asked for, of `tokens` sampled at `rows`."""
-        asked = request.params.logprobs
-        if asked is None or not tokens:
+        num_logprobs = request.params.logprobs
+        if num_logprobs is None or not tokens:
             return []
         index = torch.tensor(list(rows[: len(tokens)]), device=self.raw.device)
         logits = self.raw[index]
         if request.params.logprobs_of == "processed":
-            logits = law(self.shaped[index], self.parameters and self.parameters.rows(index))
-        return token_logprobs(logits, tokens, asked)
+            logits = warped_log_probs(self.shaped[index], self.parameters and self.parameters.rows(index))
+        return token_logprobs(logits, tokens, num_logprobs)
 
 
 def choose_rows(
@@ -47,7 +47,7 @@ def choose_rows(
 
     `counts[b]` is the number of rows of request b: its nodes in `tree`, or without a tree the one row after its tokens.
     """
-    parameters = together(requests, lambda some: choice_parameters(some, logits.device))
+    parameters = together(requests, lambda group: choice_parameters(group, logits.device))
     if parameters is not None:
         parameters = parameters.rows(torch.repeat_interleave(torch.tensor(counts, device=logits.device)))
     shaped, first = logits, 0

@@ -45,7 +45,7 @@ class Constraints:
 class Constraint:
     def __init__(self, matcher: LLMatcher, vocab_size: int, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._matcher, self.vocab_size, self._clock = matcher, vocab_size, clock
-        self._all = packed(torch.ones(vocab_size, dtype=torch.bool))
+        self._allow_all = packed(torch.ones(vocab_size, dtype=torch.bool))
         self.error: str | None = None  # why the request cannot continue
 
     def copy(self) -> Constraint:
@@ -65,51 +65,51 @@ class Constraint:
         every token: the target cannot choose the path's last token, so this row is never reached.
         """
         began = self._clock()
-        rows = self._all.repeat(len(paths), 1)
-        held: list[int] = []
+        rows = self._allow_all.repeat(len(paths), 1)
+        consumed: list[int] = []
         for row, path in enumerate(paths):
-            if self.error is None and self._walk(held, path) and not self._matcher.is_stopped():
+            if self.error is None and self._walk(consumed, path) and not self._matcher.is_stopped():
                 rows[row] = self._mask()
-        self._matcher.rollback(len(held))
+        self._matcher.rollback(len(consumed))
         if self._matcher.is_error():
             self._fail(one_line(self._matcher.get_error()))
         elif self._clock() - began > STEP_LIMIT_S:
             self._fail(f"takes more than {STEP_LIMIT_S:g} s per step")
         elif not bool(rows.any(1).all()):
             self._fail("no token of the vocabulary can follow")
-        return rows if self.error is None else self._all.repeat(len(paths), 1)
+        return rows if self.error is None else self._allow_all.repeat(len(paths), 1)
 
     def allowed(self, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
         """Return the nodes of a draft tree that the grammar permits along with their ancestors. Node 0 is the root."""
         paths: dict[int, list[int]] = {0: []}
-        held: list[int] = []
+        consumed: list[int] = []
         for node in range(1, len(tokens)):
             if parents[node] in paths and self.error is None:
                 path = [*paths[parents[node]], tokens[node]]
-                if self._walk(held, path):
+                if self._walk(consumed, path):
                     paths[node] = path
-        self._matcher.rollback(len(held))
+        self._matcher.rollback(len(consumed))
         return list(paths)
 
-    def _walk(self, held: list[int], path: Sequence[int]) -> bool:
-        """Move the state from the drafted tokens `held` to those of `path`; return False if these are forbidden."""
+    def _walk(self, consumed: list[int], path: Sequence[int]) -> bool:
+        """Move the state from the drafted tokens `consumed` to those of `path`; return False if these are forbidden."""
         common = 0
-        while common < min(len(held), len(path)) and held[common] == path[common]:
+        while common < min(len(consumed), len(path)) and consumed[common] == path[common]:
             common += 1
-        self._matcher.rollback(len(held) - common)
-        del held[common:]
+        self._matcher.rollback(len(consumed) - common)
+        del consumed[common:]
         for token in path[common:]:
             if not self._matcher.try_consume_tokens([token]):
                 return False
-            held.append(token)
+            consumed.append(token)
         return True
 
     def _mask(self) -> Tensor:
-        words = np.frombuffer(self._matcher.compute_bitmask(), dtype="<i4")
-        return torch.from_numpy(words[: len(self._all)].astype(np.int32)) & self._all
+        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype="<i4")
+        return torch.from_numpy(mask[: len(self._allow_all)].astype(np.int32)) & self._allow_all
 
-    def _fail(self, why: str) -> None:
-        self.error = self.error or f"the grammar cannot be followed further: {why}"
+    def _fail(self, reason: str) -> None:
+        self.error = self.error or f"the grammar cannot be followed further: {reason}"
 
 
 def without_forbidden(tree: DraftTree, requests: Sequence[Request]) -> DraftTree:

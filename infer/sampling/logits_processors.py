@@ -76,13 +76,13 @@ def allowed_words(
     row = torch.ones(size, dtype=torch.bool)
     if allowed is not None:
         row.zero_()[torch.tensor(allowed)] = True
-    words = packed(row).repeat(len(banned), 1)  # copies: kernels need contiguous rows
+    masks = packed(row).repeat(len(banned), 1)  # copies: kernels need contiguous rows
     if grammar is not None:
-        words &= grammar
-    for own, tokens in zip(words, banned, strict=True):
+        masks &= grammar
+    for mask, tokens in zip(masks, banned, strict=True):
         for token in tokens:
-            own[token // WORD] &= ~(1 << token % WORD) if token % WORD < WORD - 1 else (1 << WORD - 1) - 1
-    return words
+            mask[token // WORD] &= ~(1 << token % WORD) if token % WORD < WORD - 1 else (1 << WORD - 1) - 1
+    return masks
 
 
 def ends_with(tokens: Sequence[int], path: Sequence[int], ending: Sequence[int]) -> bool:

@@ -23,10 +23,10 @@ class TokenLogprob:
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
     """Return the log-probability of each row's token. logits `[n, V]`; a row's bits do not depend on other rows."""
-    own, rank, ids, values = (
+    chosen, rank, ids, values = (
         part.tolist() for part in logprobs(logits, torch.tensor(list(tokens), device=logits.device), top)
     )
     return [
-        TokenLogprob(token, own[row], rank[row], tuple(zip(ids[row], values[row], strict=True)))
+        TokenLogprob(token, chosen[row], rank[row], tuple(zip(ids[row], values[row], strict=True)))
         for row, token in enumerate(tokens)
     ]

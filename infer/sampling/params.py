@@ -94,8 +94,8 @@ class SamplingParams:
     deadline_s: float | None = None  # ends the request this long after it was added
 
     def __post_init__(self) -> None:
-        for name, (least, most, rule) in INTEGERS.items():
-            self._set(name, integer(name, getattr(self, name), least, most, rule))
+        for name, (minimum, maximum, rule) in INTEGERS.items():
+            self._set(name, integer(name, getattr(self, name), minimum, maximum, rule))
         for name, (low, high, rule) in FLOATS.items():
             self._set(name, real(name, getattr(self, name), low, high, rule))
         check(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, INTEGERS["min_tokens"][2])
@@ -177,7 +177,7 @@ def token_id(name: str, token: Any) -> int:
     return number
 
 
-def integer(name: str, value: Any, least: int, most: int, rule: str) -> int | None:
+def integer(name: str, value: Any, minimum: int, maximum: int, rule: str) -> int | None:
     """Return `value` as a plain int, which torch accepts; None stays None. Raises ValueError naming the field."""
     if value is None and name in ABSENT:
         return None
@@ -187,11 +187,11 @@ def integer(name: str, value: Any, least: int, most: int, rule: str) -> int | No
         number = operator.index(value)
     except TypeError:
         raise ValueError(f"{name}={value!r}: must be an integer") from None
-    check(least <= number <= most, name, number, rule)
+    check(minimum <= number <= maximum, name, number, rule)
     return number
 
 
-def real(name: str, value: Any, least: float, most: float, rule: str) -> float | None:
+def real(name: str, value: Any, minimum: float, maximum: float, rule: str) -> float | None:
     """Return `value` as a plain float; None stays None. Raises ValueError naming the field, for NaN too."""
     if value is None and name in ABSENT:
         return None
@@ -203,7 +203,7 @@ def real(name: str, value: Any, least: float, most: float, rule: str) -> float |
             number = float("inf")
         except (TypeError, ValueError):
             pass
-    check(least <= number <= most, name, value, rule)
+    check(minimum <= number <= maximum, name, value, rule)
     return number
 
 

@@ -21,9 +21,9 @@ class StopStrings:
     def push(self, piece: str) -> tuple[str, str | None]:
         """Return the text that is now final, without the stop string, and the stop string that ended it, or None."""
         text = self._held + piece
-        found = [(place, -len(stop), stop) for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
-            place, _, stop = min(found)  # the earliest; of several at one place the longest
+        matches = [(place, -len(stop), stop) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if matches:
+            place, _, stop = min(matches)  # the earliest; of several at one place the longest
             self._held = ""
             return text[:place], stop
         self._held = text[len(text) - self._undecided(text) :]

@@ -26,10 +26,10 @@ def read_api_keys(config: ServerConfig) -> tuple[str, ...]:
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"server.api_keys_file={file}: cannot be read ({error})") from error
-        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not found:
+        file_keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not file_keys:
             raise ValueError(f"server.api_keys_file={file}: holds no key; write one a line")
-        keys += found
+        keys += file_keys
     for number, key in enumerate(keys, 1):
         if len(key) < MIN_KEY_LENGTH or not key.isascii():
             raise ValueError(f"API key {number}: must have at least {MIN_KEY_LENGTH} ASCII characters")

@@ -146,6 +146,6 @@ class EngineLoop:
         except ValueError as error:
             return ApiError(400, str(error), param=re.split("[=: ]", str(error), maxsplit=1)[0], code="invalid_prompt")
         except Exception:
-            log.exception("a request could not be added")
+            log.exception("could not add a request to the engine")
             return internal_error()
         return None

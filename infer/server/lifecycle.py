@@ -119,29 +119,29 @@ async def run(
     http = HttpServer(options)
     serving = asyncio.ensure_future(http.serve(sockets=[listener]))
     loading = service.runtime.start()
-    asked, hurry, dead = (
+    requested, hurry, dead = (
         asyncio.ensure_future(event.wait()) for event in (stopping.asked, stopping.hurry, service.runtime.dead)
     )
     try:
-        await asyncio.wait((loading, asked, serving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((loading, requested, serving), return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             engine = loading.result()
             service.attach(engine)
             on_ready(engine)
-            await asyncio.wait((asked, serving, dead), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((requested, serving, dead), return_when=asyncio.FIRST_COMPLETED)
             if dead.done():
-                log.error("the engine is dead: the server ends with exit code 1")
-                await asyncio.wait((asked, serving), timeout=linger_s, return_when=asyncio.FIRST_COMPLETED)
+                log.error("the engine is dead: the server exits with code 1")
+                await asyncio.wait((requested, serving), timeout=linger_s, return_when=asyncio.FIRST_COMPLETED)
                 options.timeout_graceful_shutdown = DEAD_HTTP_GRACE_S
         drain = asyncio.ensure_future(service.runtime.drain(service.config.drain_s))
         if service.runtime.in_flight:
-            log.info("finishing %d requests, at most %g s", service.runtime.in_flight, service.config.drain_s)
+            log.info("waiting for %d requests, at most %g s", service.runtime.in_flight, service.config.drain_s)
         await asyncio.wait((drain, hurry), return_when=asyncio.FIRST_COMPLETED)
         if not drain.done():
             drain.cancel()
             await service.runtime.drain(0)
     finally:
-        asked.cancel()
+        requested.cancel()
         hurry.cancel()
         dead.cancel()
         http.should_exit = True

@@ -47,12 +47,12 @@ class Metrics:
         self._registry.register(EngineCounters(self._labels, snapshot, stalls, lambda: self.speculative))
         self.first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token", FIRST_TOKEN_BUCKETS)
         self.between = self._histogram(
-            "inter_token_latency_seconds", "Between two outputs of one request", BETWEEN_BUCKETS
+            "inter_token_latency_seconds", "Between two outputs of a request", BETWEEN_BUCKETS
         )
-        self.queue = self._histogram("request_queue_time_seconds", "Arrival to first rows of a step", REQUEST_BUCKETS)
+        self.queue = self._histogram("request_queue_time_seconds", "Arrival to first step", REQUEST_BUCKETS)
         self.request = self._histogram("e2e_request_latency_seconds", "Arrival to last token", REQUEST_BUCKETS)
         self._finished = Counter(
-            f"{OURS}request_success", "Finished answers", (*LABELS, "finished_reason"), registry=self._registry
+            f"{OURS}request_success", "Finished responses", (*LABELS, "finished_reason"), registry=self._registry
         )
         for reason in ("stop", "length", "abort", "error"):
             self._finished.labels(*self._labels, reason)  # creates the series, so that a rate starts from 0
@@ -101,35 +101,35 @@ class EngineCounters(Collector):
     def collect(self) -> Iterator[Metric]:
         now = self._snapshot()
         gauges: list[tuple[str, str, float]] = [
-            ("num_requests_running", "Requests being decoded or prefilled", now.running),
-            ("num_requests_waiting", "Requests waiting for a place", now.waiting),
-            ("kv_cache_usage_perc", "Share of the KV pages in use, 1 is all", now.kv_usage),
+            ("num_requests_running", "Requests in prefill or decode", now.running),
+            ("num_requests_waiting", "Requests waiting to be scheduled", now.waiting),
+            ("kv_cache_usage_perc", "KV cache usage, 1 means full", now.kv_usage),
         ]
         if now.forecast is not None:
             gauges += [
-                ("draft_depth", "Depth to which drafting pays now, 0 where it does not", now.forecast.depth),
-                ("expected_speedup", "Over plain decoding, as the controller expects it", now.forecast.speedup),
-                ("draft_calibration", "Accepted tokens over those expected, lately", now.forecast.bias),
+                ("draft_depth", "Draft depth chosen by the controller, 0 without drafts", now.forecast.depth),
+                ("expected_speedup", "Speedup over plain decoding that the controller expects", now.forecast.speedup),
+                ("draft_calibration", "Ratio of accepted to expected tokens, recently", now.forecast.bias),
             ]
             if now.forecast.errors is not None:
-                own, plain = now.forecast.errors
+                brier, baseline_brier = now.forecast.errors
                 gauges += [
-                    ("draft_brier_score", "Mean squared error of drafted tokens' chances, lately", own),
-                    ("draft_brier_score_by_history", "The same by depth and history alone", plain),
+                    ("draft_brier_score", "Recent Brier score of acceptance probabilities", brier),
+                    ("draft_brier_score_by_history", "The same by depth and history only", baseline_brier),
                 ]
         counters = [
-            ("num_preemptions", "Requests put back to make room", now.preemptions),
-            ("prompt_tokens", "Tokens of prompts", now.prompt_tokens),
-            ("prefix_cache_queries", "Tokens of prompts that were looked up", now.prompt_tokens),
-            ("prefix_cache_hits", "Tokens of prompts that an earlier request had computed", now.cached_tokens),
-            ("generation_tokens", "Tokens emitted", now.generation_tokens),
-            ("engine_stalls", "Steps of the engine that took longer than server.stall_s", self._stalls()),
+            ("num_preemptions", "Pre-emptions of requests to free KV pages", now.preemptions),
+            ("prompt_tokens", "Prompt tokens", now.prompt_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", now.prompt_tokens),
+            ("prefix_cache_hits", "Prompt tokens found in the prefix cache", now.cached_tokens),
+            ("generation_tokens", "Generated tokens", now.generation_tokens),
+            ("engine_stalls", "Engine steps that took longer than server.stall_s", self._stalls()),
         ]
         # A request may name a proposer even if the server has no default one.
         drafts = self._speculative() or now.drafts > 0
         if drafts:
             counters += [
-                ("spec_decode_num_drafts", "Verifies that had drafted tokens", now.drafts),
+                ("spec_decode_num_drafts", "Verifies with drafted tokens", now.drafts),
                 ("spec_decode_num_draft_tokens", "Drafted tokens", now.drafted),
                 ("spec_decode_num_accepted_tokens", "Accepted drafted tokens", now.accepted),
             ]

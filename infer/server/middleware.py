@@ -39,8 +39,8 @@ class Gate:
             return
         scope = normalise(scope)
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id = given if REQUEST_ID_FORM.fullmatch(given) else uuid.uuid4().hex
+        header_id = headers.get("x-request-id", "")
+        request_id = header_id if REQUEST_ID_FORM.fullmatch(header_id) else uuid.uuid4().hex
         scope[REQUEST_ID] = request_id
         names = ("x-request-id", "request-id") if is_anthropic(scope["path"]) else ("x-request-id",)
         started = False
@@ -104,10 +104,10 @@ class Gate:
             if size > limit:
                 raise too_large
             more = message.get("more_body", False)
-        whole: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
+        pending: list[Message] = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
 
         async def replay() -> Message:
-            return whole.pop() if whole else await receive()
+            return pending.pop() if pending else await receive()
 
         return replay
 
@@ -127,13 +127,13 @@ def key_in(headers: Headers) -> str:
     """Return the key of `authorization: Bearer <key>` or `Basic` (the password, with any name), else of `x-api-key`."""
     if "authorization" not in headers:
         return headers.get("x-api-key", "").strip()
-    scheme, _, given = headers["authorization"].partition(" ")
+    scheme, _, credentials = headers["authorization"].partition(" ")
     if scheme.lower() == "bearer":
-        return given.strip()
+        return credentials.strip()
     if scheme.lower() != "basic":
         return ""
     try:
-        return base64.b64decode(given.strip(), validate=True).decode().partition(":")[2]
+        return base64.b64decode(credentials.strip(), validate=True).decode().partition(":")[2]
     except ValueError:
         return ""
 

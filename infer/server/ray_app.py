@@ -127,11 +127,11 @@ def serve_replicas(config: ServeConfig, *, port: int, api_keys: Sequence[str], o
 
 def application(config: ServeConfig, api_keys: Sequence[str]) -> Any:
     """Return the Ray application. Raises ValueError for more replicas than GPUs, for which Ray would wait forever."""
-    server, there = config.server, ray.cluster_resources()
-    gpus = 0 if config.model.device == "cpu" else int(there.get("GPU", 0))
+    server, resources = config.server, ray.cluster_resources()
+    gpus = 0 if config.model.device == "cpu" else int(resources.get("GPU", 0))
     if 0 < gpus < server.replicas:
         raise ValueError(f"server.replicas={server.replicas}: each needs a GPU, and there are {gpus}")
-    share = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": min(1.0, there["CPU"] / server.replicas)}
+    share = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": min(1.0, resources["CPU"] / server.replicas)}
     deployment: Any = Replica  # the type that Ray's decorators return
     return deployment.options(
         num_replicas=server.replicas,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from infer.engine import Engine
-from infer.engine.offline import answers
+from infer.engine.offline import completion_params
 from infer.request import SamplingParams, StepOutput
 from infer.sampling.constraint import Constraint
 from infer.server.engine_loop import Abort, Add, Command, EngineLoop, Event, Failure, Snapshot, Stop, is_last
@@ -118,13 +118,13 @@ class Runtime:
         """Queue `params.n` choices per prompt, in prompt order. Each choice gets a copy of `constraint`."""
         self.check_open()
         self.check_room(len(prompts) * params.n)
-        singles = answers(params)
+        singles = completion_params(params)
         jobs: list[Add] = []
         for prompt_ids in prompts:
             first = None
             for single in singles:
-                own = constraint and constraint.copy()
-                jobs.append(Add(f"r{next(self._ids)}", prompt_ids, single, first, own))
+                constraint_copy = constraint and constraint.copy()
+                jobs.append(Add(f"r{next(self._ids)}", prompt_ids, single, first, constraint_copy))
                 first = first or jobs[-1].request_id
         generation = Generation([job.request_id for job in jobs], self._abort)
         for job in jobs:

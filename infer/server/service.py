@@ -73,8 +73,8 @@ class Service:
         self.max_characters = self.context * max(map(len, self.tokenizer.backend.get_vocab()), default=1)
 
     def _tool_style(self) -> ToolStyle | None:
-        asked = self.config.tool_parser
-        return style_of(self.tokenizer.chat.text_for(tools=True)) if asked == "auto" else STYLES.get(asked)
+        name = self.config.tool_parser
+        return style_of(self.tokenizer.chat.text_for(tools=True)) if name == "auto" else STYLES.get(name)
 
     async def close(self) -> None:
         if self.attached:
@@ -91,9 +91,9 @@ class Service:
         self.check_model(body.model)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             self.check_ids(name, getattr(body, name) or ())
-        asked = body.drafts.proposer
-        if asked is not None and asked not in self.proposers:
-            message = f"speculative.proposer: {asked!r} is not here; this server has {', '.join(self.proposers)}"
+        proposer = body.drafts.proposer
+        if proposer is not None and proposer not in self.proposers:
+            message = f"speculative.proposer: {proposer!r} is not here; this server has {', '.join(self.proposers)}"
             raise ApiError(400, message, param="speculative.proposer", code="invalid_value")
 
     def check_ids(self, name: str, ids: Any) -> None:
@@ -140,7 +140,7 @@ class Service:
         assert params.seed is not None
         constraint = await self._constraint(*structure) if structure is not None else None
         generation = self.runtime.submit([prompt.ids for prompt in encoded], params, constraint)
-        answers = [prompt for prompt in encoded for _ in range(params.n)]
+        choice_prompts = [prompt for prompt in encoded for _ in range(params.n)]
         return Session(
             generation,
             [
@@ -151,7 +151,7 @@ class Service:
                     min_tokens=params.min_tokens,
                     only_prompt=only_prompt,
                 )
-                for index, prompt in enumerate(answers)
+                for index, prompt in enumerate(choice_prompts)
             ],
             seed=params.seed,
             prompt_tokens=sum(len(prompt.ids) for prompt in encoded),
@@ -221,7 +221,7 @@ class Service:
 
     def _params(self, body: GenerationRequest, max_tokens: int, tenant: str, grammar: Grammar | None) -> SamplingParams:
         try:
-            params = body.sampling_params(max_tokens, self._words(body.bad_words or ()))
+            params = body.sampling_params(max_tokens, self._bad_word_ids(body.bad_words or ()))
             params = replace(params, grammar=grammar, cache_salt=f"{tenant}/{params.cache_salt}")
         except ValueError as error:
             name = str(error).partition("=")[0]
@@ -237,7 +237,7 @@ class Service:
         except ValueError as error:
             raise ApiError(400, f"{param}: {error}", param=param, code="invalid_grammar") from error
 
-    def _words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    def _bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Encode each bad word with and without a leading space, which tokenizers encode differently."""
         forms = [form for word in words for form in (word, " " + word.lstrip(" "))]
         ids = (tuple(self.encode(form, "bad_words", add_special_tokens=False)) for form in forms)
@@ -247,6 +247,6 @@ class Service:
         if prompt + (max_tokens or 1) > self.context:
             raise self._too_long(f"{prompt} tokens" + (f" and max_tokens={max_tokens}" if max_tokens else ""), param)
 
-    def _too_long(self, what: str, param: str) -> ApiError:
-        message = f"{param}: {what}; prompt and answer together may have {self.context} tokens"
+    def _too_long(self, length: str, param: str) -> ApiError:
+        message = f"{param}: {length}; prompt and answer together may have {self.context} tokens"
         return ApiError(400, message, param=param, code="context_length_exceeded")

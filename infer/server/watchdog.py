@@ -48,7 +48,7 @@ class Watchdog:
     def look(self) -> None:
         begin, now = self._loop.busy_since, self._clock()
         if self._stalled is not None and begin != self._stalled:
-            log.warning("the step that stalled has ended, at most %.1f s after it began", now - self._stalled)
+            log.warning("the stalled step has ended, at most %.1f s after it began", now - self._stalled)
             self._stalled = None
         if begin is None or begin == self._stalled or now - begin < self._stall_s:
             return
@@ -57,7 +57,7 @@ class Watchdog:
             return
         self._stalled = begin
         log.error(
-            "the engine stalls: a step has not ended for %.1f s (server.stall_s=%g); %s; all threads' stacks follow",
+            "the engine stalls: a step has been running for %.1f s (server.stall_s=%g); %s; all threads' stacks follow",
             now - begin,
             self._stall_s,
             self._loop.engine.activity,

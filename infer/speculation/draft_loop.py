@@ -91,9 +91,9 @@ class Inputs:
             numbers[:5, b] = torch.tensor([request.slot, start + 1, count - 1, len(request.tokens) - 1, base])
         p = choice_parameters(requests, torch.device("cpu"), drafting=True)
         if p is not None:
-            own = slice(len(requests))
-            numbers[5, own], numbers[6, own], numbers[7, own] = p.top_k, p.seed_low, p.seed_high
-            fractions[0, own], fractions[1, own], fractions[2, own] = p.temperature, p.top_p, p.min_p
+            filled = slice(len(requests))
+            numbers[5, filled], numbers[6, filled], numbers[7, filled] = p.top_k, p.seed_low, p.seed_high
+            fractions[0, filled], fractions[1, filled], fractions[2, filled] = p.temperature, p.top_p, p.min_p
         size = batch * (self._width + NUMBERS)
         self._device[:size].copy_(self._host[:size], non_blocking=True)
         if features and self.features.shape[-1]:
@@ -116,112 +116,114 @@ class DraftLoop:
     def __init__(self, proposer: HeadProposer, pool: KVPool, longest: int) -> None:
         self._proposer, self._head, self._pool, self._longest = proposer, proposer.module, pool, longest
 
-    def chain(self, own: Unread, depth: int) -> Tensor:
+    def chain(self, unread: Unread, depth: int) -> Tensor:
         """Draft chains; return target ids `[B, depth]`."""
-        table, drafted = self._table(own), list[Tensor]()
-        state = self._read(own, table)
+        table, drafted = self._table(unread), list[Tensor]()
+        state = self._read(unread, table)
         draft_ids = self._proposer.draft_ids
         for level in range(depth):
             if level:
-                rows = self._rows(own, table, own.root + level, torch.zeros_like(own.root), 1)
-                state = self._head.step(drafted[-1], state, own.root + level - 1, self._attention(rows), level)
+                rows = self._rows(unread, table, unread.root + level, torch.zeros_like(unread.root), 1)
+                state = self._head.step(drafted[-1], state, unread.root + level - 1, self._attention(rows), level)
             # slot i drafts the token that the target chooses at position i + 1
             logits = self._head.logits(state, level)
-            drafted.append(draft_ids[choose(logits, own.parameters, own.root + level, draft_ids)])
+            drafted.append(draft_ids[choose(logits, unread.parameters, unread.root + level, draft_ids)])
         return torch.stack(drafted, dim=1)
 
-    def tree(self, own: Unread) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def tree(self, unread: Unread) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draft trees as deep as the shape allows; return what infer.speculation.tree_shapes.grow does."""
         shape = self._proposer.shape
         assert shape is not None
-        return grow(shape, shape.depth, own.root, *self._growing(own))
+        return grow(shape, shape.depth, unread.root, *self._growing(unread))
 
-    def _growing(self, own: Unread) -> tuple[Children, Run]:
-        table = self._table(own)
+    def _growing(self, unread: Unread) -> tuple[Children, Run]:
+        table = self._table(unread)
 
-        def address(offsets: Tensor, words: Tensor) -> AttentionRows:
-            width = words.shape[1]
-            places = (own.root + 1).repeat_interleave(width)
-            return self._rows(own, table, places, offsets.repeat(len(own.root)), width, words.flatten())
+        def address(offsets: Tensor, tree_mask: Tensor) -> AttentionRows:
+            width = tree_mask.shape[1]
+            places = (unread.root + 1).repeat_interleave(width)
+            return self._rows(unread, table, places, offsets.repeat(len(unread.root)), width, tree_mask.flatten())
 
-        return self._proposer.growing(self._read(own, table), own.root, own.parameters, address)
+        return self._proposer.growing(self._read(unread, table), unread.root, unread.parameters, address)
 
-    def _read(self, own: Unread, table: Tensor) -> Tensor:
+    def _read(self, unread: Unread, table: Tensor) -> Tensor:
         """Run the head over the unread rows; return each request's last state `[B, S]`."""
-        index = torch.arange(len(own.root), device=own.root.device)
+        index = torch.arange(len(unread.root), device=unread.root.device)
         if not self._proposer.kv_layers:  # without KV only the last row matters
-            state = self._fuse(own.features[index, own.last])
-            return self._head.step(own.ids[index, own.last], state, own.first + own.last - 1, no_attention, 0)
-        state = self._run(own, table, own.ids, self._fuse(own.features.flatten(0, 1)))
-        return state[index, own.last]
+            state = self._fuse(unread.features[index, unread.last])
+            return self._head.step(
+                unread.ids[index, unread.last], state, unread.first + unread.last - 1, no_attention, 0
+            )
+        state = self._run(unread, table, unread.ids, self._fuse(unread.features.flatten(0, 1)))
+        return state[index, unread.last]
 
-    def _run(self, own: Unread, table: Tensor, ids: Tensor, state: Tensor) -> Tensor:
+    def _run(self, unread: Unread, table: Tensor, ids: Tensor, state: Tensor) -> Tensor:
         """Run depth 0 of the head over ids `[B, N]` and fused states `[B * N, S]`, from each `first` place on."""
         batch, width = ids.shape
         offset = torch.arange(width, device=ids.device)
-        rows = self._rows(own, table, own.first.repeat_interleave(width), offset.repeat(batch), width)
-        positions = (own.first[:, None] + offset - 1).flatten()
+        rows = self._rows(unread, table, unread.first.repeat_interleave(width), offset.repeat(batch), width)
+        positions = (unread.first[:, None] + offset - 1).flatten()
         return self._head.step(ids.flatten(), state, positions, self._attention(rows), 0).unflatten(0, (batch, width))
 
     def _fuse(self, features: Tensor) -> Tensor:
         return self._head.fuse(features.chunk(len(self._head.config.aux_layers), dim=-1))
 
-    def _table(self, own: Unread) -> Tensor:
+    def _table(self, unread: Unread) -> Tensor:
         """Return the requests' block tables `[B, P]` from their bases on."""
-        table = self._pool.table[own.slot]
-        columns = torch.arange(table.shape[1], device=table.device) + own.base[:, None] // self._pool.page_size
+        table = self._pool.table[unread.slot]
+        columns = torch.arange(table.shape[1], device=table.device) + unread.base[:, None] // self._pool.page_size
         return table.gather(1, columns.clamp(max=table.shape[1] - 1))
 
     def _rows(
-        self, own: Unread, table: Tensor, place: Tensor, offset: Tensor, width: int, words: Tensor | None = None
+        self, unread: Unread, table: Tensor, place: Tensor, offset: Tensor, width: int, tree_mask: Tensor | None = None
     ) -> AttentionRows:
         """Address `width` rows of each request at `place + offset`, both `[B * width]`."""
-        batch = len(own.root)
+        batch = len(unread.root)
         request = torch.arange(batch, device=place.device).repeat_interleave(width)
-        committed = place - own.base.repeat_interleave(width)
+        committed = place - unread.base.repeat_interleave(width)
         size, counts = self._pool.page_size, (width,) * batch
-        return AttentionRows(table, request, committed, offset, words, size, self._longest, counts, first=1)
+        return AttentionRows(table, request, committed, offset, tree_mask, size, self._longest, counts, first=1)
 
     def _attention(self, rows: AttentionRows) -> Attention:
         return self._proposer.attend(rows) if self._proposer.kv_layers else no_attention
 
 
-class DraftAtOnce(DraftLoop):
+class ParallelDraftLoop(DraftLoop):
     """Drafts with a head that predicts every depth in one forward."""
 
     _proposer: ParallelHeadProposer
 
-    def chain(self, own: Unread, depth: int) -> Tensor:
-        logits = self._all_logits(own, depth)
-        positions = own.root[:, None] + torch.arange(depth, device=own.root.device)
-        owner = torch.arange(len(own.root), device=own.root.device).repeat_interleave(depth)
+    def chain(self, unread: Unread, depth: int) -> Tensor:
+        logits = self._all_logits(unread, depth)
+        positions = unread.root[:, None] + torch.arange(depth, device=unread.root.device)
+        owner = torch.arange(len(unread.root), device=unread.root.device).repeat_interleave(depth)
         draft_ids = self._proposer.draft_ids
-        chosen = choose(logits.flatten(0, 1), own.parameters.rows(owner), positions.flatten(), draft_ids)
+        chosen = choose(logits.flatten(0, 1), unread.parameters.rows(owner), positions.flatten(), draft_ids)
         return draft_ids[chosen].view(-1, depth)
 
-    def _growing(self, own: Unread) -> tuple[Children, Run]:
+    def _growing(self, unread: Unread) -> tuple[Children, Run]:
         assert self._proposer.shape is not None
-        logits = self._all_logits(own, self._proposer.shape.depth)
-        return self._proposer.growing_at_once(logits, own.root, own.parameters)
+        logits = self._all_logits(unread, self._proposer.shape.depth)
+        return self._proposer.growing_parallel(logits, unread.root, unread.parameters)
 
-    def _all_logits(self, own: Unread, depth: int) -> Tensor:
+    def _all_logits(self, unread: Unread, depth: int) -> Tensor:
         """Return the logits `[B, depth, Vd]`."""
-        table, slot = self._table(own), self._proposer.mask_slot
+        table, slot = self._table(unread), self._proposer.mask_slot
         if slot is None:
-            return self._head.all_logits(self._read(own, table), depth)
+            return self._head.all_logits(self._read(unread, table), depth)
         # The last row is followed by one mask slot per further depth; rows beyond are padding.
         mask_id, mask_state = slot
-        row = torch.arange(own.ids.shape[1] + depth - 1, device=own.ids.device)
-        masked = row > own.last[:, None]
-        ids = F.pad(own.ids, (0, depth - 1)).masked_fill(masked, mask_id)
-        state = F.pad(self._fuse(own.features), (0, 0, 0, depth - 1))
+        row = torch.arange(unread.ids.shape[1] + depth - 1, device=unread.ids.device)
+        masked = row > unread.last[:, None]
+        ids = F.pad(unread.ids, (0, depth - 1)).masked_fill(masked, mask_id)
+        state = F.pad(self._fuse(unread.features), (0, 0, 0, depth - 1))
         state = torch.where(masked[..., None], mask_state, state)
-        states = self._run(own, table, ids, state.flatten(0, 1))
-        index = own.last[:, None] + torch.arange(depth, device=own.ids.device)
+        states = self._run(unread, table, ids, state.flatten(0, 1))
+        index = unread.last[:, None] + torch.arange(depth, device=unread.ids.device)
         wanted = states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
         return self._head.logits(wanted.flatten(0, 1), 0).unflatten(0, index.shape)
 
 
 def draft_loop(proposer: HeadProposer, pool: KVPool, longest: int) -> DraftLoop:
-    kind = DraftAtOnce if isinstance(proposer, ParallelHeadProposer) else DraftLoop
+    kind = ParallelDraftLoop if isinstance(proposer, ParallelHeadProposer) else DraftLoop
     return kind(proposer, pool, longest)

@@ -52,7 +52,7 @@ def best_paths(accuracy: Sequence[Sequence[float]], nodes: int) -> tuple[list[tu
     τ is 1 + the sum of their rates. Fewer nodes are returned if all others have the rate 0. Ties go to the shorter
     path, then to the lower ranks.
     """
-    found: list[tuple[int, ...]] = []
+    paths: list[tuple[int, ...]] = []
     total = 1.0
     frontier: list[tuple[float, int, tuple[int, ...]]] = []
 
@@ -63,9 +63,9 @@ def best_paths(accuracy: Sequence[Sequence[float]], nodes: int) -> tuple[list[tu
                     heapq.heappush(frontier, (-value * share, len(path) + 1, (*path, rank)))
 
     grow((), 1.0)
-    while frontier and len(found) < nodes:
+    while frontier and len(paths) < nodes:
         value, _, path = heapq.heappop(frontier)
-        found.append(path)
+        paths.append(path)
         total -= value
         grow(path, -value)
-    return found, total
+    return paths, total

@@ -17,7 +17,8 @@ from torch import Tensor
 from infer.request import DrafterState, Phase, Request
 from infer.speculation.budget import NOTHING, Budget, Grant, Grants, VerifiedDraft
 from infer.speculation.control.acceptance_model import buckets_ahead, next_bucket
-from infer.speculation.control.planner import AsAllowed, Candidate, Planner
+from infer.speculation.control.batch_plan import Candidate
+from infer.speculation.control.planner import AsAllowed, Planner
 from infer.speculation.proposers.base import NoProposer, Proposer
 from infer.speculation.proposers.combined import CombinedProposer
 from infer.speculation.tree import DraftTree
@@ -102,17 +103,23 @@ class Speculator:
         for request in admissible:
             self._on_admission(request, load)
         return {
-            request.request_id: Grant(self._granted(request, load), self._of(request).places) for request in decoding
+            request.request_id: Grant(self._granted(request, load), self._proposer_for(request).places)
+            for request in decoding
         }
 
     def sync(self, admitted: Sequence[Request], preempted: Sequence[Request]) -> None:
-        """Take note of what the scheduler did: drop the state of pre-empted requests, adopt that of cached pages."""
+        """Take note of what the scheduler did: drop the state of pre-empted requests, adopt that of cached pages.
+
+        A request may have been pre-empted and admitted again.
+        """
         for request in preempted:
             self.release(request)
         for request in admitted:
+            if request.drafter_state is not DrafterState.NONE and self._keeps_state(self.name_for(request)):
+                self._tracked.setdefault(self.name_for(request), set()).add(request.request_id)
             if request.computed:
                 try:
-                    self._of(request).resume(request)
+                    self._proposer_for(request).resume(request)
                 except Exception as error:
                     self._give_up(request, error)
 
@@ -124,13 +131,13 @@ class Speculator:
         name, drafter = self.name_for(request), self._drafter(request)
         if name != drafter and not self.planner.skips(request.request_id):
             return None
-        if name == "none" or not self._of(request).ready(request):
+        if name == "none" or not self._proposer_for(request).ready(request):
             return name, NOTHING
         budget = self.planner.budget(request.request_id, self._within(name, request.params.max_draft_tokens))
         return ("none", NOTHING) if budget == NOTHING and not self._keeps_state(name) else (name, budget)
 
     def places(self, request: Request, budget: Budget) -> int:
-        return self._of(request).places(budget) if budget.nodes else 0
+        return self._proposer_for(request).places(budget) if budget.nodes else 0
 
     def budget(self, request: Request) -> Budget:
         """Return the request's largest budget: no deeper than the tokens it may still emit before the bonus token."""
@@ -200,7 +207,7 @@ class Speculator:
         """Make its drafter read all committed positions; return False if it has not tracked it from the start."""
         if request.drafter_state is DrafterState.FULL:
             try:
-                self._of(request).catch_up(request)
+                self._proposer_for(request).catch_up(request)
             except Exception as error:
                 self._give_up(request, error)
         return request.drafter_state is DrafterState.FULL
@@ -212,10 +219,10 @@ class Speculator:
         does not pay. A request whose drafter is not ready gets NOTHING.
         """
         request_id = request.request_id
-        passed_over = self.planner.skips(request_id)
-        if passed_over and request.drafter_state is DrafterState.NONE:  # the common case where drafting does not pay
+        skipped = self.planner.skips(request_id)
+        if skipped and request.drafter_state is DrafterState.NONE:  # the common case where drafting does not pay
             return NOTHING
-        granted = NOTHING if passed_over else self.planner.budget(request_id, self.budget(request))
+        granted = NOTHING if skipped else self.planner.budget(request_id, self.budget(request))
         name = self._drafter(request)
         if not self._keeps_state(name):
             return granted
@@ -238,7 +245,7 @@ class Speculator:
         return NOTHING
 
     def _is_ready(self, request: Request) -> bool:
-        return request.drafter_state is not DrafterState.NONE and self._of(request).ready(request)
+        return request.drafter_state is not DrafterState.NONE and self._proposer_for(request).ready(request)
 
     def _keeps_state(self, name: str) -> bool:
         proposer = self._proposers[name]
@@ -250,11 +257,11 @@ class Speculator:
         """Return which hidden states of the target these requests' proposers read; () if none reads any."""
         if not any(self._tracked.values()):
             return ()
-        return next((aux for request in requests if (aux := self._of(request).aux_layers)), ())
+        return next((aux for request in requests if (aux := self._proposer_for(request).aux_layers)), ())
 
     def reads(self, request: Request) -> bool:
         """Return whether the request's proposer takes its features."""
-        return request.drafter_state is not DrafterState.NONE and bool(self._of(request).aux_layers)
+        return request.drafter_state is not DrafterState.NONE and bool(self._proposer_for(request).aux_layers)
 
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         """Return one tree per request, from whichever proposer drafts for it."""
@@ -282,7 +289,7 @@ class Speculator:
         groups = grouped([self.name_for(request) for request in requests])
         pieces = features.split(reading) if len(groups) > 1 and any(reading) else ()
         for group in groups:
-            batch, drafter = [requests[i] for i in group], self._of(requests[group[0]])
+            batch, drafter = [requests[i] for i in group], self._proposer_for(requests[group[0]])
             all_rows = sum(reading) == sum(reading[i] for i in group)
             rows = features if all_rows or not drafter.aux_layers else torch.cat([pieces[i] for i in group])
             try:
@@ -294,7 +301,7 @@ class Speculator:
     def read_again(self, requests: Sequence[Request], features: Tensor) -> None:
         """Make drafters read all committed positions of each request like a prompt, with these `features` `[n, F]`."""
         for request in requests:
-            self._of(request).release(request)
+            self._proposer_for(request).release(request)
             request.phase = Phase.PREFILL
         self.commit(requests, [request.computed for request in requests], features)
         for request in requests:
@@ -305,11 +312,15 @@ class Speculator:
 
         Requests with the same name fill the same layers of their pages, and may share them.
         """
-        return self.name_for(request) if self._of(request).kv_layers else ""
+        return self.name_for(request) if self._proposer_for(request).kv_layers else ""
 
     def synced(self, request: Request) -> int:
         """Return how many of its committed positions are filled in all layers that its pages are keyed by."""
-        return self._of(request).synced(request) if request.drafter_state is DrafterState.FULL else request.computed
+        return (
+            self._proposer_for(request).synced(request)
+            if request.drafter_state is DrafterState.FULL
+            else request.computed
+        )
 
     def forget(self, request: Request) -> None:
         """Drop all state of a request that has ended."""
@@ -322,17 +333,17 @@ class Speculator:
             try:
                 proposer.release(request)
             except Exception:  # the request still ends, and the others continue
-                log.exception("%s: proposer %s could not let go of it", request.request_id, proposer.name)
+                log.exception("%s: proposer %s could not release its state", request.request_id, proposer.name)
         for tracked in self._tracked.values():
             tracked.discard(request.request_id)
         self._idle.pop(request.request_id, None)
 
-    def _of(self, request: Request) -> Proposer:
+    def _proposer_for(self, request: Request) -> Proposer:
         return self._proposers[self.name_for(request)]
 
     def _propose(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         """Return the trees of one proposer's requests. A failure costs only the request that caused it its drafts."""
-        proposer = self._of(requests[0]) if budgets[0].nodes else NoProposer()
+        proposer = self._proposer_for(requests[0]) if budgets[0].nodes else NoProposer()
         try:
             return proposer.propose(requests, budgets)
         except Exception as error:
@@ -340,12 +351,12 @@ class Speculator:
                 self._give_up(requests[0], error)
                 return NoProposer().propose(requests, budgets)
         pairs = zip(requests, budgets, strict=True)
-        alone = [self._propose([request], [budget]) for request, budget in pairs]
-        return DraftTree.stack(alone, [[index] for index in range(len(alone))])
+        trees = [self._propose([request], [budget]) for request, budget in pairs]
+        return DraftTree.stack(trees, [[index] for index in range(len(trees))])
 
     def _give_up(self, request: Request, error: Exception) -> None:
         name = self.name_for(request)
-        log.warning("%s: proposer %s failed and drafts no more for it: %r", request.request_id, name, error)
+        log.warning("%s: proposer %s failed and no longer drafts for this request: %r", request.request_id, name, error)
         self.release(request)
         self.failures += 1
         request.drafting_failed, request.drafter_state = True, DrafterState.NONE

@@ -20,10 +20,10 @@ MAX_NODES = 64  # bits of a node's tree mask, `ancestors`
 def chain_fields(width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return parents, depths and ancestors of a chain, `[N]` each."""
     node = torch.arange(width, dtype=torch.int32)
-    words = (torch.ones((), dtype=torch.int64) << (node.long() + 1).clamp(max=63)) - 1
+    tree_mask = (torch.ones((), dtype=torch.int64) << (node.long() + 1).clamp(max=63)) - 1
     if width == MAX_NODES:
-        words[-1] = -1  # all 64 bits
-    return node - 1, node, words
+        tree_mask[-1] = -1  # all 64 bits
+    return node - 1, node, tree_mask
 
 
 @dataclass
@@ -42,7 +42,7 @@ class DraftTree:
     length: Tensor  # [B] int64
     is_chain: bool = False  # every node's parent is the node before it
     # By row, the distributions over target ids `[K, V]` that its drafted tokens were drawn from, for block verification
-    laws: dict[int, Tensor] = field(default_factory=dict)
+    draft_probs: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def chains(cls, roots: Sequence[int], drafts: Sequence[Sequence[int]]) -> DraftTree:
@@ -51,12 +51,12 @@ class DraftTree:
         width = max(lengths)
         assert width <= MAX_NODES
         rows = [[root, *draft] + [0] * (width - 1 - len(draft)) for root, draft in zip(roots, drafts, strict=True)]
-        parent, depth, words = (field.expand(len(rows), width) for field in chain_fields(width))
+        parent, depth, tree_mask = (field.expand(len(rows), width) for field in chain_fields(width))
         return cls(
             token=torch.tensor(rows),
             parent=parent,
             depth=depth,
-            ancestors=words,
+            ancestors=tree_mask,
             length=torch.tensor(lengths),
             is_chain=True,
         )
@@ -86,8 +86,8 @@ class DraftTree:
         width, device = token.shape[1], token.device
         node = torch.arange(width, device=device)
         above = torch.where(node < length[:, None], parent.long(), 0).clamp(min=0)
-        own = torch.ones((), dtype=torch.int64, device=device) << node  # bit 63 is the sign bit
-        ancestors, depth = own.expand_as(above), (node > 0).int().expand_as(above)
+        self_bit = torch.ones((), dtype=torch.int64, device=device) << node  # bit 63 is the sign bit
+        ancestors, depth = self_bit.expand_as(above), (node > 0).int().expand_as(above)
         reach = above  # the ancestor 2^i levels up, or the root if there is none
         turns = range(MAX_NODES) if deepest is None else range(deepest.bit_length())
         for _ in turns:  # pointer doubling: each iteration reaches twice as far up
@@ -102,35 +102,39 @@ class DraftTree:
     def stack(cls, trees: Sequence[DraftTree], rows: Sequence[Sequence[int]]) -> DraftTree:
         """Combine several batches into one: row i of `trees[t]` becomes row `rows[t][i]`."""
         width = max(tree.token.shape[1] for tree in trees)
-        order = torch.tensor([row for own in rows for row in own]).argsort()
+        order = torch.tensor([row for tree_rows in rows for row in tree_rows]).argsort()
 
-        def joined(name: str) -> Tensor:
+        def stacked(name: str) -> Tensor:
             fields = (getattr(tree, name) for tree in trees)
             return torch.cat([F.pad(field, (0, width - field.shape[1])) for field in fields])[order]
 
         return cls(
-            token=joined("token"),
-            parent=joined("parent"),
-            depth=joined("depth"),
-            ancestors=joined("ancestors"),
+            token=stacked("token"),
+            parent=stacked("parent"),
+            depth=stacked("depth"),
+            ancestors=stacked("ancestors"),
             length=torch.cat([tree.length for tree in trees])[order],
             is_chain=all(tree.is_chain for tree in trees),
-            laws={rows[t][row]: law for t, tree in enumerate(trees) for row, law in tree.laws.items()},
+            draft_probs={
+                rows[t][row]: probs for t, tree in enumerate(trees) for row, probs in tree.draft_probs.items()
+            },
         )
 
-    def only(self, kept: Sequence[Sequence[int]]) -> DraftTree:
-        """Return the tree of the nodes `kept[b]` of row b: ascending, with the root and every kept node's parent."""
-        width = max(map(len, kept))
-        token, parent = self.token.new_zeros(len(kept), width), self.parent.new_full((len(kept), width), -1)
-        for b, nodes in enumerate(kept):
+    def only(self, subset: Sequence[Sequence[int]]) -> DraftTree:
+        """Return the tree of the nodes `subset[b]` of row b: ascending, with the root and every kept node's parent."""
+        width = max(map(len, subset))
+        token, parent = self.token.new_zeros(len(subset), width), self.parent.new_full((len(subset), width), -1)
+        for b, nodes in enumerate(subset):
             index = torch.tensor(list(nodes))
             place = {node: new for new, node in enumerate(nodes)} | {-1: -1}
             token[b, : len(nodes)] = self.token[b, index]
             parents = [place[above] for above in self.parent[b, index].tolist()]
             parent[b, : len(nodes)] = torch.tensor(parents, dtype=parent.dtype)
-        tree = DraftTree.assemble(token, parent, torch.tensor([len(nodes) for nodes in kept]))
+        tree = DraftTree.assemble(token, parent, torch.tensor([len(nodes) for nodes in subset]))
         tree.is_chain = self.is_chain
-        tree.laws = {b: law[: len(kept[b]) - 1] for b, law in self.laws.items()}  # chains only: node i's is row i - 1
+        tree.draft_probs = {
+            b: p[: len(subset[b]) - 1] for b, p in self.draft_probs.items()
+        }  # chains only: node i's is row i - 1
         return tree
 
     @cached_property
@@ -160,5 +164,5 @@ class DraftTree:
 
     def path(self, row: int, node: int) -> list[int]:
         """Return the nodes from the root to `node` in one request, both included."""
-        word = int(self.ancestors[row, node])
-        return [index for index in range(self.token.shape[1]) if word >> index & 1]
+        mask = int(self.ancestors[row, node])
+        return [index for index in range(self.token.shape[1]) if mask >> index & 1]

@@ -104,12 +104,12 @@ class StaticShape:
         self._run: list[Tensor] = []  # per level, indices of its inner nodes
         self._scores: list[Tensor] = []  # per level [M * R]: minus the node's rank in level order
         grown: list[tuple[int, ...]] = [()]
-        worth = 0
+        next_score = 0
         for level, fan_out in zip(levels, self._fan_out, strict=True):
             scores = torch.full((len(grown) * fan_out,), -torch.inf)
             place = {path: grown.index(path[:-1]) * fan_out + path[-1] for path in level}
             for path in level:
-                scores[place[path]] = worth = worth - 1
+                scores[place[path]] = next_score = next_score - 1
             grown = [path for path in level if path in parents]
             self._scores.append(scores)
             self._run.append(torch.tensor([place[path] for path in grown], dtype=torch.int64))
@@ -122,12 +122,12 @@ class StaticShape:
         return self._fan_out[level - 1] if level <= self.depth else 0
 
     def score(self, level: int, cumulative: Tensor) -> Tensor:
-        self._scores[level - 1] = own = self._scores[level - 1].to(cumulative.device)
-        return own.expand_as(cumulative)
+        self._scores[level - 1] = scores = self._scores[level - 1].to(cumulative.device)
+        return scores.expand_as(cumulative)
 
     def run_next(self, level: int, scores: Tensor) -> Tensor:
-        self._run[level - 1] = own = self._run[level - 1].to(scores.device)
-        return own.expand(len(scores), -1)
+        self._run[level - 1] = indices = self._run[level - 1].to(scores.device)
+        return indices.expand(len(scores), -1)
 
     @property
     def rows(self) -> int:
@@ -162,23 +162,23 @@ def grow(
     each one's parent among the M.
     """
     batch, device = len(roots), roots.device
-    worth = torch.zeros(batch, 1, device=device)  # [B, M] cumulative log-probability of the nodes run last
+    log_probs = torch.zeros(batch, 1, device=device)  # [B, M] cumulative log-probability of the nodes run last
     above = torch.full((batch, 1), -1, device=device)  # [B, M] their candidate indices
     grown: list[tuple[Tensor, Tensor, Tensor]] = []  # token, parent, score [B, M * R] of each level
     candidates = level = 0
     while level < deepest and (fan_out := shape.fan_out(level + 1)):
         level += 1
         token, value = children(level, fan_out)
-        M, R = worth.shape[1], token.shape[2]
+        M, R = log_probs.shape[1], token.shape[2]
         token = token.expand(batch, M, R).flatten(1)
-        cumulative = (worth[..., None] + value).flatten(1)
+        cumulative = (log_probs[..., None] + value).flatten(1)
         scores = shape.score(level, cumulative)
         grown.append((token, above.repeat_interleave(R, dim=1), scores))
         if level == deepest or not shape.fan_out(level + 1):
             break
         picked = shape.run_next(level, scores)  # [B, M']
         run(level, picked // R, token.gather(1, picked))
-        worth, above = cumulative.gather(1, picked), candidates + picked
+        log_probs, above = cumulative.gather(1, picked), candidates + picked
         candidates += token.shape[1]
     levels = [torch.full_like(token[0], depth) for depth, (token, _, _) in enumerate(grown, start=1)]
     token, parent, score = (torch.cat(parts, dim=1) for parts in zip(*grown, strict=True))

@@ -13,8 +13,8 @@ from infer.sampling.choose import Choices
 from infer.speculation import lossy
 from infer.speculation.lossy import Verdict
 from infer.speculation.tree import DraftTree
-from kernels.acceptance import block, likely
-from kernels.choose import law
+from kernels.acceptance import block, typical_mask
+from kernels.choose import warped_log_probs
 from kernels.verify import accept
 
 
@@ -39,22 +39,22 @@ def verify(
         chosen.append(tokens[first : first + length] + [-1] * (width - length))
         first += length
     grid = torch.tensor(chosen)  # [B, N]
-    places = {request.request_id: b for b, request in enumerate(requests)}
+    row_by_id = {request.request_id: b for b, request in enumerate(requests)}
 
-    def still(rule: str, some: Sequence[Request]) -> list[int]:
-        wanted = [places[request.request_id] for request in some if not request.failed]
-        return [b for b in wanted if rules[b] == rule]
+    def active_rows(rule: str, subset: Sequence[Request]) -> list[int]:
+        rows = [row_by_id[request.request_id] for request in subset if not request.failed]
+        return [b for b in rows if rules[b] == rule]
 
-    def by_typical(some: Sequence[Request]) -> Tensor | None:
-        typical = still("typical", some)
-        return likely_nodes(tree, choices, typical) if typical else None
+    def by_typical(subset: Sequence[Request]) -> Tensor | None:
+        typical = active_rows("typical", subset)
+        return typical_nodes(tree, choices, typical) if typical else None
 
-    def by_block(some: Sequence[Request]) -> dict[int, tuple[int, int]]:
-        blocks = [b for b in still("block", some) if tree.is_chain_of(b)]
+    def by_block(subset: Sequence[Request]) -> dict[int, tuple[int, int]]:
+        blocks = [b for b in active_rows("block", subset) if tree.is_chain_of(b)]
         return dict(zip(blocks, verify_blocks(requests, tree, choices, blocks), strict=True))
 
-    also, verified = together(requests, by_typical), together(requests, by_block)
-    last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, grid, also).tolist()
+    typical_mask, verified = together(requests, by_typical), together(requests, by_block)
+    last = accept(tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, grid, typical_mask).tolist()
     verdicts = []
     for b, (request, rule) in enumerate(zip(requests, rules, strict=True)):
         if rule == "synthetic":
@@ -76,29 +76,31 @@ def verify_blocks(
         return []
     lengths, tokens = tree.length.tolist(), tree.token.tolist()
     return block(
-        laws_of(tree, choices, wanted),
+        target_probs(tree, choices, wanted),
         [tokens[b][1 : lengths[b]] for b in wanted],
-        [tree.laws.get(b) for b in wanted],
+        [tree.draft_probs.get(b) for b in wanted],
         [requests[b].seed for b in wanted],
         [requests[b].computed for b in wanted],
     )
 
 
-def likely_nodes(tree: DraftTree, choices: Choices, wanted: Sequence[int]) -> Tensor:
+def typical_nodes(tree: DraftTree, choices: Choices, wanted: Sequence[int]) -> Tensor:
     """Return bool `[B, N]`: the nodes of the requests `wanted` that typical acceptance accepts."""
-    asked = torch.zeros_like(tree.inside)
-    asked[list(wanted)] = tree.inside[list(wanted)]
-    number = asked.flatten().cumsum(0).view_as(tree.token) - 1  # index of a node's row among those of `wanted`
-    asked[:, 0] = False
-    above, laws = number.gather(1, tree.parent.clamp(min=0).long()), laws_of(tree, choices, wanted)
-    found = torch.zeros_like(asked)
-    found[asked] = likely(laws, above[asked].to(laws.device), tree.token[asked].to(laws.device)).cpu()
-    return found
+    selected = torch.zeros_like(tree.inside)
+    selected[list(wanted)] = tree.inside[list(wanted)]
+    row_index = selected.flatten().cumsum(0).view_as(tree.token) - 1  # index of a node's row among those of `wanted`
+    selected[:, 0] = False
+    above, probs = row_index.gather(1, tree.parent.clamp(min=0).long()), target_probs(tree, choices, wanted)
+    accepted = torch.zeros_like(selected)
+    accepted[selected] = typical_mask(
+        probs, above[selected].to(probs.device), tree.token[selected].to(probs.device)
+    ).cpu()
+    return accepted
 
 
-def laws_of(tree: DraftTree, choices: Choices, wanted: Sequence[int]) -> Tensor:
+def target_probs(tree: DraftTree, choices: Choices, wanted: Sequence[int]) -> Tensor:
     """Return the target's warped probabilities `[R, V]` at every node of the requests `wanted` (ascending)."""
     inside = torch.zeros_like(tree.inside)
     inside[list(wanted)] = True
     rows = inside[tree.inside].nonzero()[:, 0].to(choices.shaped.device)
-    return law(choices.shaped[rows], choices.parameters and choices.parameters.rows(rows)).softmax(-1)
+    return warped_log_probs(choices.shaped[rows], choices.parameters and choices.parameters.rows(rows)).softmax(-1)

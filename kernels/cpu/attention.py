@@ -44,27 +44,27 @@ class NativeAttention:
     """The plan of one step: addresses are computed once, then there is one call per layer."""
 
     def __init__(self, rows: AttentionRows, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-        found = library()
-        assert found is not None
-        self._call = found.paged_attention
+        lib = library()
+        assert lib is not None
+        self._call = lib.paged_attention
         longest = -(-rows.longest // LANES) * LANES
         table, request, committed, offset = (
-            own.contiguous() for own in (rows.table, rows.request, rows.committed, rows.offset)
+            tensor.contiguous() for tensor in (rows.table, rows.request, rows.committed, rows.offset)
         )
-        words = None if rows.words is None else rows.words.contiguous()
+        mask = None if rows.tree_mask is None else rows.tree_mask.contiguous()
         count = rows.request.shape[0]
         runtime = openmp()
         work = count * num_heads * rows.longest * head_dim
         threads = torch.get_num_threads() if runtime is not None and work > PARALLEL_WORK else 1
-        scratch = torch.empty(threads * found.attention_scratch(longest))
-        self._keep = (table, request, committed, offset, words, scratch)  # keeps them alive: C holds pointers to them
+        scratch = torch.empty(threads * lib.attention_scratch(longest))
+        self._keep = (table, request, committed, offset, mask, scratch)  # keeps them alive: C holds pointers to them
         self._shape = count, num_heads * head_dim
         self._arguments = Arguments(
             table=table.data_ptr(),
             request=request.data_ptr(),
             committed=committed.data_ptr(),
             offset=offset.data_ptr(),
-            words=None if words is None else words.data_ptr(),
+            words=None if mask is None else mask.data_ptr(),
             scratch=scratch.data_ptr(),
             rows=count,
             heads=num_heads,
@@ -99,6 +99,6 @@ class NativeAttention:
         a.q, a.k, a.v, a.cache, a.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), cache.data_ptr(), out.data_ptr()
         a.q_stride, a.k_stride, a.v_stride = q.stride(0), k.stride(0), v.stride(0)
         a.slots, a.kind, a.scale, a.window = cache.shape[2], KINDS[cache.dtype], scale, window or 0
-        failed = self._call(self._address)
-        assert not failed, "a head size that supported() lets through"
+        status = self._call(self._address)
+        assert not status, "a head size that supported() lets through"
         return out

@@ -62,7 +62,10 @@ def supported(layers: Sequence[LayerParts], final_norm: Tensor | None, head_dim:
         packed = (layer.qkv, layer.output, layer.gate_up, layer.down)
         halves = (layer.input_norm, layer.post_norm, layer.token_norm, layer.attended_norm, layer.mlp_norm)
         norms = (*halves, *((layer.qk_norm.q, layer.qk_norm.k) if layer.qk_norm else ()))
-        if any(own.native is None or own.native.arguments is None or own.native.dtype is not dtype for own in packed):
+        if any(
+            linear.native is None or linear.native.arguments is None or linear.native.dtype is not dtype
+            for linear in packed
+        ):
             return False
         if any(norm is not None and norm.dtype is not dtype for norm in norms):
             return False
@@ -78,32 +81,34 @@ class NativeDecoder:
     """
 
     def __init__(self, layers: Sequence[LayerParts], final_norm: Tensor | None, eps: float, head_dim: int) -> None:
-        found = library()
-        assert found is not None
-        self._call, runtime = found.decoder, openmp()
-        self._attention_scratch = found.attention_scratch
+        lib = library()
+        assert lib is not None
+        self._call, runtime = lib.decoder, openmp()
+        self._attention_scratch = lib.attention_scratch
         self._parts, self.final_norm = list(layers), final_norm
-        self._linears = [[arguments_of(own) for own in layer.linears] for layer in layers]
+        self._linears = [[linear_arguments(entry) for entry in layer.linears] for layer in layers]
         self.layers, self.dtype = len(layers), layers[0].post_norm.dtype
         self._layers = (Layer * self.layers)()
-        for own, layer, packed in zip(self._layers, layers, self._linears, strict=True):
-            own.post_norm, own.residual_normed = layer.post_norm.data_ptr(), layer.residual_normed
+        for entry, layer, packed in zip(self._layers, layers, self._linears, strict=True):
+            entry.post_norm, entry.residual_normed = layer.post_norm.data_ptr(), layer.residual_normed
             if layer.input_norm is not None:
-                own.input_norm = layer.input_norm.data_ptr()
+                entry.input_norm = layer.input_norm.data_ptr()
             if layer.token_norm is not None:
                 assert layer.input_norm is not None
-                own.token_norm = layer.token_norm.data_ptr()
+                entry.token_norm = layer.token_norm.data_ptr()
             if layer.attended_norm is not None:
-                own.attended_norm = layer.attended_norm.data_ptr()
+                entry.attended_norm = layer.attended_norm.data_ptr()
             if layer.mlp_norm is not None:
-                own.mlp_norm = layer.mlp_norm.data_ptr()
+                entry.mlp_norm = layer.mlp_norm.data_ptr()
             if layer.qk_norm is not None:
                 assert (layer.qk_norm.eps, layer.qk_norm.centred) == (eps, layer.centred)
-                own.q_norm, own.k_norm = layer.qk_norm.q.data_ptr(), layer.qk_norm.k.data_ptr()
-            own.qkv, own.output, own.gate_up, own.down = map(ctypes.addressof, packed)
-            own.window, own.rotary = layer.window or 0, layer.rotary
+                entry.q_norm, entry.k_norm = layer.qk_norm.q.data_ptr(), layer.qk_norm.k.data_ptr()
+            entry.qkv, entry.output, entry.gate_up, entry.down = map(ctypes.addressof, packed)
+            entry.window, entry.rotary = layer.window or 0, layer.rotary
         first = layers[0]
-        assert all((own.centred, own.gelu, own.scale) == (first.centred, first.gelu, first.scale) for own in layers)
+        assert all(
+            (entry.centred, entry.gelu, entry.scale) == (first.centred, first.gelu, first.scale) for entry in layers
+        )
         sizes = (
             max(layer.qkv.in_features for layer in layers),
             first.qkv.out_features,
@@ -111,10 +116,10 @@ class NativeDecoder:
             first.gate_up.out_features,
             first.down.in_features,
         )
-        self._widths, self._work = sizes, sum(own.in_features * own.out_features for own in first.linears)
-        every = [own.native for layer in layers for own in layer.linears]
-        self._scratch = max(own.scratch for own in every if own is not None)
-        self._several = runtime is not None
+        self._widths, self._work = sizes, sum(entry.in_features * entry.out_features for entry in first.linears)
+        natives = [entry.native for layer in layers for entry in layer.linears]
+        self._scratch = max(entry.scratch for entry in natives if entry is not None)
+        self._multithreaded = runtime is not None
         self._arguments = Arguments(
             layers=ctypes.addressof(self._layers),
             final_norm=None if final_norm is None else final_norm.data_ptr(),
@@ -151,11 +156,11 @@ class NativeDecoder:
         cos, sin = (table.contiguous() for table in rotary)
         hidden = x if self.final_norm is None else torch.empty_like(x)
         streams = {layer: torch.empty_like(x) for layer in entering}
-        a, kept = self.begin(x.shape[0], attention, caches, streams)
+        a, keepalive = self.begin(x.shape[0], attention, caches, streams)
         a.tokens = None if tokens is None else tokens.data_ptr()
         a.cos, a.sin, a.x, a.hidden = cos.data_ptr(), sin.data_ptr(), x.data_ptr(), hidden.data_ptr()
         self._call(ctypes.addressof(a))
-        del kept
+        del keepalive
         return hidden, tuple(streams[layer] for layer in entering)
 
     def begin(
@@ -171,29 +176,29 @@ class NativeDecoder:
             threads * self._attention_scratch(attention.longest) * 4,
             threads * self._scratch * 4 if rows > 1 else 0,
         ]
-        room, starts = one_after_another(sizes)
+        buffer, starts = allocate_aligned(sizes)
         a.normed, a.qkv, a.attended, a.inner, a.gated, a.scores, a.scratch = starts
-        held = (ctypes.c_void_p * self.layers)(*(cache.data_ptr() for cache in caches))
-        wanted = (ctypes.c_void_p * self.layers)()
+        cache_pointers = (ctypes.c_void_p * self.layers)(*(cache.data_ptr() for cache in caches))
+        stream_pointers = (ctypes.c_void_p * self.layers)()
         for layer, stream in streams.items():
-            wanted[layer] = stream.data_ptr()
-        a.caches, a.entering, a.attention = map(ctypes.addressof, (held, wanted, attention))
+            stream_pointers[layer] = stream.data_ptr()
+        a.caches, a.entering, a.attention = map(ctypes.addressof, (cache_pointers, stream_pointers, attention))
         a.rows, a.slots, a.threads = rows, caches[0].shape[2], threads
-        return a, (room, held, wanted, attention)
+        return a, (buffer, cache_pointers, stream_pointers, attention)
 
     def threads(self, rows: int) -> int:
-        return torch.get_num_threads() if self._several and rows * self._work > PARALLEL_WORK else 1
+        return torch.get_num_threads() if self._multithreaded and rows * self._work > PARALLEL_WORK else 1
 
 
-def one_after_another(sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
+def allocate_aligned(sizes: Sequence[int]) -> tuple[Tensor, list[int]]:
     """Allocate parts of these sizes in bytes; return the memory and each part's address, aligned to cache lines."""
     starts = list(accumulate((size + -size % ALIGNED for size in sizes), initial=0))
-    room = torch.empty(starts[-1] + ALIGNED, dtype=torch.uint8)
-    base = room.data_ptr() + -room.data_ptr() % ALIGNED
-    return room, [base + start for start in starts[:-1]]
+    buffer = torch.empty(starts[-1] + ALIGNED, dtype=torch.uint8)
+    base = buffer.data_ptr() + -buffer.data_ptr() % ALIGNED
+    return buffer, [base + start for start in starts[:-1]]
 
 
-def arguments_of(linear: PackedLinear) -> linears.Arguments:
-    found = linear.native and linear.native.arguments
-    assert found is not None, "supported() has asked"
-    return found
+def linear_arguments(linear: PackedLinear) -> linears.Arguments:
+    arguments = linear.native and linear.native.arguments
+    assert arguments is not None, "supported() has asked"
+    return arguments

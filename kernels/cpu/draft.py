@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.choose import ChoiceParameters
 from kernels.cpu import attention as paged
-from kernels.cpu.decoder import arguments_of, one_after_another
+from kernels.cpu.decoder import allocate_aligned, linear_arguments
 from kernels.cpu.library import LANES, library
 from kernels.rows import AttentionRows
 
@@ -48,11 +48,11 @@ class Branch(ctypes.Structure):
 
 def supported(parts: DraftParts) -> bool:
     """Return whether draft.c supports these parts: one dtype, on the CPU, linears that linear.c reads directly."""
-    dtype, found = parts.decoder.dtype, [own for own in (parts.joined, parts.lm_head) if own is not None]
-    if any(own.native is None or own.native.arguments is None or own.native.dtype is not dtype for own in found):
+    dtype, linears = parts.decoder.dtype, [part for part in (parts.joined, parts.lm_head) if part is not None]
+    if any(part.native is None or part.native.arguments is None or part.native.dtype is not dtype for part in linears):
         return False
-    tensors = [own for own in (parts.embedding, *parts.rotary, parts.norm) if own is not None]
-    if any(own.dtype is not dtype or not own.is_contiguous() or own.device.type != "cpu" for own in tensors):
+    tensors = [part for part in (parts.embedding, *parts.rotary, parts.norm) if part is not None]
+    if any(part.dtype is not dtype or not part.is_contiguous() or part.device.type != "cpu" for part in tensors):
         return False
     return parts.lm_head.out_features % LANES == 0
 
@@ -65,16 +65,16 @@ class NativeDraft:
     """A head of `supported` parts, whose tensors must not move in memory."""
 
     def __init__(self, parts: DraftParts) -> None:
-        found = library()
-        assert found is not None
-        self.draft, self.read, self.branch, self.parts = found.draft, found.draft_read, found.draft_branch, parts
-        self.ids, self._lm_head = parts.draft_ids.contiguous(), arguments_of(parts.lm_head)
-        self._joined = None if parts.joined is None else arguments_of(parts.joined)
+        lib = library()
+        assert lib is not None
+        self.draft, self.read, self.branch, self.parts = lib.draft, lib.draft_read, lib.draft_branch, parts
+        self.ids, self._lm_head = parts.draft_ids.contiguous(), linear_arguments(parts.lm_head)
+        self._fused = None if parts.joined is None else linear_arguments(parts.joined)
         assert parts.lm_head.native is not None, "supported() has asked"
         self.lm_head, self.joined = parts.lm_head.native, parts.joined and parts.joined.native
         cos, sin = parts.rotary
         self.arguments = Arguments(
-            joined=None if self._joined is None else ctypes.addressof(self._joined),
+            joined=None if self._fused is None else ctypes.addressof(self._fused),
             lm_head=ctypes.addressof(self._lm_head),
             embedding=parts.embedding.data_ptr(),
             cos=cos.data_ptr(),
@@ -114,24 +114,24 @@ class Begun:
         """
         assert parameters is None or not parameters.restricts
         self._native, parts, size = native, native.parts, state.element_size()
-        (read, hidden), chains = state.shape, len(rows.counts)
-        going = width * chains  # most rows of a level after the first
-        most = max(read, going)
-        self._chains, self._rows = chains, read
+        (num_unread, hidden), chains = state.shape, len(rows.counts)
+        max_next = width * chains  # most rows of a level after the first
+        max_rows = max(num_unread, max_next)
+        self._chains, self._rows = chains, num_unread
         # Copies, with room for the rows of further levels.
-        self._state = padded(state.clone(memory_format=torch.contiguous_format), 0, 0, 0, most - read)
-        given = torch.stack([ids, positions, rows.committed, rows.offset, rows.request])
-        self._numbers = padded(given, 0, most - read)  # [5, most]
-        last = torch.tensor([end - 1 for end in accumulate(rows.counts)])
+        self._state = padded(state.clone(memory_format=torch.contiguous_format), 0, 0, 0, max_rows - num_unread)
+        row_numbers = torch.stack([ids, positions, rows.committed, rows.offset, rows.request])
+        self._numbers = padded(row_numbers, 0, max_rows - num_unread)  # [5, max_rows]
+        last_rows = torch.tensor([end - 1 for end in accumulate(rows.counts)])
         if parameters is None:
-            self._seeds, self._temperature = torch.zeros(2, going, dtype=torch.int64), torch.zeros(going)
+            self._seeds, self._temperature = torch.zeros(2, max_next, dtype=torch.int64), torch.zeros(max_next)
         else:
             seeds = torch.stack([parameters.seed_low, parameters.seed_high])
-            self._seeds = padded(seeds, 0, going - chains)
-            self._temperature = padded(parameters.temperature.clone(), 0, going - chains)
-        self._columns, self._keys = torch.empty(going * count, dtype=torch.int64), torch.empty(going * count)
-        self._masses, self._table = torch.empty(going), rows.table.contiguous()
-        first, step = self._numbers.data_ptr(), most * self._numbers.element_size()
+            self._seeds = padded(seeds, 0, max_next - chains)
+            self._temperature = padded(parameters.temperature.clone(), 0, max_next - chains)
+        self._columns, self._keys = torch.empty(max_next * count, dtype=torch.int64), torch.empty(max_next * count)
+        self._masses, self._table = torch.empty(max_next), rows.table.contiguous()
+        first, step = self._numbers.data_ptr(), max_rows * self._numbers.element_size()
         numbers = {name: first + step * row for row, name in enumerate(NUMBERS)}
         self._attention = paged.Arguments(
             table=self._table.data_ptr(),
@@ -146,29 +146,29 @@ class Begun:
             longest=-(-(rows.longest + max(levels, places)) // LANES) * LANES,
             first=rows.first,
         )
-        self._decoder, self._held = parts.decoder.begin(most, self._attention, caches, {})
+        self._decoder, self._decoder_keepalive = parts.decoder.begin(max_rows, self._attention, caches, {})
         # From the first level's rows, each request's last one continues.
-        self._last, self._ends = last, self._numbers[:, last]
-        self._kept = paged.Arguments.from_buffer_copy(self._attention)
-        self._kept.rows, first, step = chains, self._ends.data_ptr(), chains * self._ends.element_size()
+        self._last_rows, self._ends = last_rows, self._numbers[:, last_rows]
+        self._kept_attention = paged.Arguments.from_buffer_copy(self._attention)
+        self._kept_attention.rows, first, step = chains, self._ends.data_ptr(), chains * self._ends.element_size()
         for row, name in enumerate(NUMBERS):
             if name in ("committed", "offset", "request"):
-                setattr(self._kept, name, first + step * row)
-        self._decoder.kept, self._decoder.keep = ctypes.addressof(self._kept), last.data_ptr()
+                setattr(self._kept_attention, name, first + step * row)
+        self._decoder.kept, self._decoder.keep = ctypes.addressof(self._kept_attention), last_rows.data_ptr()
         sizes = (
-            most * hidden * size * (1 if parts.joined is None else 2),
-            2 * most * native.arguments.dim * size,
-            going * hidden * size,
-            going * parts.lm_head.out_features * size,
-            4 * max(native.lm_head.room(going), native.joined.room(most) if native.joined else 0),
-            0 if parts.decoder.final_norm is None else most * hidden * size,
+            max_rows * hidden * size * (1 if parts.joined is None else 2),
+            2 * max_rows * native.arguments.dim * size,
+            max_next * hidden * size,
+            max_next * parts.lm_head.out_features * size,
+            4 * max(native.lm_head.room(max_next), native.joined.room(max_rows) if native.joined else 0),
+            0 if parts.decoder.final_norm is None else max_rows * hidden * size,
         )
-        self._room, starts = one_after_another(sizes)
+        self._buffer, starts = allocate_aligned(sizes)
         self._decoder.x = self._state.data_ptr()
         self._decoder.hidden = self._decoder.x if parts.decoder.final_norm is None else starts[-1]
         a = self._arguments = Arguments.from_buffer_copy(native.arguments)
         a.tokens, a.turned, a.normed, a.logits, a.scratch = starts[:-1]
-        a.columns, a.keys, a.masses = (own.data_ptr() for own in (self._columns, self._keys, self._masses))
+        a.columns, a.keys, a.masses = (tensor.data_ptr() for tensor in (self._columns, self._keys, self._masses))
         for name, pointer in numbers.items():
             setattr(a, name, pointer)
         a.low, a.high = (row.data_ptr() for row in self._seeds)
@@ -177,15 +177,15 @@ class Begun:
 
     def read(self) -> None:
         """Prefill the unread rows without drafting: compute only what later rows need of them."""
-        self._kept.rows = 0
-        self._native.read(self._ready(0))
+        self._kept_attention.rows = 0
+        self._native.read(self._prepare(0))
 
     def _first(self, count: int) -> None:
         """Prefill the unread rows and find the `count` best tokens of each request's last row; 0: only its choice."""
-        self._native.draft(self._ready(count))
+        self._native.draft(self._prepare(count))
         self._rows, self._decoder.kept = self._chains, None
 
-    def _ready(self, count: int) -> int:
+    def _prepare(self, count: int) -> int:
         """Set the arguments for the current number of rows and return their address."""
         a, native = self._arguments, self._native
         a.chains, a.count, a.rows = self._chains, count, self._rows
@@ -199,21 +199,21 @@ class Begun:
 class NativeChains(Begun):
     """A draft of C chains."""
 
-    def draft(self, *, likely: bool) -> tuple[list[int], list[float] | None]:
-        """Draft one more token of each chain (target ids); with `likely` also return its log-probability."""
-        self._first(1 if likely else 0)
+    def draft(self, *, return_log_probs: bool) -> tuple[list[int], list[float] | None]:
+        """Draft one more token of each chain (target ids); with `return_log_probs` also return its log-probability."""
+        self._first(1 if return_log_probs else 0)
         tokens = self._numbers[0, : self._chains].tolist()
-        if not likely:
+        if not return_log_probs:
             return tokens, None
         return tokens, [-math.log(mass) for mass in self._masses[: self._chains].tolist()]
 
-    def keep(self, places: Sequence[int]) -> None:
-        """Continue only the chains at `places`, which are ascending."""
-        index, count = torch.tensor(places), len(places)
-        for own in (self._numbers, self._seeds):
-            own[:, :count] = own[:, index]
-        for own in (self._state, self._temperature):
-            own[:count] = own[index]
+    def keep(self, indices: Sequence[int]) -> None:
+        """Continue only the chains at `indices`, which are ascending."""
+        index, count = torch.tensor(indices), len(indices)
+        for tensor in (self._numbers, self._seeds):
+            tensor[:, :count] = tensor[:, index]
+        for tensor in (self._state, self._temperature):
+            tensor[:count] = tensor[index]
         self._rows = self._chains = count
 
 
@@ -233,9 +233,9 @@ class NativeTrees(Begun):
         if level == 1:
             self._roots, self._used = self._chains, 0
             self._first(count)
-            self._starts = self._numbers[1:, : self._roots].clone()
-            self._states, self._words = self._state, None
-            self._given = self._seeds[:, : self._roots].clone(), self._temperature[: self._roots].clone()
+            self._root_numbers = self._numbers[1:, : self._roots].clone()
+            self._states, self._tree_mask = self._state, None
+            self._root_sampling = self._seeds[:, : self._roots].clone(), self._temperature[: self._roots].clone()
         else:
             self._run(count)
         nodes = self._chains
@@ -252,22 +252,22 @@ class NativeTrees(Begun):
         level, parent, tokens = self._next
         (roots, width), before = parent.shape, self._chains // self._roots
         if width != before:
-            for own, given in zip((self._seeds, self._temperature), self._given, strict=True):
-                own[..., : roots * width] = given.repeat_interleave(width, dim=-1)
-        states, words, self._states = self._states, self._words, torch.empty_like(self._state)
-        self._words = torch.empty(roots, width, dtype=torch.int64)
+            for tensor, root_values in zip((self._seeds, self._temperature), self._root_sampling, strict=True):
+                tensor[..., : roots * width] = root_values.repeat_interleave(width, dim=-1)
+        states, tree_mask, self._states = self._states, self._tree_mask, torch.empty_like(self._state)
+        self._tree_mask = torch.empty(roots, width, dtype=torch.int64)
         self._rows = self._chains = roots * width
-        self._decoder.x, self._attention.words = self._states.data_ptr(), self._words.data_ptr()
+        self._decoder.x, self._attention.words = self._states.data_ptr(), self._tree_mask.data_ptr()
         if self._native.parts.decoder.final_norm is None:
             self._decoder.hidden = self._decoder.x
-        positions, committed, _, request = (own.data_ptr() for own in self._starts)
+        positions, committed, _, request = (tensor.data_ptr() for tensor in self._root_numbers)
         branch = Branch(
-            draft=self._ready(count),
+            draft=self._prepare(count),
             parent=parent.data_ptr(),
             tokens=tokens.data_ptr(),
             states=states.data_ptr(),
-            words=None if words is None else words.data_ptr(),
-            own_words=self._words.data_ptr(),
+            words=None if tree_mask is None else tree_mask.data_ptr(),
+            own_words=self._tree_mask.data_ptr(),
             positions=positions,
             committed=committed,
             request=request,

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 def compiler() -> str | None:
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
-        if name and (found := shutil.which(name)):
-            return found
+        if name and (path := shutil.which(name)):
+            return path
     return None
 
 
@@ -82,25 +82,25 @@ def library() -> ctypes.CDLL | None:
         return None
     cc = compiler()
     if cc is None:
-        log.warning("no C compiler (looked for $CC, cc, gcc, clang): CPU kernels run in torch, several times slower")
+        log.warning("no C compiler (tried $CC, cc, gcc, clang): CPU kernels fall back to torch, several times slower")
         return None
     try:
         file = library_file(cc)
         if not file.is_file():
             log.info("building the CPU kernels with %s, once for this machine", cc)
             build(cc, file)
-        loaded = ctypes.CDLL(str(file))
+        lib = ctypes.CDLL(str(file))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", b"") or b""
-        log.warning("%s could not build the CPU kernels, which run in torch instead: %s %s", cc, error, detail.decode())
+        log.warning("%s could not build the CPU kernels, which fall back to torch: %s %s", cc, error, detail.decode())
         return None
     for function, arguments in SIGNATURES.items():
-        getattr(loaded, function).argtypes = arguments
-        getattr(loaded, function).restype = None
-    loaded.paged_attention.argtypes, loaded.paged_attention.restype = [ctypes.c_void_p], ctypes.c_int
-    loaded.attention_scratch.argtypes, loaded.attention_scratch.restype = [_I], _I
-    loaded.linear_tiles(1)
-    return loaded
+        getattr(lib, function).argtypes = arguments
+        getattr(lib, function).restype = None
+    lib.paged_attention.argtypes, lib.paged_attention.restype = [ctypes.c_void_p], ctypes.c_int
+    lib.attention_scratch.argtypes, lib.attention_scratch.restype = [_I], _I
+    lib.linear_tiles(1)
+    return lib
 
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

@@ -32,8 +32,8 @@ class Arguments(ctypes.Structure):
 
 
 def supported(inputs: int, dtype: torch.dtype, device: torch.device, weight_format: WeightFormat) -> bool:
-    found = library() if device.type == "cpu" and dtype in KINDS and inputs % 8 == 0 else None
-    return found is not None and (weight_format != "same" or bool(found.linear_takes_wide()))
+    lib = library() if device.type == "cpu" and dtype in KINDS and inputs % 8 == 0 else None
+    return lib is not None and (weight_format != "same" or bool(lib.linear_takes_wide()))
 
 
 class NativeLinear:
@@ -51,11 +51,11 @@ class NativeLinear:
         weight_format: WeightFormat,
         dtype: torch.dtype,
     ) -> None:
-        found = library()
-        assert found is not None
-        self._call, self._runtime = found.linear, openmp()
+        lib = library()
+        assert lib is not None
+        self._call, self._runtime = lib.linear, openmp()
         self.dtype, (self._outputs, self._inputs) = dtype, stored.shape
-        widened = weight_format != "same" and not found.linear_takes_bf16()
+        widened = weight_format != "same" and not lib.linear_takes_bf16()
         self._x_dtype = torch.float32 if widened else dtype
         self._scale, groups = None, 1
         if weight_format == "same":
@@ -79,7 +79,7 @@ class NativeLinear:
             "parallel": self._runtime and self._runtime[0],
             "self": self._runtime and self._runtime[1],
         }
-        self._own = Arguments(**self._fixed)  # for `__call__`, which fills in x, out, rows, scratch and threads
+        self._arguments = Arguments(**self._fixed)  # for `__call__`, which fills in x, out, rows, scratch and threads
         self.bytes = 4 * (self._words.numel() + (self._scale.numel() if self._scale is not None else 0))
 
     @property
@@ -87,15 +87,15 @@ class NativeLinear:
         """Arguments for C callers, without x, out, rows, scratch and threads; None if rows must first become fp32."""
         return Arguments(**self._fixed) if self._x_dtype is self.dtype else None
 
-    def whole_weight(self) -> Tensor:
+    def unpacked_weight(self) -> Tensor:
         """Return the weight `[N, K]` as it was passed in; only for weights without a scale."""
         assert self._scale is None
         words = self._words.transpose(1, 2).flatten(0, 1)[: self._outputs]
         return words.contiguous().view(self.dtype)
 
     def threads(self, rows: int) -> int:
-        many = self._runtime is not None and rows * self._inputs * self._outputs > PARALLEL_WORK
-        return torch.get_num_threads() if many else 1
+        parallel = self._runtime is not None and rows * self._inputs * self._outputs > PARALLEL_WORK
+        return torch.get_num_threads() if parallel else 1
 
     def room(self, rows: int) -> int:
         """Return the number of scratch words that a call with this many rows needs."""
@@ -106,10 +106,10 @@ class NativeLinear:
         rows = rows.to(self._x_dtype).contiguous()
         count = rows.shape[0]
         out = torch.empty(count, self._outputs, dtype=self.dtype)
-        own, scratch = self._own, torch.empty(self.room(count), dtype=torch.int32)
-        own.x, own.out, own.rows, own.threads = rows.data_ptr(), out.data_ptr(), count, self.threads(count)
-        own.scratch = scratch.data_ptr()
-        self._call(ctypes.addressof(own))
+        args, scratch = self._arguments, torch.empty(self.room(count), dtype=torch.int32)
+        args.x, args.out, args.rows, args.threads = rows.data_ptr(), out.data_ptr(), count, self.threads(count)
+        args.scratch = scratch.data_ptr()
+        self._call(ctypes.addressof(args))
         return out
 
 
@@ -122,20 +122,20 @@ def panels(values: Tensor, size: int = PANEL) -> Tensor:
 def wide_panels(weight: Tensor) -> Tensor:
     """Pack `[N, K]` in fp32 or bf16 -> words `[N / 32, K, 32]` or `[N / 32, K / 2, 32]` int32."""
     count, words = len(weight), weight.contiguous().view(torch.int32)
-    found = zeros((-(-count // WIDE_PANEL), words.shape[1], WIDE_PANEL), torch.int32)
+    out = zeros((-(-count // WIDE_PANEL), words.shape[1], WIDE_PANEL), torch.int32)
     for first in range(0, count, CHUNK):
         rows = words[first : first + CHUNK]
-        found[first // WIDE_PANEL : -(-(first + len(rows)) // WIDE_PANEL)] = panels(rows, WIDE_PANEL)
-    return found
+        out[first // WIDE_PANEL : -(-(first + len(rows)) // WIDE_PANEL)] = panels(rows, WIDE_PANEL)
+    return out
 
 
 def packed(stored: Tensor, weight_format: NarrowFormat) -> Tensor:
-    """Pack 8-bit `[N, K]` -> words `[N / 64, K / held, 64]` int32, each of `held` weights, in pairs (linear.c)."""
+    """Pack 8-bit `[N, K]` -> words `[N / 64, K / per_word, 64]` int32, `per_word` in each, in pairs (linear.c)."""
     bits = 4 if weight_format == "int4" else 8
-    held = 32 // bits
-    found = zeros((-(-len(stored) // PANEL), stored.shape[1] // held, PANEL), torch.int32)
-    for words, rows in zip(found.split(CHUNK // PANEL), stored.split(CHUNK), strict=True):
-        values = panels(rows.view(torch.uint8).int() & (2**bits - 1)).unflatten(1, (-1, held))
-        for place in range(held):
-            words |= values[:, :, place] << (bits * (place // 2) + 16 * (place % 2))
-    return found
+    per_word = 32 // bits
+    out = zeros((-(-len(stored) // PANEL), stored.shape[1] // per_word, PANEL), torch.int32)
+    for words, rows in zip(out.split(CHUNK // PANEL), stored.split(CHUNK), strict=True):
+        values = panels(rows.view(torch.uint8).int() & (2**bits - 1)).unflatten(1, (-1, per_word))
+        for index in range(per_word):
+            words |= values[:, :, index] << (bits * (index // 2) + 16 * (index % 2))
+    return out

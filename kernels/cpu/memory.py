@@ -29,26 +29,26 @@ class Memory:
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         size = math.prod(shape) * dtype.itemsize
-        taken = size + -size % ALIGNED
-        if taken > CHUNK // 2:
+        aligned_size = size + -size % ALIGNED
+        if aligned_size > CHUNK // 2:
             return chunk(size)[:size].view(dtype).view(*shape)
         with self._lock:
-            if self._used + taken > len(self._chunk):
+            if self._used + aligned_size > len(self._chunk):
                 self._chunk, self._used = chunk(CHUNK), 0
-            own = self._chunk[self._used : self._used + size]
-            self._used += taken
-        return own.view(dtype).view(*shape)
+            block = self._chunk[self._used : self._used + size]
+            self._used += aligned_size
+        return block.view(dtype).view(*shape)
 
 
 def chunk(size: int) -> Tensor:
     """Allocate `[size]` zero bytes, aligned to a huge page."""
     if not size:
         return torch.empty(0, dtype=torch.uint8)
-    whole = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # raised by a system without huge pages
-        whole.madvise(mmap.MADV_HUGEPAGE)
-    found = torch.frombuffer(whole, dtype=torch.uint8)
-    return found[-found.data_ptr() % PAGE :][:size]
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(mapping, dtype=torch.uint8)
+    return buffer[-buffer.data_ptr() % PAGE :][:size]
 
 
 @cache

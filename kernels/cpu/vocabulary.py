@@ -74,11 +74,11 @@ def loss_rows(
     assert threads is not None
     scratch = torch.empty(threads, 2, -(-size // LANES) * LANES)
     most, total, dot = torch.empty(3, rows)
-    both = torch.empty(rows) if overlap else None
+    overlaps = torch.empty(rows) if overlap else None
     best = torch.empty(rows, dtype=torch.int64)
     tensors = {
         "logits": logits, "taught": taught, "teacher": teacher, "label": label, "factor": factor, "log_z": log_z,
-        "mass": mass, "most": most, "sum": total, "dot": dot, "overlap": both, "best": best, "scratch": scratch,
+        "mass": mass, "most": most, "sum": total, "dot": dot, "overlap": overlaps, "best": best, "scratch": scratch,
     }  # fmt: skip
     native.vocabulary_loss(
         ctypes.byref(
@@ -92,7 +92,7 @@ def loss_rows(
             )
         )
     )
-    return most, total, dot, both, best
+    return most, total, dot, overlaps, best
 
 
 def teach_rows(logits: Tensor, ids: Tensor | None) -> tuple[Statistics, Statistics, Tensor]:
@@ -121,5 +121,5 @@ def teach_rows(logits: Tensor, ids: Tensor | None) -> tuple[Statistics, Statisti
         )
     )
     most, total, dot = values
-    whole, part = (Statistics(most[index], total[index], dot[index], best[index]) for index in (0, 1))
-    return whole, whole if ids is None else part, drafted
+    full, part = (Statistics(most[index], total[index], dot[index], best[index]) for index in (0, 1))
+    return full, full if ids is None else part, drafted

@@ -29,12 +29,12 @@ def paged_attention(
     for b, (start, count) in enumerate(zip(committed, counts, strict=True)):
         for node in range(count):
             if ancestors is None:
-                own = list(range(node + 1))
+                visible = list(range(node + 1))
             else:
-                own = [j for j in range(count) if int(ancestors[b, node]) >> j & 1]
-            places = torch.tensor(list(range(first, start)) + [start + j for j in own])
-            places = places if window is None else places[-window:]
-            slots = block_table[b][places // page_size] * page_size + places % page_size
+                visible = [j for j in range(count) if int(ancestors[b, node]) >> j & 1]
+            positions = torch.tensor(list(range(first, start)) + [start + j for j in visible])
+            positions = positions if window is None else positions[-window:]
+            slots = block_table[b][positions // page_size] * page_size + positions % page_size
             keys, values = cache[:, :, slots].double().repeat_interleave(group, dim=1)  # [nh, L, D] each
             weights = (torch.einsum("hd,hld->hl", q[row].double(), keys) * scale).softmax(-1)
             out.append(torch.einsum("hl,hld->hd", weights, values).flatten())

@@ -16,13 +16,13 @@ def ttt_attention(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], s
     for b in range(batch):
         for row in range(rows):
             last = int(slots[b, row])
-            seen = slice(int(starts[b, last]), last + 1)
+            visible = slice(int(starts[b, last]), last + 1)
             for head in range(heads):
-                shared = head // group
-                own_keys, own_values = (
-                    torch.cat([of_first[b, seen, shared], *(step[b, row, shared][None] for step in later)]).double()
-                    for of_first, *later in (keys, values)
+                kv_head = head // group
+                row_keys, row_values = (
+                    torch.cat([first[b, visible, kv_head], *(step[b, row, kv_head][None] for step in later)]).double()
+                    for first, *later in (keys, values)
                 )
-                weights = (own_keys @ q[b, row, head].double() * scale).softmax(-1)
-                out.append(weights @ own_values)
+                weights = (row_keys @ q[b, row, head].double() * scale).softmax(-1)
+                out.append(weights @ row_values)
     return torch.stack(out).view(batch, rows, heads, -1)

@@ -33,7 +33,7 @@ from torch import Tensor
 from kernels.move import write_slots
 from kernels.rotary import QKNorm, rotate_and_write
 from kernels.rows import AttentionRows
-from kernels.tiles import WORD_BITS, places_of_bits
+from kernels.tiles import WORD_BITS, set_bit_positions
 from kernels.triton import INTERPRET
 
 LOWEST = tl.constexpr(-1e30)  # below every score and finite, so that a state without keys gives no NaN
@@ -66,23 +66,23 @@ def merges_itself(programs: int, head_dim: int, dtype: torch.dtype, tree: bool) 
 
 
 @triton.jit
-def add_tile(q, peak, total, out, keys, values, slot, there, seen, scale, D: tl.constexpr, UPCAST: tl.constexpr):
-    """Add a tile to a state: q `[M, D']`, slot and there `[T]`, seen `[M, T]`, keys and values at their KV head."""
+def add_tile(q, peak, total, out, keys, values, slot, in_tile, mask, scale, D: tl.constexpr, UPCAST: tl.constexpr):
+    """Add a tile to a state: q `[M, D']`, slot and in_tile `[T]`, mask `[M, T]`, keys and values at their KV head."""
     d = tl.arange(0, q.shape[1])
     inside = d < D
-    k = tl.load(keys + slot[None, :] * D + d[:, None], mask=there[None, :] & inside[:, None], other=0.0)
-    v = tl.load(values + slot[:, None] * D + d[None, :], mask=there[:, None] & inside[None, :], other=0.0)
+    k = tl.load(keys + slot[None, :] * D + d[:, None], mask=in_tile[None, :] & inside[:, None], other=0.0)
+    v = tl.load(values + slot[:, None] * D + d[None, :], mask=in_tile[:, None] & inside[None, :], other=0.0)
     if UPCAST:
         k, v = k.to(tl.float32), v.to(tl.float32)
     else:
         k, v = k.to(q.dtype), v.to(q.dtype)  # for an fp8 cache
-    scores = tl.where(seen, tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
+    scores = tl.where(mask, tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
     highest = tl.maximum(peak, tl.max(scores, 1))
     weights = tl.exp2(scores - highest[:, None]).to(v.dtype)
-    fade = tl.exp2(peak - highest)[:, None]
+    decay = tl.exp2(peak - highest)[:, None]
     ones = tl.full([slot.shape[0], SUM_WIDTH], 1.0, v.dtype)
-    total = tl.dot(weights, ones, total * fade, input_precision="ieee")
-    out = tl.dot(weights, v, out * fade, input_precision="ieee")
+    total = tl.dot(weights, ones, total * decay, input_precision="ieee")
+    out = tl.dot(weights, v, out * decay, input_precision="ieee")
     return highest, total, out
 
 
@@ -90,26 +90,26 @@ def add_tile(q, peak, total, out, keys, values, slot, there, seen, scale, D: tl.
 def merge(peak, total, out, other_peak, other_total, other_out):
     """Merge two states `[M]`, `[M, 1 or more]`, `[M, D']`, the later one second."""
     highest = tl.maximum(peak, other_peak)
-    fade, other_fade = tl.exp2(peak - highest)[:, None], tl.exp2(other_peak - highest)[:, None]
-    return highest, total * fade + other_total * other_fade, out * fade + other_out * other_fade
+    decay, other_decay = tl.exp2(peak - highest)[:, None], tl.exp2(other_peak - highest)[:, None]
+    return highest, total * decay + other_total * other_decay, out * decay + other_out * other_decay
 
 
 @triton.jit
-def store_state(states, outs, place, valid, peak, total, out, D: tl.constexpr):
-    """Store a state. `place` `[M]`: index into `states` `[.., 2]` and `outs` `[.., D]`."""
+def store_state(states, outs, index, valid, peak, total, out, D: tl.constexpr):
+    """Store a state. `index` `[M]`: index into `states` `[.., 2]` and `outs` `[.., D]`."""
     d = tl.arange(0, out.shape[1])
-    tl.store(states + place * 2, peak, mask=valid)
-    tl.store(states + place * 2 + 1, tl.max(total, 1), mask=valid)
-    tl.store(outs + place[:, None] * D + d[None, :], out, mask=valid[:, None] & (d < D)[None, :])
+    tl.store(states + index * 2, peak, mask=valid)
+    tl.store(states + index * 2 + 1, tl.max(total, 1), mask=valid)
+    tl.store(outs + index[:, None] * D + d[None, :], out, mask=valid[:, None] & (d < D)[None, :])
 
 
 @triton.jit
-def store_answer(answer, place, valid, total, out, D: tl.constexpr):
-    """Normalise and store the output. `place` `[M]`: row * heads + head."""
+def store_output(attn_out, index, valid, total, out, D: tl.constexpr):
+    """Normalise and store the output. `index` `[M]`: row * heads + head."""
     d = tl.arange(0, out.shape[1])
     total = tl.where(valid, tl.max(total, 1), 1.0)[:, None]
-    to = answer + place[:, None] * D + d[None, :]
-    tl.store(to, (out / total).to(answer.dtype.element_ty), mask=valid[:, None] & (d < D)[None, :])
+    pointers = attn_out + index[:, None] * D + d[None, :]
+    tl.store(pointers, (out / total).to(attn_out.dtype.element_ty), mask=valid[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def attend(
     blocks,
     states,
     outs,
-    answer,
+    attn_out,
     q_stride,
     slots,
     pages,
@@ -160,16 +160,16 @@ def attend(
     if WINDOW:
         start = tl.maximum(first, lowest_end - window)
         lower = tl.maximum(lower, end - window)
-    at = row.to(tl.int64)
-    query = q + at[:, None] * q_stride + head[:, None] * D + d[None, :]
+    row_index = row.to(tl.int64)
+    query = q + row_index[:, None] * q_stride + head[:, None] * D + d[None, :]
     queries = tl.load(query, mask=valid[:, None] & (d < D)[None, :], other=0.0)
     if UPCAST:
         queries = queries.to(tl.float32)
     slots = slots.to(tl.int64)
     keys, values = cache + kv_head * slots * D, cache + (KV_HEADS + kv_head) * slots * D
-    pages_of = table + tl.load(request + row0) * pages
-    line_of = at * (KV_HEADS * GROUP) + head
-    place = line_of * num_states
+    page_ids = table + tl.load(request + row0) * pages
+    out_index = row_index * (KV_HEADS * GROUP) + head
+    state_index = out_index * num_states
     first_split, last_split = start // SPLIT, tl.cdiv(stop, SPLIT)
     if not WHOLE:
         first_split, last_split = tl.maximum(first_split, part), tl.minimum(last_split, part + 1)
@@ -180,29 +180,29 @@ def attend(
         peak = tl.full([LINES], LOWEST, tl.float32)
         total = tl.zeros([LINES, SUM_WIDTH], tl.float32)
         out = tl.zeros([LINES, D_PADDED], tl.float32)
-        here = tl.maximum(split * SPLIT, start // TILE * TILE)
-        for tile in range(here, tl.minimum(stop, (split + 1) * SPLIT), TILE):
+        tile_start = tl.maximum(split * SPLIT, start // TILE * TILE)
+        for tile in range(tile_start, tl.minimum(stop, (split + 1) * SPLIT), TILE):
             position = tile + tl.arange(0, TILE)
-            there = (position < stop) & (position >= start)
-            page = tl.load(pages_of + position // PAGE, mask=there, other=0).to(tl.int64)
-            seen = (position[None, :] < end[:, None]) & (position[None, :] >= lower[:, None]) & there[None, :]
+            in_tile = (position < stop) & (position >= start)
+            page = tl.load(page_ids + position // PAGE, mask=in_tile, other=0).to(tl.int64)
+            mask = (position[None, :] < end[:, None]) & (position[None, :] >= lower[:, None]) & in_tile[None, :]
             peak, total, out = add_tile(
-                queries, peak, total, out, keys, values, page * PAGE + position % PAGE, there, seen, scale, D, UPCAST
+                queries, peak, total, out, keys, values, page * PAGE + position % PAGE, in_tile, mask, scale, D, UPCAST
             )
         if not WHOLE:
-            store_state(states, outs, place + split, valid, peak, total, out, D)
+            store_state(states, outs, state_index + split, valid, peak, total, out, D)
         elif TREE:
             if (split + 1) * SPLIT > stop:  # `branch` continues this split
-                store_state(states, outs, place + 1, valid, peak, total, out, D)
+                store_state(states, outs, state_index + 1, valid, peak, total, out, D)
             else:
                 all_peak, all_total, all_out = merge(all_peak, all_total, all_out, peak, total, out)
         else:
             all_peak, all_total, all_out = merge(all_peak, all_total, all_out, peak, total, out)
     if WHOLE:
         if TREE:
-            store_state(states, outs, place, valid, all_peak, all_total, all_out, D)
+            store_state(states, outs, state_index, valid, all_peak, all_total, all_out, D)
         else:
-            store_answer(answer, line_of, valid, all_total, all_out, D)
+            store_output(attn_out, out_index, valid, all_total, all_out, D)
 
 
 @triton.jit
@@ -245,24 +245,24 @@ def branch(
         queries = queries.to(tl.float32)
     slots = slots.to(tl.int64)
     keys, values = cache + kv_head * slots * D, cache + (KV_HEADS + kv_head) * slots * D
-    place = (row * (KV_HEADS * GROUP) + head) * num_states
+    state_base = (row * (KV_HEADS * GROUP) + head) * num_states
     if WHOLE:
-        place += 1 - begin // SPLIT
+        state_base += 1 - begin // SPLIT
     for split in range(begin // SPLIT, tl.cdiv(end, SPLIT)):
-        here = tl.maximum(begin, split * SPLIT)
-        resumed = valid & (here > split * SPLIT)
-        at = place + split
-        peak = tl.load(states + at * 2, mask=resumed, other=LOWEST)
-        total = tl.load(states + at * 2 + 1, mask=resumed, other=0.0)[:, None] + tl.zeros([1, SUM_WIDTH], tl.float32)
-        known = resumed[:, None] & (d < D)[None, :]
-        out = tl.load(outs + at[:, None] * D + d[None, :], mask=known, other=0.0)
-        for tile in range(here, tl.minimum(end, (split + 1) * SPLIT), TILE):
+        tile_start = tl.maximum(begin, split * SPLIT)
+        resumed = valid & (tile_start > split * SPLIT)
+        index = state_base + split
+        peak = tl.load(states + index * 2, mask=resumed, other=LOWEST)
+        total = tl.load(states + index * 2 + 1, mask=resumed, other=0.0)[:, None] + tl.zeros([1, SUM_WIDTH], tl.float32)
+        state_mask = resumed[:, None] & (d < D)[None, :]
+        out = tl.load(outs + index[:, None] * D + d[None, :], mask=state_mask, other=0.0)
+        for tile in range(tile_start, tl.minimum(end, (split + 1) * SPLIT), TILE):
             position = tile + tl.arange(0, TILE)
-            there = (position < end) & (position >= lower)
-            slot = tl.load(tail_slots + row * TAIL + position - begin, mask=there, other=0)
-            seen = there[None, :] & valid[:, None]
-            peak, total, out = add_tile(queries, peak, total, out, keys, values, slot, there, seen, scale, D, UPCAST)
-        store_state(states, outs, at, valid, peak, total, out, D)
+            in_tile = (position < end) & (position >= lower)
+            slot = tl.load(tail_slots + row * TAIL + position - begin, mask=in_tile, other=0)
+            mask = in_tile[None, :] & valid[:, None]
+            peak, total, out = add_tile(queries, peak, total, out, keys, values, slot, in_tile, mask, scale, D, UPCAST)
+        store_state(states, outs, index, valid, peak, total, out, D)
 
 
 @triton.jit
@@ -271,7 +271,7 @@ def combine(
     outs,
     committed,
     ends,
-    answer,
+    attn_out,
     num_states,
     first,
     window,
@@ -294,18 +294,18 @@ def combine(
         start = tl.maximum(first, end - window) // SPLIT
     if WHOLE:  # a tree: the state that `attend` merged, then those that `branch` continued
         start, stop = start * 0, stop - tl.load(committed + row) // SPLIT + 1
-    line_of = row * (KV_HEADS * GROUP) + head
-    place = line_of * num_states
+    out_index = row * (KV_HEADS * GROUP) + head
+    state_base = out_index * num_states
     peak = tl.full([GROUP_PADDED], LOWEST, tl.float32)
     total = tl.zeros([GROUP_PADDED, 1], tl.float32)
     out = tl.zeros([GROUP_PADDED, D_PADDED], tl.float32)
     for index in range(start, stop):
-        at = place + index
-        other_peak = tl.load(states + at * 2, mask=valid, other=LOWEST)
-        other_total = tl.load(states + at * 2 + 1, mask=valid, other=0.0)[:, None]
-        other_out = tl.load(outs + at[:, None] * D + d[None, :], mask=mask, other=0.0)
+        state_index = state_base + index
+        other_peak = tl.load(states + state_index * 2, mask=valid, other=LOWEST)
+        other_total = tl.load(states + state_index * 2 + 1, mask=valid, other=0.0)[:, None]
+        other_out = tl.load(outs + state_index[:, None] * D + d[None, :], mask=mask, other=0.0)
         peak, total, out = merge(peak, total, out, other_peak, other_total, other_out)
-    store_answer(answer, line_of, valid, total, out, D)
+    store_output(attn_out, out_index, valid, total, out, D)
 
 
 def supported(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> bool:
@@ -334,20 +334,20 @@ class TritonAttention:
         self._shape = shape = shape or blocking(head_dim, dtype)
         nodes = shape.lines // group
         self._blocks = blocks = _blocks(rows.counts, nodes, device)
-        self._tree = rows.words is not None
+        self._tree = rows.tree_mask is not None
         splits = -(-rows.longest // shape.split)
         programs = len(blocks) * num_kv_heads
         self._whole = merges_itself(programs, head_dim, dtype, self._tree) if whole is None else whole
         self._table, self._first, self._page_size = rows.table.contiguous(), rows.first, rows.page_size
         self._request, self._slots = rows.request, rows.slots
         self._committed = rows.committed.int()
-        if rows.words is None:
+        if rows.tree_mask is None:
             self._ends, self._tail_slots = (rows.places + 1).int(), rows.slots
         else:
             self._ends, self._tail_slots = _tails(rows, shape.tile)
         count = rows.request.shape[0]
-        tails = 1 - (1 - shape.tile - WORD_BITS) // shape.split  # most splits that `branch` writes for a row
-        num_states = splits if not self._whole else 1 + tails
+        tail_splits = 1 - (1 - shape.tile - WORD_BITS) // shape.split  # most splits that `branch` writes for a row
+        num_states = splits if not self._whole else 1 + tail_splits
         states = count if self._tree or not self._whole else 0
         self._states = torch.empty(states, num_heads, num_states, 2, device=device)
         self._outs = torch.empty(states, num_heads, num_states, head_dim, device=device)
@@ -377,35 +377,35 @@ class TritonAttention:
 
     def read(self, q: Tensor, cache: Tensor, scale: float, window: int | None = None) -> Tensor:
         """As `__call__`, with the rows' keys and values already in the cache. q's rows may have any stride."""
-        shape, rows = self._shape, (q.shape[0], self._sizes["KV_HEADS"])
+        shape, row_grid = self._shape, (q.shape[0], self._sizes["KV_HEADS"])
         scale *= math.log2(math.e)
         upcast = q.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1"
         tiles = {"LINES": shape.lines, "TILE": shape.tile, "SPLIT": shape.split, "UPCAST": upcast}
         common = {**self._sizes, **self._padded, "WHOLE": self._whole, "WINDOW": window is not None}
-        speed = {"num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": False}
-        places = (self._first, window or 0)
+        launch_options = {"num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": False}
+        bounds = (self._first, window or 0)
         states = (self._states, self._outs)
         table = (self._table, self._request, self._committed, self._ends, self._blocks)
         strides = (q.stride(0), cache.shape[2], self._table.shape[1], self._outs.shape[2])
-        answer = q.new_empty(q.shape[0], self._outs.shape[1] * self._sizes["D"])
+        attn_out = q.new_empty(q.shape[0], self._outs.shape[1] * self._sizes["D"])
         attend[self._grid](
-            q, cache, *table, *states, answer, *strides, *places, scale, PAGE=self._page_size, TREE=self._tree, **tiles,
-            **common, **speed,
+            q, cache, *table, *states, attn_out, *strides, *bounds, scale, PAGE=self._page_size, TREE=self._tree,
+            **tiles, **common, **launch_options,
         )  # fmt: skip
         if self._tree:
             strides = (q.stride(0), cache.shape[2], self._outs.shape[2])
             tail = (self._committed, self._ends, self._tail_slots)
-            branch[rows](
-                q, cache, *tail, *states, *strides, *places, scale, TAIL=self._tail_slots.shape[1], **tiles, **common,
-                **speed,
+            branch[row_grid](
+                q, cache, *tail, *states, *strides, *bounds, scale, TAIL=self._tail_slots.shape[1], **tiles, **common,
+                **launch_options,
             )  # fmt: skip
         if self._tree or not self._whole:
-            combine[rows](
-                *states, self._committed, self._ends, answer, self._outs.shape[2], *places, SPLIT=shape.split,
+            combine[row_grid](
+                *states, self._committed, self._ends, attn_out, self._outs.shape[2], *bounds, SPLIT=shape.split,
                 GROUP_PADDED=triton.next_power_of_2(self._sizes["GROUP"]), **common, num_warps=4,
                 enable_fp_fusion=False,
             )  # fmt: skip
-        return answer
+        return attn_out
 
 
 def _blocks(counts: tuple[int, ...], nodes: int, device: torch.device) -> Tensor:
@@ -415,14 +415,14 @@ def _blocks(counts: tuple[int, ...], nodes: int, device: torch.device) -> Tensor
     """
     if len(set(counts)) == 1:
         (count,) = set(counts)
-        done = torch.arange(0, count, nodes, dtype=torch.int32, device=device)
-        first = torch.arange(0, len(counts) * count, count, dtype=torch.int32, device=device)[:, None] + done
-        return torch.stack([first, (count - done).clamp(max=nodes).expand_as(first)], dim=-1).flatten(0, 1)
+        offset = torch.arange(0, count, nodes, dtype=torch.int32, device=device)
+        first = torch.arange(0, len(counts) * count, count, dtype=torch.int32, device=device)[:, None] + offset
+        return torch.stack([first, (count - offset).clamp(max=nodes).expand_as(first)], dim=-1).flatten(0, 1)
     starts = itertools.accumulate(counts, initial=0)
     blocks = [
-        [start + done, min(nodes, count - done)]
+        [start + offset, min(nodes, count - offset)]
         for start, count in zip(starts, counts, strict=False)
-        for done in range(0, count, nodes)
+        for offset in range(0, count, nodes)
     ]
     return torch.tensor(blocks, dtype=torch.int32).to(device, non_blocking=True)
 
@@ -431,15 +431,15 @@ def _tails(rows: AttentionRows, tile: int) -> tuple[Tensor, Tensor]:
     """For rows of trees, return the number of keys each sees `[R]`, and the slots of those after its last full tile of
     committed keys `[R, W]`.
     """
-    assert rows.words is not None
-    nth, set_bits = places_of_bits(rows.words)
+    assert rows.tree_mask is not None
+    nth, set_bits = set_bit_positions(rows.tree_mask)
     ends = rows.committed + set_bits
     begin = rows.committed // tile * tile
     width = tile + WORD_BITS
     position = begin[:, None] + torch.arange(width, device=begin.device)
-    beyond = position - rows.committed[:, None]
-    place = rows.committed[:, None] + nth.gather(1, beyond.clamp(0, WORD_BITS - 1))
-    place = torch.where(beyond < 0, position, place)
+    past_committed = position - rows.committed[:, None]
+    place = rows.committed[:, None] + nth.gather(1, past_committed.clamp(0, WORD_BITS - 1))
+    place = torch.where(past_committed < 0, position, place)
     page = (place // rows.page_size).clamp(max=rows.table.shape[1] - 1)
     pages = rows.table[rows.request].gather(1, page)
     return ends.int(), pages * rows.page_size + place % rows.page_size

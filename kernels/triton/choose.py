@@ -38,8 +38,8 @@ def read_scaled(logits, row, stride, columns, size, temperature):
 
 @triton.jit
 def best_of_block(
-    logits, stride, size, temperatures, thresholds, seeds_low, seeds_high, positions, token_ids, found, where_found,
-    peaks, masses,
+    logits, stride, size, temperatures, thresholds, seeds_low, seeds_high, positions, token_ids, block_keys,
+    block_columns, peaks, masses,
     M: tl.constexpr, N: tl.constexpr, SAMPLED: tl.constexpr, RESTRICTED: tl.constexpr, NOISE: tl.constexpr,
     IDS: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
@@ -64,44 +64,44 @@ def best_of_block(
             keys = tl.where(temperature > 0, keys + gumbel_noise(key, ids), keys)
     else:
         keys = tl.load(logits + row * stride + columns, mask=inside, other=MINUS_INFINITY).to(tl.float32)
-    place = row * blocks + block
+    index = row * blocks + block
     if MASS:
         peak = tl.max(keys, axis=0)
         finite = tl.where(peak > MINUS_INFINITY, peak, 0.0)
-        tl.store(peaks + place, peak)
-        tl.store(masses + place, tl.sum(tl.exp(keys - finite), axis=0))
+        tl.store(peaks + index, peak)
+        tl.store(masses + index, tl.sum(tl.exp(keys - finite), axis=0))
     value, column = float("inf"), -1
     for rank in range(M):
-        left = inside & ((keys < value) | ((keys == value) & (columns > column)))
-        value = tl.max(tl.where(left, keys, MINUS_INFINITY), axis=0)
-        column = tl.min(tl.where(left & (keys == value), columns, size), axis=0)
-        tl.store(found + place * M + rank, value)
-        tl.store(where_found + place * M + rank, column)
+        remaining = inside & ((keys < value) | ((keys == value) & (columns > column)))
+        value = tl.max(tl.where(remaining, keys, MINUS_INFINITY), axis=0)
+        column = tl.min(tl.where(remaining & (keys == value), columns, size), axis=0)
+        tl.store(block_keys + index * M + rank, value)
+        tl.store(block_columns + index * M + rank, column)
 
 
 @triton.jit
 def best_of_row(
-    found, where_found, peaks, masses, out, out_columns, out_mass, blocks, candidates, size,
+    block_keys, block_columns, peaks, masses, out, out_columns, out_mass, blocks, candidates, size,
     M: tl.constexpr, C: tl.constexpr, P: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
     """Find the M best of a row's candidates; with MASS also the log-sum-exp of the row."""
     row = tl.program_id(0).to(tl.int64)
-    places = tl.arange(0, C)
-    keys = tl.load(found + row * candidates + places, mask=places < candidates, other=MINUS_INFINITY)
-    columns = tl.load(where_found + row * candidates + places, mask=places < candidates, other=size)
+    index = tl.arange(0, C)
+    keys = tl.load(block_keys + row * candidates + index, mask=index < candidates, other=MINUS_INFINITY)
+    columns = tl.load(block_columns + row * candidates + index, mask=index < candidates, other=size)
     value, column = float("inf"), -1
     for rank in range(M):
-        left = (columns < size) & ((keys < value) | ((keys == value) & (columns > column)))
-        value = tl.max(tl.where(left, keys, MINUS_INFINITY), axis=0)
-        column = tl.min(tl.where(left & (keys == value), columns, size), axis=0)
+        remaining = (columns < size) & ((keys < value) | ((keys == value) & (columns > column)))
+        value = tl.max(tl.where(remaining, keys, MINUS_INFINITY), axis=0)
+        column = tl.min(tl.where(remaining & (keys == value), columns, size), axis=0)
         tl.store(out + row * M + rank, value)
         tl.store(out_columns + row * M + rank, tl.minimum(column, size - 1).to(tl.int64))
     if MASS:
         parts = tl.arange(0, P)
         peak = tl.load(peaks + row * blocks + parts, mask=parts < blocks, other=MINUS_INFINITY)
         mass = tl.load(masses + row * blocks + parts, mask=parts < blocks, other=0.0)
-        most = tl.max(peak, axis=0)
-        finite = tl.where(most > MINUS_INFINITY, most, 0.0)
+        max_peak = tl.max(peak, axis=0)
+        finite = tl.where(max_peak > MINUS_INFINITY, max_peak, 0.0)
         total = tl.sum(tl.where(mass > 0, mass * tl.exp(peak - finite), 0.0), axis=0)
         tl.store(out_mass + row, finite + tl.log(total))
 
@@ -136,18 +136,18 @@ def descend(sums, prefix, above, limit, row, blocks, first, P: tl.constexpr, WEI
     sums: the previous level's, of every block [blocks, 16]. With `first` a weighted limit is a share of the total mass.
     """
     parts, digits = tl.arange(0, P), tl.arange(0, DIGITS)
-    places = (row * blocks + parts[:, None]) * DIGITS + digits[None, :]
-    held = tl.sum(tl.load(sums + places, mask=parts[:, None] < blocks, other=0.0), axis=0)
-    higher = above + tl.sum(tl.where(digits[:, None] > digits[None, :], held[:, None], 0.0), axis=0)
+    index = (row * blocks + parts[:, None]) * DIGITS + digits[None, :]
+    digit_sums = tl.sum(tl.load(sums + index, mask=parts[:, None] < blocks, other=0.0), axis=0)
+    higher = above + tl.sum(tl.where(digits[:, None] > digits[None, :], digit_sums[:, None], 0.0), axis=0)
     if WEIGHTED:
-        limit = tl.where(first, limit * tl.sum(held, axis=0), limit)
-    digit = tl.min(tl.where((held > 0) & (higher < limit), digits, DIGITS - 1), axis=0)
+        limit = tl.where(first, limit * tl.sum(digit_sums, axis=0), limit)
+    digit = tl.min(tl.where((digit_sums > 0) & (higher < limit), digits, DIGITS - 1), axis=0)
     return (prefix << 4) | digit.to(tl.uint32), tl.sum(tl.where(digits == digit, higher, 0.0), axis=0), limit
 
 
 @triton.jit(do_not_specialize=["level"])
 def count_digits(
-    logits, stride, size, temperatures, tops, floors, asked, states, sums, level,
+    logits, stride, size, temperatures, tops, floors, requested, states, sums, level,
     N: tl.constexpr, P: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """One level: count, or weigh, a row's values by their next digit, among those with the prefix so far.
@@ -156,7 +156,7 @@ def count_digits(
     """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows, blocks = tl.num_programs(0), tl.num_programs(1)
-    if tl.load(asked + row) == 0:
+    if tl.load(requested + row) == 0:
         return
     state = states + row * 3
     prefix = tl.full((), 0, tl.uint32)
@@ -193,12 +193,12 @@ def count_digits(
 
 @triton.jit
 def read_threshold(
-    states, sums, asked, floors, out, blocks, LEVEL: tl.constexpr, P: tl.constexpr, WEIGHTED: tl.constexpr
+    states, sums, requested, floors, out, blocks, LEVEL: tl.constexpr, P: tl.constexpr, WEIGHTED: tl.constexpr
 ):
-    """After the last level: write the value of all digits, at least the floor; the floor for rows not in `asked`."""
+    """After the last level: write the value of all digits, at least the floor; the floor for rows not `requested`."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     threshold = tl.load(floors + row)
-    if tl.load(asked + row) != 0:
+    if tl.load(requested + row) != 0:
         old = states + ((LEVEL - 1) * rows + row) * 3
         prefix, above, limit = tl.load(old), tl.load(old + 1), tl.load(old + 2)
         code, _, _ = descend(
@@ -235,11 +235,11 @@ def logprobs(logits: Tensor, tokens: Tensor, top: int, block: int = BLOCK) -> tu
     count = max(top, 1)
     keys, columns, log_mass = best_columns(logits, None, None, None, count, None, mass=True, noise=False, block=block)
     assert log_mass is not None
-    own = logits.gather(1, tokens[:, None])[:, 0].float() - log_mass
+    token_logprobs = logits.gather(1, tokens[:, None])[:, 0].float() - log_mass
     rows, size = logits.shape
     above = torch.empty(rows, triton.cdiv(size, block), dtype=torch.int32, device=logits.device)
-    count_above[above.shape](logits, logits.stride(0), size, log_mass, own, above, N=block, num_warps=8)
-    return own, above.sum(1) + 1, columns[:, :top], keys[:, :top] - log_mass[:, None]
+    count_above[above.shape](logits, logits.stride(0), size, log_mass, token_logprobs, above, N=block, num_warps=8)
+    return token_logprobs, above.sum(1) + 1, columns[:, :top], keys[:, :top] - log_mass[:, None]
 
 
 def best_columns(
@@ -259,36 +259,36 @@ def best_columns(
     assert count <= size, "there are no more columns"
     assert logits.stride(1) == 1, "columns beside each other"
     blocks, device = triton.cdiv(size, block), logits.device
-    found = torch.empty(rows, blocks, count, device=device)
+    block_keys = torch.empty(rows, blocks, count, device=device)
     columns = torch.empty(rows, blocks, count, dtype=torch.int32, device=device)
-    peaks, masses = torch.empty(2, rows, blocks, device=device) if mass else (found, found)
+    peaks, masses = torch.empty(2, rows, blocks, device=device) if mass else (block_keys, block_keys)
     p = parameters
     best_of_block[rows, blocks](
         logits, logits.stride(0), size,
-        found if p is None else p.temperature, found if thresholds is None else thresholds,
+        block_keys if p is None else p.temperature, block_keys if thresholds is None else thresholds,
         columns if p is None else p.seed_low, columns if p is None else p.seed_high,
         columns if positions is None else positions, columns if token_ids is None else token_ids,
-        found, columns, peaks, masses,
+        block_keys, columns, peaks, masses,
         M=count, N=block, SAMPLED=p is not None, RESTRICTED=thresholds is not None, NOISE=noise,
         IDS=token_ids is not None, MASS=mass, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     keys = torch.empty(rows, count, device=device)
-    where = torch.empty(rows, count, dtype=torch.int64, device=device)
+    row_columns = torch.empty(rows, count, dtype=torch.int64, device=device)
     log_mass = torch.empty(rows, device=device) if mass else None
     best_of_row[rows,](
-        found, columns, peaks, masses, keys, where, keys if log_mass is None else log_mass,
+        block_keys, columns, peaks, masses, keys, row_columns, keys if log_mass is None else log_mass,
         blocks, blocks * count, size,
         M=count, C=triton.next_power_of_2(blocks * count), P=triton.next_power_of_2(blocks), MASS=mass, num_warps=8,
     )  # fmt: skip
-    return keys, where, log_mass
+    return keys, row_columns, log_mass
 
 
 def find_thresholds(logits: Tensor, parameters: ChoiceParameters, block: int = BLOCK) -> Tensor:
     """Return the least logit divided by temperature that min-p, then top-k, then top-p keep, `[R]`."""
-    p, none = parameters, float("-inf")
+    p, disabled = parameters, float("-inf")
     tops, _, _ = best_columns(logits, p, None, None, 1, None, mass=False, noise=False, block=block)
     tops, sampled = tops[:, 0], p.temperature > 0
-    floors = torch.where((p.min_p > 0) & sampled, tops + exact_log(p.min_p), none)
+    floors = torch.where((p.min_p > 0) & sampled, tops + exact_log(p.min_p), disabled)
     by_k = (p.top_k > 0) & sampled
     floors = threshold(logits, p.temperature, tops, floors, by_k, p.top_k.float(), block, weighted=False)
     by_p = (p.top_p < 1) & sampled
@@ -300,7 +300,7 @@ def threshold(
     temperature: Tensor,
     tops: Tensor,
     floors: Tensor,
-    asked: Tensor,
+    requested: Tensor,
     limit: Tensor,
     block: int,
     *,
@@ -312,12 +312,12 @@ def threshold(
     sums = torch.empty(LEVELS, rows, blocks, 16, device=device)
     states = torch.zeros(LEVELS, rows, 3, dtype=torch.int32, device=device)
     states[0, :, 2] = limit.to(torch.float32).view(torch.int32)
-    asked, parts = asked.to(torch.int32), triton.next_power_of_2(blocks)
+    requested, parts = requested.to(torch.int32), triton.next_power_of_2(blocks)
     for level in range(LEVELS):
         count_digits[rows, blocks](
-            logits, logits.stride(0), size, temperature, tops, floors, asked, states, sums, level,
+            logits, logits.stride(0), size, temperature, tops, floors, requested, states, sums, level,
             N=block, P=parts, WEIGHTED=weighted, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     out = torch.empty_like(floors)
-    read_threshold[rows,](states, sums, asked, floors, out, blocks, LEVEL=LEVELS, P=parts, WEIGHTED=weighted)
+    read_threshold[rows,](states, sums, requested, floors, out, blocks, LEVEL=LEVELS, P=parts, WEIGHTED=weighted)
     return out

@@ -57,13 +57,13 @@ def rms_norm_kernel(
 def norm_beside_kernel(x, y, x_weight, y_weight, out, x_stride, y_stride, size, eps, SIZE: tl.constexpr):
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     inside = i < size
-    to = out + row * 2 * size
+    destination = out + row * 2 * size
     if tl.program_id(1) == 0:
         value = tl.load(x + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
-        store_norm(value, x_weight, to, i, inside, size, eps)
+        store_norm(value, x_weight, destination, i, inside, size, eps)
     else:
         value = tl.load(y + row * y_stride + i, mask=inside, other=0.0).to(tl.float32)
-        store_norm(value, y_weight, to + size, i, inside, size, eps)
+        store_norm(value, y_weight, destination + size, i, inside, size, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centred: bool = False) -> Tensor:
@@ -182,8 +182,8 @@ def gate_mul_kernel(gate_up, out, stride, size, BLOCK: tl.constexpr, GELU: tl.co
     inner = gate
     if GELU:  # approximated by tanh: gate times the sigmoid of 2 sqrt(2 / pi) (gate + 0.044715 gate^3)
         inner = 1.5957691216057308 * (gate + 0.044715 * (gate * gate * gate))
-    fall = tl.exp(-tl.abs(inner))  # never overflows
-    active = gate * tl.where(inner < 0, fall, 1.0) / (1.0 + fall)
+    decay = tl.exp(-tl.abs(inner))  # never overflows
+    active = gate * tl.where(inner < 0, decay, 1.0) / (1.0 + decay)
     product = active.to(out.dtype.element_ty).to(tl.float32) * up
     tl.store(out + row * size + i, product.to(out.dtype.element_ty), mask=inside)
 

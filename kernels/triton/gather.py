@@ -20,23 +20,23 @@ def gather_kernel(a, b, c, d, stride_a, stride_b, stride_c, stride_d, index, out
     columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     origin = tl.load(index + row)
-    to = out + (row * tl.num_programs(1) + part) * size + columns
+    destination = out + (row * tl.num_programs(1) + part) * size + columns
     if part == 0:
-        tl.store(to, tl.load(a + origin * stride_a + columns, mask=inside), mask=inside)
+        tl.store(destination, tl.load(a + origin * stride_a + columns, mask=inside), mask=inside)
     if part == 1:
-        tl.store(to, tl.load(b + origin * stride_b + columns, mask=inside), mask=inside)
+        tl.store(destination, tl.load(b + origin * stride_b + columns, mask=inside), mask=inside)
     if part == 2:
-        tl.store(to, tl.load(c + origin * stride_c + columns, mask=inside), mask=inside)
+        tl.store(destination, tl.load(c + origin * stride_c + columns, mask=inside), mask=inside)
     if part == 3:
-        tl.store(to, tl.load(d + origin * stride_d + columns, mask=inside), mask=inside)
+        tl.store(destination, tl.load(d + origin * stride_d + columns, mask=inside), mask=inside)
 
 
 def gather_rows(parts: Sequence[Tensor], index: Tensor) -> Tensor:
     """As kernels.gather.gather_rows, for at most MOST parts."""
     size, first = parts[0].shape[1], parts[0]
     assert all(part.stride(1) == 1 and part.dtype is first.dtype for part in parts), "columns beside each other"
-    four = [*parts, *[first] * (MOST - len(parts))]
+    padded = [*parts, *[first] * (MOST - len(parts))]
     out = torch.empty(len(index), len(parts) * size, dtype=first.dtype, device=first.device)
     grid = len(index), len(parts), triton.cdiv(size, BLOCK)
-    gather_kernel[grid](*four, *(part.stride(0) for part in four), index, out, size, BLOCK=BLOCK)
+    gather_kernel[grid](*padded, *(part.stride(0) for part in padded), index, out, size, BLOCK=BLOCK)
     return out

@@ -56,9 +56,9 @@ def product(
             w = tl.load(weights, mask=in_n[:, None], other=0.0)
             a = tl.load(inputs, mask=in_m[None, :], other=0.0)
         else:
-            there = k < K - start
-            w = tl.load(weights, mask=in_n[:, None] & there[None, :], other=0.0)
-            a = tl.load(inputs, mask=in_m[None, :] & there[:, None], other=0.0)
+            in_k = k < K - start
+            w = tl.load(weights, mask=in_n[:, None] & in_k[None, :], other=0.0)
+            a = tl.load(inputs, mask=in_m[None, :] & in_k[:, None], other=0.0)
         if UPCAST:
             w, a = w.to(tl.float32), a.to(tl.float32)
         else:
@@ -134,8 +134,8 @@ def linear_kernel(
         total = total * tl.load(scale + n, mask=in_n, other=0.0)[:, None]
     if BIASED:
         total = total + tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
-    to = out + m.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(to, total.to(out.dtype.element_ty), mask=in_n[:, None] & in_m[None, :])
+    destination = out + m.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(destination, total.to(out.dtype.element_ty), mask=in_n[:, None] & in_m[None, :])
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:

@@ -16,14 +16,14 @@ MOST = 256  # slots that a program holds in registers
 
 @triton.jit
 def move_kernel(stack, source, destination, count, slots, D: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr):
-    at = stack + tl.program_id(0).to(tl.int64) * slots * D
+    base = stack + tl.program_id(0).to(tl.int64) * slots * D
     i, d = tl.arange(0, COUNT), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     moved = i < count
     mask = moved[:, None] & (d < D)[None, :]
     origin, target = tl.load(source + i, mask=moved, other=0), tl.load(destination + i, mask=moved, other=0)
-    held = tl.load(at + origin[:, None] * D + d[None, :], mask=mask)
+    values = tl.load(base + origin[:, None] * D + d[None, :], mask=mask)
     tl.debug_barrier()
-    tl.store(at + target[:, None] * D + d[None, :], held, mask=mask)
+    tl.store(base + target[:, None] * D + d[None, :], values, mask=mask)
 
 
 def move_slots(stack: Tensor, source: Tensor, destination: Tensor) -> None:

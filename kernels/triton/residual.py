@@ -33,12 +33,12 @@ def residual_silu_kernel(
         total = total + tl.load(bias + group * H + n, mask=in_n, other=0.0).to(tl.float32)[:, None]
     dtype = out.dtype.element_ty
     value = total.to(dtype).to(tl.float32)
-    fall = tl.exp(-tl.abs(value))  # never overflows
-    active = (value * tl.where(value < 0, fall, 1.0) / (1.0 + fall)).to(dtype).to(tl.float32)
-    there = in_n[:, None] & in_m[None, :]
-    place = m[None, :] * H + n[:, None]
-    own = tl.load(x + place, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + group * rows * H + place, (own + active).to(dtype), mask=there)
+    decay = tl.exp(-tl.abs(value))  # never overflows
+    active = (value * tl.where(value < 0, decay, 1.0) / (1.0 + decay)).to(dtype).to(tl.float32)
+    mask = in_n[:, None] & in_m[None, :]
+    offset = m[None, :] * H + n[:, None]
+    residual = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + group * rows * H + offset, (residual + active).to(dtype), mask=mask)
 
 
 def residual_silu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

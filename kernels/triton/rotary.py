@@ -42,12 +42,12 @@ def rotate_and_write_kernel(
 ):
     row, half = tl.program_id(0).to(tl.int64), D // 2
     head, i = tl.arange(0, LINES)[:, None], tl.arange(0, HALF)[None, :]
-    kept = i < half
-    inside = kept & (head < HEADS + KV_HEADS)
+    in_half = i < half
+    inside = in_half & (head < HEADS + KV_HEADS)
     dtype = q.dtype.element_ty
-    at = qkv + row * stride + head * D + i
-    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    source = qkv + row * stride + head * D + i
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     if NORMED:
         root = tl.sqrt_rn((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
         weight = tl.where(head < HEADS, q_weight + i, k_weight + i)
@@ -60,32 +60,32 @@ def rotate_and_write_kernel(
             first = ((first / root).to(dtype).to(tl.float32) * w1).to(dtype).to(tl.float32)
             second = ((second / root).to(dtype).to(tl.float32) * w2).to(dtype).to(tl.float32)
     angle = row * D + i
-    cos1 = tl.load(cos + angle, mask=kept, other=0.0).to(tl.float32)
-    sin1 = tl.load(sin + angle, mask=kept, other=0.0).to(tl.float32)
-    cos2 = tl.load(cos + angle + half, mask=kept, other=0.0).to(tl.float32)
-    sin2 = tl.load(sin + angle + half, mask=kept, other=0.0).to(tl.float32)
+    cos1 = tl.load(cos + angle, mask=in_half, other=0.0).to(tl.float32)
+    sin1 = tl.load(sin + angle, mask=in_half, other=0.0).to(tl.float32)
+    cos2 = tl.load(cos + angle + half, mask=in_half, other=0.0).to(tl.float32)
+    sin2 = tl.load(sin + angle + half, mask=in_half, other=0.0).to(tl.float32)
     # products are rounded as torch rounds them
     left = ((first * cos1).to(dtype).to(tl.float32) - (second * sin1).to(dtype).to(tl.float32)).to(dtype)
     right = ((second * cos2).to(dtype).to(tl.float32) + (first * sin2).to(dtype).to(tl.float32)).to(dtype)
-    to = q + (row * HEADS + head) * D + i
+    destination = q + (row * HEADS + head) * D + i
     queries = inside & (head < HEADS)
-    tl.store(to, left, mask=queries)
-    tl.store(to + half, right, mask=queries)
+    tl.store(destination, left, mask=queries)
+    tl.store(destination + half, right, mask=queries)
     slots = slots.to(tl.int64)
-    here = tl.load(slot + row) * D
+    slot_offset = tl.load(slot + row) * D
     keys = inside & (head >= HEADS)
-    to = cache + (head - HEADS) * slots * D + here + i
+    destination = cache + (head - HEADS) * slots * D + slot_offset + i
     stored = cache.dtype.element_ty
     if FP8:
         left, right = within_fp8(left), within_fp8(right)
-    tl.store(to, left.to(stored), mask=keys)
-    tl.store(to + half, right.to(stored), mask=keys)
+    tl.store(destination, left.to(stored), mask=keys)
+    tl.store(destination + half, right.to(stored), mask=keys)
     head, i = tl.arange(0, KV_LINES)[:, None], tl.arange(0, 2 * HALF)[None, :]
     values = (head < KV_HEADS) & (i < D)
     value = tl.load(qkv + row * stride + (HEADS + KV_HEADS + head) * D + i, mask=values, other=0.0)
     if FP8:
         value = within_fp8(value)
-    tl.store(cache + (KV_HEADS + head) * slots * D + here + i, value.to(stored), mask=values)
+    tl.store(cache + (KV_HEADS + head) * slots * D + slot_offset + i, value.to(stored), mask=values)
 
 
 def rotate_and_write(

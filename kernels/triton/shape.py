@@ -25,14 +25,14 @@ def shape_kernel(
     if PENALISED:
         count = tl.load(output + columns, mask=inside, other=0.0)
         if DRAFTED:
-            for place in range(depth):
-                token = tl.load(drafted + row * depth + place)
+            for index in range(depth):
+                token = tl.load(drafted + row * depth + index)
                 count += tl.where(columns == token, 1.0, 0.0)
         present = count > 0
         if REPEATED:
-            known = present | (tl.load(prompt + columns, mask=inside, other=0) != 0)
-            smaller = tl.where(x > 0, tl.div_rn(x, tl.full([N], 1.0, tl.float32) * repetition), x * repetition)
-            x = tl.where(known, smaller, x)
+            repeated = present | (tl.load(prompt + columns, mask=inside, other=0) != 0)
+            penalised = tl.where(x > 0, tl.div_rn(x, tl.full([N], 1.0, tl.float32) * repetition), x * repetition)
+            x = tl.where(repeated, penalised, x)
         x = x - frequency * count
         x = x - tl.where(present, presence, 0.0)
     if BIASED:

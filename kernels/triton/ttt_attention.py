@@ -49,8 +49,8 @@ OWN_ROWS = 16  # block of `ttt_own_gradient`, which keeps six `[OWN_ROWS, D]` te
 
 def blocking(sizes: Sequence[Blocking], q: Tensor) -> tuple[Blocking, dict[str, int | bool]]:
     """Return the block sizes for q's head size and dtype, and the launch options that contain them."""
-    own = FP32 if q.dtype == torch.float32 else sizes
-    shape = own[bisect.bisect_left((64, 128), q.shape[3])]
+    candidates = FP32 if q.dtype == torch.float32 else sizes
+    shape = candidates[bisect.bisect_left((64, 128), q.shape[3])]
     upcast = q.dtype == torch.bfloat16 and os.environ.get(INTERPRET) == "1"
     tiles = {"ROWS": shape.rows, "KEYS": shape.keys, "UPCAST": upcast}
     return shape, tiles | {"num_warps": shape.warps, "num_stages": shape.stages}
@@ -75,7 +75,7 @@ def store_rows(base, place, valid, x, D: tl.constexpr):
 
 @triton.jit
 def ttt_forward(
-    q, k, v, own_k, own_v, firsts, ends, out, sums, M, T, later, scale,
+    q, k, v, later_k, later_v, firsts, ends, out, sums, M, T, num_later, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -83,43 +83,43 @@ def ttt_forward(
     kv_head = head // (HEADS // KV_HEADS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = row < M
-    at = batch * M + row
-    first, end = tl.load(firsts + at, mask=valid, other=T), tl.load(ends + at, mask=valid, other=0)
-    queries = load_rows(q, at * HEADS + head, valid, D, D_PADDED, UPCAST)
+    index = batch * M + row
+    first, end = tl.load(firsts + index, mask=valid, other=T), tl.load(ends + index, mask=valid, other=0)
+    queries = load_rows(q, index * HEADS + head, valid, D, D_PADDED, UPCAST)
     peak = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    answer = tl.zeros([ROWS, D_PADDED], tl.float32)
-    for step in range(later):
-        place = ((step * tl.num_programs(2) + batch) * M + row) * KV_HEADS + kv_head
-        key = load_rows(own_k, place, valid, D, D_PADDED, UPCAST).to(tl.float32)
+    acc = tl.zeros([ROWS, D_PADDED], tl.float32)
+    for step in range(num_later):
+        kv_index = ((step * tl.num_programs(2) + batch) * M + row) * KV_HEADS + kv_head
+        key = load_rows(later_k, kv_index, valid, D, D_PADDED, UPCAST).to(tl.float32)
         score = tl.sum(queries.to(tl.float32) * key, 1) * scale
         highest = tl.maximum(peak, score)
-        weight, fade = tl.exp2(score - highest), tl.exp2(peak - highest)
-        peak, total = highest, total * fade + weight
-        value = load_rows(own_v, place, valid, D, D_PADDED, UPCAST).to(tl.float32)
-        answer = answer * fade[:, None] + weight[:, None] * value
+        weight, decay = tl.exp2(score - highest), tl.exp2(peak - highest)
+        peak, total = highest, total * decay + weight
+        value = load_rows(later_v, kv_index, valid, D, D_PADDED, UPCAST).to(tl.float32)
+        acc = acc * decay[:, None] + weight[:, None] * value
     stop = tl.max(end, 0)
     for tile in range(tl.min(first, 0) // KEYS * KEYS, stop, KEYS):
         position = tile + tl.arange(0, KEYS)
-        there = position < stop
-        place = (batch * T + position) * KV_HEADS + kv_head
-        key = load_rows(k, place, there, D, D_PADDED, UPCAST)
-        value = load_rows(v, place, there, D, D_PADDED, UPCAST)
-        seen = (position[None, :] >= first[:, None]) & (position[None, :] < end[:, None])
+        in_tile = position < stop
+        kv_index = (batch * T + position) * KV_HEADS + kv_head
+        key = load_rows(k, kv_index, in_tile, D, D_PADDED, UPCAST)
+        value = load_rows(v, kv_index, in_tile, D, D_PADDED, UPCAST)
+        visible = (position[None, :] >= first[:, None]) & (position[None, :] < end[:, None])
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
-        scores = tl.where(seen, scores, float("-inf"))
+        scores = tl.where(visible, scores, float("-inf"))
         highest = tl.maximum(peak, tl.max(scores, 1))
-        weights, fade = tl.exp2(scores - highest[:, None]), tl.exp2(peak - highest)
-        peak, total = highest, total * fade + tl.sum(weights, 1)
-        answer = tl.dot(weights.to(value.dtype), value, answer * fade[:, None], input_precision="ieee")
+        weights, decay = tl.exp2(scores - highest[:, None]), tl.exp2(peak - highest)
+        peak, total = highest, total * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
     total = tl.where(valid, total, 1.0)
-    store_rows(out, at * HEADS + head, valid, answer / total[:, None], D)
+    store_rows(out, index * HEADS + head, valid, acc / total[:, None], D)
     tl.store(sums + (batch * HEADS + head) * M + row, peak + tl.log2(total), mask=valid)
 
 
 @triton.jit
 def ttt_query_gradient(
-    q, k, v, own_k, own_v, firsts, ends, out, sums, grad, deltas, grad_q, M, T, later, scale,
+    q, k, v, later_k, later_v, firsts, ends, out, sums, grad, deltas, grad_q, M, T, num_later, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -127,36 +127,36 @@ def ttt_query_gradient(
     kv_head = head // (HEADS // KV_HEADS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = row < M
-    at = batch * M + row
-    first, end = tl.load(firsts + at, mask=valid, other=T), tl.load(ends + at, mask=valid, other=0)
-    queries = load_rows(q, at * HEADS + head, valid, D, D_PADDED, UPCAST)
-    upstream = load_rows(grad, at * HEADS + head, valid, D, D_PADDED, UPCAST)
-    answer = load_rows(out, at * HEADS + head, valid, D, D_PADDED, UPCAST)
-    by_head = (batch * HEADS + head) * M + row
-    log_total = tl.load(sums + by_head, mask=valid, other=0.0)
-    delta = tl.sum(upstream.to(tl.float32) * answer.to(tl.float32), 1)
-    tl.store(deltas + by_head, delta, mask=valid)
+    index = batch * M + row
+    first, end = tl.load(firsts + index, mask=valid, other=T), tl.load(ends + index, mask=valid, other=0)
+    queries = load_rows(q, index * HEADS + head, valid, D, D_PADDED, UPCAST)
+    upstream = load_rows(grad, index * HEADS + head, valid, D, D_PADDED, UPCAST)
+    output = load_rows(out, index * HEADS + head, valid, D, D_PADDED, UPCAST)
+    stat_index = (batch * HEADS + head) * M + row
+    log_total = tl.load(sums + stat_index, mask=valid, other=0.0)
+    delta = tl.sum(upstream.to(tl.float32) * output.to(tl.float32), 1)
+    tl.store(deltas + stat_index, delta, mask=valid)
     total = tl.zeros([ROWS, D_PADDED], tl.float32)
-    for step in range(later):
-        place = ((step * tl.num_programs(2) + batch) * M + row) * KV_HEADS + kv_head
-        key = load_rows(own_k, place, valid, D, D_PADDED, UPCAST).to(tl.float32)
-        value = load_rows(own_v, place, valid, D, D_PADDED, UPCAST).to(tl.float32)
+    for step in range(num_later):
+        kv_index = ((step * tl.num_programs(2) + batch) * M + row) * KV_HEADS + kv_head
+        key = load_rows(later_k, kv_index, valid, D, D_PADDED, UPCAST).to(tl.float32)
+        value = load_rows(later_v, kv_index, valid, D, D_PADDED, UPCAST).to(tl.float32)
         weight = tl.exp2(tl.sum(queries.to(tl.float32) * key, 1) * scale - log_total)
-        by_weight = tl.sum(upstream.to(tl.float32) * value, 1) - delta
-        total += (weight * by_weight)[:, None] * key
+        dp = tl.sum(upstream.to(tl.float32) * value, 1) - delta
+        total += (weight * dp)[:, None] * key
     stop = tl.max(end, 0)
     for tile in range(tl.min(first, 0) // KEYS * KEYS, stop, KEYS):
         position = tile + tl.arange(0, KEYS)
-        there = position < stop
-        place = (batch * T + position) * KV_HEADS + kv_head
-        key = load_rows(k, place, there, D, D_PADDED, UPCAST)
-        value = load_rows(v, place, there, D, D_PADDED, UPCAST)
-        seen = (position[None, :] >= first[:, None]) & (position[None, :] < end[:, None])
+        in_tile = position < stop
+        kv_index = (batch * T + position) * KV_HEADS + kv_head
+        key = load_rows(k, kv_index, in_tile, D, D_PADDED, UPCAST)
+        value = load_rows(v, kv_index, in_tile, D, D_PADDED, UPCAST)
+        visible = (position[None, :] >= first[:, None]) & (position[None, :] < end[:, None])
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
-        weights = tl.exp2(tl.where(seen, scores - log_total[:, None], float("-inf")))
-        by_weight = tl.dot(upstream, tl.trans(value), input_precision="ieee") - delta[:, None]
-        total = tl.dot((weights * by_weight).to(key.dtype), key, total, input_precision="ieee")
-    store_rows(grad_q, at * HEADS + head, valid, total * (scale * 0.6931471805599453), D)  # scale is for base 2
+        weights = tl.exp2(tl.where(visible, scores - log_total[:, None], float("-inf")))
+        dp = tl.dot(upstream, tl.trans(value), input_precision="ieee") - delta[:, None]
+        total = tl.dot((weights * dp).to(key.dtype), key, total, input_precision="ieee")
+    store_rows(grad_q, index * HEADS + head, valid, total * (scale * 0.6931471805599453), D)  # scale is for base 2
 
 
 @triton.jit
@@ -167,61 +167,61 @@ def ttt_key_gradient(
 ):  # fmt: skip
     block, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     position = block * KEYS + tl.arange(0, KEYS)
-    there = position < T
-    place = (batch * T + position) * KV_HEADS + kv_head
-    key = load_rows(k, place, there, D, D_PADDED, UPCAST)
-    value = load_rows(v, place, there, D, D_PADDED, UPCAST)
-    of_key = tl.zeros([KEYS, D_PADDED], tl.float32)
-    of_value = tl.zeros([KEYS, D_PADDED], tl.float32)
+    in_tile = position < T
+    kv_index = (batch * T + position) * KV_HEADS + kv_head
+    key = load_rows(k, kv_index, in_tile, D, D_PADDED, UPCAST)
+    value = load_rows(v, kv_index, in_tile, D, D_PADDED, UPCAST)
+    dk = tl.zeros([KEYS, D_PADDED], tl.float32)
+    dv = tl.zeros([KEYS, D_PADDED], tl.float32)
     range_of = reach + (batch * tl.num_programs(0) + block) * 2
     start, stop = tl.load(range_of), tl.load(range_of + 1)
-    for nth in range(HEADS // KV_HEADS):
-        head = kv_head * (HEADS // KV_HEADS) + nth
+    for group_index in range(HEADS // KV_HEADS):
+        head = kv_head * (HEADS // KV_HEADS) + group_index
         for tile in range(start, stop, ROWS):
             row = tile + tl.arange(0, ROWS)
             valid = row < M
-            at, by_head = batch * M + row, (batch * HEADS + head) * M + row
-            first, end = tl.load(firsts + at, mask=valid, other=T), tl.load(ends + at, mask=valid, other=0)
-            queries = load_rows(q, at * HEADS + head, valid, D, D_PADDED, UPCAST)
-            upstream = load_rows(grad, at * HEADS + head, valid, D, D_PADDED, UPCAST)
-            log_total = tl.load(sums + by_head, mask=valid, other=0.0)
-            delta = tl.load(deltas + by_head, mask=valid, other=0.0)
-            seen = (position[:, None] >= first[None, :]) & (position[:, None] < end[None, :])
+            index, stat_index = batch * M + row, (batch * HEADS + head) * M + row
+            first, end = tl.load(firsts + index, mask=valid, other=T), tl.load(ends + index, mask=valid, other=0)
+            queries = load_rows(q, index * HEADS + head, valid, D, D_PADDED, UPCAST)
+            upstream = load_rows(grad, index * HEADS + head, valid, D, D_PADDED, UPCAST)
+            log_total = tl.load(sums + stat_index, mask=valid, other=0.0)
+            delta = tl.load(deltas + stat_index, mask=valid, other=0.0)
+            visible = (position[:, None] >= first[None, :]) & (position[:, None] < end[None, :])
             scores = tl.dot(key, tl.trans(queries), input_precision="ieee") * scale
-            weights = tl.exp2(tl.where(seen, scores - log_total[None, :], float("-inf")))
-            of_value = tl.dot(weights.to(upstream.dtype), upstream, of_value, input_precision="ieee")
-            by_weight = tl.dot(value, tl.trans(upstream), input_precision="ieee") - delta[None, :]
-            of_key = tl.dot((weights * by_weight).to(queries.dtype), queries, of_key, input_precision="ieee")
-    store_rows(grad_k, place, there, of_key * (scale * 0.6931471805599453), D)
-    store_rows(grad_v, place, there, of_value, D)
+            weights = tl.exp2(tl.where(visible, scores - log_total[None, :], float("-inf")))
+            dv = tl.dot(weights.to(upstream.dtype), upstream, dv, input_precision="ieee")
+            dp = tl.dot(value, tl.trans(upstream), input_precision="ieee") - delta[None, :]
+            dk = tl.dot((weights * dp).to(queries.dtype), queries, dk, input_precision="ieee")
+    store_rows(grad_k, kv_index, in_tile, dk * (scale * 0.6931471805599453), D)
+    store_rows(grad_v, kv_index, in_tile, dv, D)
 
 
 @triton.jit
 def ttt_own_gradient(
-    q, own_k, own_v, sums, grad, deltas, grad_k, grad_v, M, batches, scale,
+    q, later_k, later_v, sums, grad, deltas, grad_k, grad_v, M, batches, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     kv_head, batch = tl.program_id(1), (tl.program_id(2) % batches).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = row < M
-    place = (tl.program_id(2).to(tl.int64) * M + row) * KV_HEADS + kv_head  # `[steps, B, M, nkv]`
-    key = load_rows(own_k, place, valid, D, D_PADDED, True)
-    value = load_rows(own_v, place, valid, D, D_PADDED, True)
-    of_key = tl.zeros([ROWS, D_PADDED], tl.float32)
-    of_value = tl.zeros([ROWS, D_PADDED], tl.float32)
-    for nth in range(HEADS // KV_HEADS):
-        head = kv_head * (HEADS // KV_HEADS) + nth
-        at, by_head = (batch * M + row) * HEADS + head, (batch * HEADS + head) * M + row
-        queries = load_rows(q, at, valid, D, D_PADDED, True)
-        upstream = load_rows(grad, at, valid, D, D_PADDED, True)
-        log_total = tl.load(sums + by_head, mask=valid, other=0.0)
-        delta = tl.load(deltas + by_head, mask=valid, other=0.0)
+    kv_index = (tl.program_id(2).to(tl.int64) * M + row) * KV_HEADS + kv_head  # `[steps, B, M, nkv]`
+    key = load_rows(later_k, kv_index, valid, D, D_PADDED, True)
+    value = load_rows(later_v, kv_index, valid, D, D_PADDED, True)
+    dk = tl.zeros([ROWS, D_PADDED], tl.float32)
+    dv = tl.zeros([ROWS, D_PADDED], tl.float32)
+    for group_index in range(HEADS // KV_HEADS):
+        head = kv_head * (HEADS // KV_HEADS) + group_index
+        query_index, stat_index = (batch * M + row) * HEADS + head, (batch * HEADS + head) * M + row
+        queries = load_rows(q, query_index, valid, D, D_PADDED, True)
+        upstream = load_rows(grad, query_index, valid, D, D_PADDED, True)
+        log_total = tl.load(sums + stat_index, mask=valid, other=0.0)
+        delta = tl.load(deltas + stat_index, mask=valid, other=0.0)
         weight = tl.exp2(tl.sum(queries * key, 1) * scale - log_total)
-        by_weight = tl.sum(upstream * value, 1) - delta
-        of_key += (weight * by_weight)[:, None] * queries
-        of_value += weight[:, None] * upstream
-    store_rows(grad_k, place, valid, of_key * (scale * 0.6931471805599453), D)
-    store_rows(grad_v, place, valid, of_value, D)
+        dp = tl.sum(upstream * value, 1) - delta
+        dk += (weight * dp)[:, None] * queries
+        dv += weight[:, None] * upstream
+    store_rows(grad_k, kv_index, valid, dk * (scale * 0.6931471805599453), D)
+    store_rows(grad_v, kv_index, valid, dv, D)
 
 
 def supported(head_dim: int, dtype: torch.dtype) -> bool:
@@ -232,30 +232,30 @@ class TttAttention(torch.autograd.Function):
     """kernels.ttt_attention on q, the `bounds` of its rows, then all keys and all values, all of q's dtype."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, firsts: Tensor, ends: Tensor, *both: Tensor) -> Tensor:  # type: ignore[override]
-        q, k, v, own_k, own_v = arranged(q, both)
+    def forward(ctx: Any, q: Tensor, firsts: Tensor, ends: Tensor, *kv: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v, later_k, later_v = arranged(q, kv)
         (batch, rows, heads, _), sizes = q.shape, sizes_of(q, k)
         out, sums = torch.empty_like(q), torch.empty(batch, heads, rows, device=q.device)
         shape, options = blocking(FORWARD, q)
         ttt_forward[triton.cdiv(rows, shape.rows), heads, batch](
-            q, k, v, own_k, own_v, firsts, ends, out, sums, rows, k.shape[1], len(both) // 2 - 1, scale_of(q), **sizes,
-            **options,
+            q, k, v, later_k, later_v, firsts, ends, out, sums, rows, k.shape[1], len(kv) // 2 - 1, scale_of(q),
+            **sizes, **options,
         )  # fmt: skip
-        ctx.save_for_backward(q, firsts, ends, out, sums, *both)
+        ctx.save_for_backward(q, firsts, ends, out, sums, *kv)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, firsts, ends, out, sums, *both = ctx.saved_tensors
-        q, k, v, own_k, own_v = arranged(q, both)
+        q, firsts, ends, out, sums, *kv = ctx.saved_tensors
+        q, k, v, later_k, later_v = arranged(q, kv)
         (batch, rows, heads, _), sizes, scale = q.shape, sizes_of(q, k), scale_of(q)
-        later, length, kv_heads = len(both) // 2 - 1, *k.shape[1:3]
+        num_later, length, kv_heads = len(kv) // 2 - 1, *k.shape[1:3]
         grad, deltas, grad_q = grad.contiguous(), torch.empty_like(sums), torch.empty_like(q)
         shape, options = blocking(OF_QUERIES, q)
         ttt_query_gradient[triton.cdiv(rows, shape.rows), heads, batch](
-            q, k, v, own_k, own_v, firsts, ends, out, sums, grad, deltas, grad_q, rows, length, later, scale, **sizes,
-            **options,
+            q, k, v, later_k, later_v, firsts, ends, out, sums, grad, deltas, grad_q, rows, length, num_later, scale,
+            **sizes, **options,
         )  # fmt: skip
         grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
         shape, options = blocking(OF_KEYS, q)
@@ -263,21 +263,21 @@ class TttAttention(torch.autograd.Function):
         ttt_key_gradient[reach.shape[1], kv_heads, batch](
             q, k, v, firsts, ends, sums, grad, deltas, reach, grad_k, grad_v, rows, length, scale, **sizes, **options
         )
-        if not later:
+        if not num_later:
             return grad_q, None, None, grad_k, grad_v
-        own_grad_k, own_grad_v = torch.empty_like(own_k), torch.empty_like(own_v)
-        ttt_own_gradient[triton.cdiv(rows, OWN_ROWS), kv_heads, later * batch](
-            q, own_k, own_v, sums, grad, deltas, own_grad_k, own_grad_v, rows, batch, scale, **sizes, ROWS=OWN_ROWS,
-            num_warps=4,
+        later_grad_k, later_grad_v = torch.empty_like(later_k), torch.empty_like(later_v)
+        ttt_own_gradient[triton.cdiv(rows, OWN_ROWS), kv_heads, num_later * batch](
+            q, later_k, later_v, sums, grad, deltas, later_grad_k, later_grad_v, rows, batch, scale, **sizes,
+            ROWS=OWN_ROWS, num_warps=4,
         )  # fmt: skip
-        return grad_q, None, None, grad_k, *own_grad_k, grad_v, *own_grad_v
+        return grad_q, None, None, grad_k, *later_grad_k, grad_v, *later_grad_v
 
 
-def arranged(q: Tensor, both: Sequence[Tensor]) -> list[Tensor]:
+def arranged(q: Tensor, kv: Sequence[Tensor]) -> list[Tensor]:
     """Return q, the first step's keys and values, and later steps' `[steps, B, M, nkv, D]`, all contiguous."""
-    (k, *own_k), (v, *own_v) = both[: len(both) // 2], both[len(both) // 2 :]
+    (k, *later_k), (v, *later_v) = kv[: len(kv) // 2], kv[len(kv) // 2 :]
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    return [q, k, v, *(torch.stack(own) if own else k for own in (own_k, own_v))]
+    return [q, k, v, *(torch.stack(steps) if steps else k for steps in (later_k, later_v))]
 
 
 def sizes_of(q: Tensor, k: Tensor) -> dict[str, Any]:
@@ -300,8 +300,8 @@ def reaching(firsts: Tensor, ends: Tensor, length: int, shape: Blocking) -> Tens
     low = torch.nn.functional.pad(firsts, (0, missing), value=length).view(batch, blocks, -1).amin(-1)
     high = torch.nn.functional.pad(ends, (0, missing)).view(batch, blocks, -1).amax(-1)
     begin = torch.arange(0, length, shape.keys, dtype=torch.int32, device=firsts.device)[:, None]
-    met = (high[:, None] > begin) & (low[:, None] < begin + shape.keys)  # [B, blocks of keys, blocks of rows]
+    overlapping = (high[:, None] > begin) & (low[:, None] < begin + shape.keys)  # [B, blocks of keys, blocks of rows]
     number = torch.arange(blocks, dtype=torch.int32, device=firsts.device)
-    start = torch.where(met, number, blocks).amin(-1)
-    stop = torch.where(met, number + 1, 0).amax(-1)
+    start = torch.where(overlapping, number, blocks).amin(-1)
+    stop = torch.where(overlapping, number + 1, 0).amax(-1)
     return torch.stack([start, stop], dim=-1) * shape.rows

@@ -11,17 +11,17 @@ from torch import Tensor
 
 @triton.jit
 def last_accepted(
-    token, parent, depth, ancestors, length, choice, likely, out, width, N: tl.constexpr, LIKELY: tl.constexpr
+    token, parent, depth, ancestors, length, choice, typical_mask, out, width, N: tl.constexpr, TYPICAL: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     nodes = tl.arange(0, N)
     inside = nodes < tl.minimum(tl.load(length + row), width)
     places = row * width + nodes
-    above = tl.maximum(tl.load(parent + places, mask=inside, other=0), 0)
-    wanted = tl.load(choice + row * width + above, mask=inside, other=-1).to(tl.int64)
-    ok = (nodes == 0) | (tl.load(token + places, mask=inside, other=-2).to(tl.int64) == wanted)
-    if LIKELY:
-        ok |= tl.load(likely + places, mask=inside, other=0) != 0
+    parent_node = tl.maximum(tl.load(parent + places, mask=inside, other=0), 0)
+    expected = tl.load(choice + row * width + parent_node, mask=inside, other=-1).to(tl.int64)
+    ok = (nodes == 0) | (tl.load(token + places, mask=inside, other=-2).to(tl.int64) == expected)
+    if TYPICAL:
+        ok |= tl.load(typical_mask + places, mask=inside, other=0) != 0
     ok &= inside
     word = tl.sum(tl.where(ok, tl.full((N,), 1, tl.int64) << nodes.to(tl.int64), 0), axis=0)
     alive = inside & ((tl.load(ancestors + places, mask=inside, other=0) & ~word) == 0)
@@ -36,12 +36,12 @@ def accept(
     ancestors: Tensor,
     length: Tensor,
     choice: Tensor,
-    likely: Tensor | None = None,
+    typical_mask: Tensor | None = None,
 ) -> Tensor:
     """As kernels.verify.accept, on one device."""
     batch, width = token.shape
     out = torch.empty(batch, dtype=torch.int64, device=token.device)
-    given = (token, parent, depth, ancestors, length, choice, token if likely is None else likely)
-    tensors, nodes = (x.contiguous() for x in given), triton.next_power_of_2(width)
-    last_accepted[batch,](*tensors, out, width, N=nodes, LIKELY=likely is not None, num_warps=1)
+    inputs = (token, parent, depth, ancestors, length, choice, token if typical_mask is None else typical_mask)
+    tensors, nodes = (x.contiguous() for x in inputs), triton.next_power_of_2(width)
+    last_accepted[batch,](*tensors, out, width, N=nodes, TYPICAL=typical_mask is not None, num_warps=1)
     return out

@@ -19,7 +19,7 @@ from torch import Tensor
 from models.config import read_json
 from models.fields import Fields
 from models.formats import headway, ibm_mlp, medusa, safeailab_eagle, safeailab_eagle3, speculators, vllm_medusa
-from models.formats.checkpoint import Checkpoint, Format, Given, Verifier
+from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, Verifier
 from models.formats.files import find_weights, read_weights
 from models.formats.matching import bare_names, expected_tensors, head_kind, match
 from models.heads import EMBEDDING, LM_HEAD, PROVENANCE
@@ -28,9 +28,9 @@ from models.heads.base import HeadShape
 __all__ = [
     "FORMATS",
     "Checkpoint",
-    "Given",
+    "ConversionOptions",
+    "RenderedCheckpoint",
     "Verifier",
-    "Written",
     "detect",
     "interpret",
     "read_checkpoint",
@@ -48,7 +48,7 @@ CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
-class Written:
+class RenderedCheckpoint:
     """config.json, the tensors under our names, the name of each in the file, and what the file cannot express."""
 
     config: dict[str, Any]
@@ -72,44 +72,48 @@ def detect(folder: Path) -> Format:
     raise ValueError(f"{folder}: {CONFIG} is of no format that we know: {', '.join(FORMATS)}")
 
 
-def read_checkpoint(form: Format, folder: Path, given: Given | None = None, *, pickles: bool = False) -> Checkpoint:
+def read_checkpoint(
+    form: Format, folder: Path, provided: ConversionOptions | None = None, *, pickles: bool = False
+) -> Checkpoint:
     """Read a folder of format `form`.
 
-    Raises ValueError naming whatever is missing, unknown, doubled, contradictory or does not fit `given.verifier`.
+    Raises ValueError naming whatever is missing, unknown, doubled, contradictory or does not fit `provided.verifier`.
     """
     config = read_config(folder)
     tensors = read_weights(find_weights(folder, form.weights), pickles=pickles)
     try:
-        checkpoint = interpret(form, config, tensors, given or Given())
+        checkpoint = interpret(form, config, tensors, provided or ConversionOptions())
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     return replace(checkpoint, provenance=read_json(folder / PROVENANCE)) if form is headway.FORMAT else checkpoint
 
 
-def interpret(form: Format, config: Mapping[str, Any], tensors: Mapping[str, Tensor], given: Given) -> Checkpoint:
+def interpret(
+    form: Format, config: Mapping[str, Any], tensors: Mapping[str, Tensor], provided: ConversionOptions
+) -> Checkpoint:
     """Make a Checkpoint of the content of the files; `read_checkpoint` reads them."""
     for option in ("layer_ids", "norm_output"):
-        value = getattr(given, option)
+        value = getattr(provided, option)
         if value is not None and option not in form.asks:
             raise ValueError(f"--{option.replace('_', '-')} {value}: {form.name} does not leave that open")
     bare, names = bare_names(tensors, form.prefixes, form.aliases)
     fields = Fields(config)
-    stated = form.read(fields, {name: tuple(tensor.shape) for name, tensor in bare.items()}, given)
+    stated = form.read(fields, {name: tuple(tensor.shape) for name, tensor in bare.items()}, provided)
     if form is not headway.FORMAT:  # which compares all keys itself
         fields.done()
     remarks = form.incoming(bare, stated.config)
     matched, spelled = match(form, stated, bare, config)
-    _check_verifier(stated.config, given.verifier)
-    tokens = given.speculative_tokens or stated.speculative_tokens
+    _check_verifier(stated.config, provided.verifier)
+    tokens = provided.speculative_tokens or stated.speculative_tokens
     if tokens and stated.config.max_depth and tokens > stated.config.max_depth:
         raise ValueError(f"speculative_tokens={tokens}: this head drafts at most {stated.config.max_depth}")
     return Checkpoint(
         head=head_kind(stated.config).name,
         config=stated.config,
         tensors=matched,
-        sources={ours: names.get(theirs, theirs) for ours, theirs in spelled.items()},
-        remarks={names.get(theirs, theirs): remark for theirs, remark in remarks.items()},
-        verifier=given.verifier or stated.verifier,
+        sources={our_name: names.get(source, source) for our_name, source in spelled.items()},
+        remarks={names.get(source, source): remark for source, remark in remarks.items()},
+        verifier=provided.verifier or stated.verifier,
         speculative_tokens=tokens,
         notes=stated.notes,
     )
@@ -117,33 +121,33 @@ def interpret(form: Format, config: Mapping[str, Any], tensors: Mapping[str, Ten
 
 def write_checkpoint(
     form: Format, checkpoint: Checkpoint, folder: Path, *, of_target: Mapping[str, Callable[[], Tensor]] | None = None
-) -> Written:
+) -> RenderedCheckpoint:
     """Call `render`, then `save`."""
     written = render(form, checkpoint, of_target=of_target)
     save(form, checkpoint, written, folder)
     return written
 
 
-def save(form: Format, checkpoint: Checkpoint, written: Written, folder: Path) -> None:
+def save(form: Format, checkpoint: Checkpoint, written: RenderedCheckpoint, folder: Path) -> None:
     """Write config.json and weights into an existing folder, read them back and compare."""
     (folder / CONFIG).write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
     # cloned, because tensors of a pickle may share memory, which safetensors cannot
-    tensors = {written.names[ours]: tensor.contiguous().clone() for ours, tensor in written.tensors.items()}
+    tensors = {written.names[our_name]: tensor.contiguous().clone() for our_name, tensor in written.tensors.items()}
     save_file(tensors, folder / form.weights[0], metadata={"format": "pt"})
     if form is headway.FORMAT:
         text = json.dumps(checkpoint.provenance or {}, indent=2) + "\n"
         (folder / PROVENANCE).write_text(text, encoding="utf-8")
     layer_ids = "hidden_states" if "layer_ids" in form.asks else None
     norm_output = "vllm" if "norm_output" in form.asks else None
-    again = read_checkpoint(form, folder, Given(layer_ids=layer_ids, norm_output=norm_output))
-    assert again.config == checkpoint.config, (again.config, checkpoint.config)
-    assert again.tensors.keys() == written.tensors.keys()
-    assert all(torch.equal(value, written.tensors[name]) for name, value in again.tensors.items())
+    reread = read_checkpoint(form, folder, ConversionOptions(layer_ids=layer_ids, norm_output=norm_output))
+    assert reread.config == checkpoint.config, (reread.config, checkpoint.config)
+    assert reread.tensors.keys() == written.tensors.keys()
+    assert all(torch.equal(value, written.tensors[name]) for name, value in reread.tensors.items())
 
 
 def render(
     form: Format, checkpoint: Checkpoint, *, of_target: Mapping[str, Callable[[], Tensor]] | None = None
-) -> Written:
+) -> RenderedCheckpoint:
     """Return what a file of this format will hold; the inverse of `interpret`.
 
     `of_target`: functions, by our names, that read the target's embedding and LM head, `[V, H]` each; called only for a
@@ -151,9 +155,9 @@ def render(
     cannot hold this head.
     """
     if checkpoint.head not in form.heads:
-        homes = [name for name, other in FORMATS.items() if checkpoint.head in other.heads]
+        suitable = [name for name, other in FORMATS.items() if checkpoint.head in other.heads]
         raise ValueError(
-            f"{form.name} holds {', '.join(form.heads)}; this head is {checkpoint.head}: one of {', '.join(homes)}"
+            f"{form.name} holds {', '.join(form.heads)}; this head is {checkpoint.head}: one of {', '.join(suitable)}"
         )
     config, tensors = form.write(checkpoint), dict(checkpoint.tensors)
     missing = set(expected_tensors(checkpoint.config)) - set(tensors) - form.optional(checkpoint.config)
@@ -165,25 +169,25 @@ def render(
                 "(a folder with its weights)"
             )
         tensors[name] = of_target[name]()
-    names = {ours: form.written_prefix + form.spell(ours, checkpoint.config) for ours in tensors}
+    names = {our_name: form.written_prefix + form.spell(our_name, checkpoint.config) for our_name in tensors}
     notes = form.losses(checkpoint)
     if not form.states_tokens:
         notes.append(f"{form.name} does not say how many tokens to draft")
     if checkpoint.provenance is not None and form is not headway.FORMAT:
         notes.append(f"{PROVENANCE} stays behind: what the head was trained for, and how")
-    return Written(config | {"torch_dtype": _dtype(tensors)}, tensors, names, notes)
+    return RenderedCheckpoint(config | {"torch_dtype": _dtype(tensors)}, tensors, names, notes)
 
 
 def _check_verifier(config: HeadShape, verifier: Verifier | None) -> None:
     """Raise ValueError naming the size in which head and verifier differ."""
     if verifier is None:
         return
-    for key, mine, theirs in (
+    for key, head_size, target_size in (
         ("vocab_size", config.vocab_size, verifier.vocab_size),
         ("target_hidden_size", config.target_hidden_size, verifier.hidden_size),
     ):
-        if theirs is not None and mine != theirs:
-            raise ValueError(f"the head's {key} is {mine}, the target's is {theirs}; it is another target's")
+        if target_size is not None and head_size != target_size:
+            raise ValueError(f"the head's {key} is {head_size}, the target's is {target_size}; it is another target's")
     if verifier.num_layers is not None and max(config.aux_layers) >= verifier.num_layers:
         raise ValueError(f"the head reads layer {max(config.aux_layers)}, the target has {verifier.num_layers}")
 

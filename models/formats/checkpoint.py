@@ -37,7 +37,7 @@ class Verifier:
 
 
 @dataclass(frozen=True)
-class Given:
+class ConversionOptions:
     """What a checkpoint may leave ambiguous, specified by the user who converts it.
 
     `layer_ids`: whether auxiliary layer ids in the source are HF `hidden_states` indices or 0-based layer `outputs`.
@@ -51,7 +51,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Stated:
+class ParsedConfig:
     """The content of a config.json. `notes` tell the user what was assumed or converted; `blame` is as in Format."""
 
     config: HeadShape
@@ -106,7 +106,7 @@ class Format:
     heads: tuple[str, ...]
     weights: tuple[str, ...]  # file names, in order of preference; the first is what is written
     matches: Callable[[Mapping[str, Any], Collection[str]], bool]  # config.json and the names of the files beside it
-    read: Callable[[Fields, Shapes, Given], Stated]
+    read: Callable[[Fields, Shapes, ConversionOptions], ParsedConfig]
     write: Callable[[Checkpoint], dict[str, Any]]
     spell: Callable[[str, HeadShape], str] = lambda name, config: name
     prefixes: tuple[str, ...] = ()  # that tensor names may have
@@ -116,5 +116,5 @@ class Format:
     blame: Blame = ()
     incoming: Callable[[dict[str, Tensor], HeadShape], dict[str, str]] = lambda tensors, config: {}
     losses: Callable[[Checkpoint], list[str]] = lambda checkpoint: []  # what a written file cannot express or do
-    asks: frozenset[str] = frozenset()  # fields of Given that this format may leave ambiguous
+    asks: frozenset[str] = frozenset()  # fields of ConversionOptions that this format may leave ambiguous
     states_tokens: bool = True  # config.json says how many tokens to draft

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from models.fields import Fields
 from models.formats import llama
-from models.formats.checkpoint import Given
+from models.formats.checkpoint import ConversionOptions
 from models.heads import EMBEDDING, LM_HEAD
 from models.heads.base import HeadShape
 from models.vocab import complete_maps
@@ -32,7 +32,7 @@ def shared_with_target(config: HeadShape) -> frozenset[str]:
     return frozenset({EMBEDDING, LM_HEAD} if config.draft_vocab_size == config.vocab_size else {EMBEDDING})
 
 
-def read_aux_layers(fields: Fields, given: Given, notes: list[str], *, raw: bool) -> tuple[int, ...]:
+def read_aux_layers(fields: Fields, provided: ConversionOptions, notes: list[str], *, raw: bool) -> tuple[int, ...]:
     """Read HF `hidden_states` indices from the top level or eagle_config, else the default for the verifier's depth.
 
     `raw`: not the speculators format, so that the ids may also be 0-based layer outputs (SpecForge and NVIDIA write
@@ -53,15 +53,15 @@ def read_aux_layers(fields: Fields, given: Given, notes: list[str], *, raw: bool
         section.ignore("norm_before_fc")  # see read_flags
         section.done()
     stated = [ids for ids in (top, nested, other) if ids is not None]
-    if given.layer_ids is not None and not stated:
-        raise ValueError(f"--layer-ids {given.layer_ids}: config.json names no auxiliary layers")
+    if provided.layer_ids is not None and not stated:
+        raise ValueError(f"--layer-ids {provided.layer_ids}: config.json names no auxiliary layers")
     if any(ids != stated[0] for ids in stated):
         raise ValueError(
             f"config.json: eagle_aux_hidden_state_layer_ids={top} and eagle_config says {nested or other}; "
             "which of them was trained? keep one"
         )
     if not stated:
-        ids = given.verifier and given.verifier.default_aux_layers
+        ids = provided.verifier and provided.verifier.default_aux_layers
         if not ids:
             raise ValueError(
                 "config.json: eagle_aux_hidden_state_layer_ids is missing, and its default depends on the target's "
@@ -70,13 +70,13 @@ def read_aux_layers(fields: Fields, given: Given, notes: list[str], *, raw: bool
         notes.append(f"auxiliary layers are not stated: {list(ids)}, the default for this verifier")
     else:
         ids = tuple(stated[0])
-        if raw and ids[0] == 1 and given.layer_ids is None:
+        if raw and ids[0] == 1 and provided.layer_ids is None:
             raise ValueError(
                 f"config.json: eagle_aux_hidden_state_layer_ids={list(ids)}: HF hidden_states indices (as vLLM takes "
                 "them) or 0-based layer outputs (as SpecForge and NVIDIA write them, and SGLang takes a list that "
                 "begins with 1)? Convert with --layer-ids hidden_states or --layer-ids outputs"
             )
-        if raw and given.layer_ids == "outputs":
+        if raw and provided.layer_ids == "outputs":
             notes.append(f"auxiliary layers {list(ids)} are 0-based outputs: {[i + 1 for i in ids]} as hidden_states")
             ids = tuple(i + 1 for i in ids)
     if list(ids) != sorted(set(ids)) or ids[0] < 0:
@@ -135,13 +135,13 @@ def _vocabulary_maps(tensors: dict[str, Tensor], config: HeadShape) -> dict[str,
                 f"d2t: maps tokens to others, though a draft vocabulary of the whole {config.vocab_size} tokens needs "
                 "no map"
             )
-        held = [name for name in ("d2t", "t2d") if tensors.pop(name, None) is not None]
-        return dict.fromkeys(held, "maps every token to itself")
+        removed = [name for name in ("d2t", "t2d") if tensors.pop(name, None) is not None]
+        return dict.fromkeys(removed, "maps every token to itself")
     tensors["d2t"], tensors["t2d"] = maps.d2t, maps.t2d
     return maps.remarks
 
 
 def _fits(d2t: Tensor | None, t2d: Tensor | None, config: HeadShape) -> bool:
-    offsets = d2t is None or (tuple(d2t.shape) == (config.draft_vocab_size,) and d2t.dtype in WHOLE)
-    marks = t2d is None or (tuple(t2d.shape) == (config.vocab_size,) and t2d.dtype == torch.bool)
-    return offsets and marks
+    d2t_fits = d2t is None or (tuple(d2t.shape) == (config.draft_vocab_size,) and d2t.dtype in WHOLE)
+    t2d_fits = t2d is None or (tuple(t2d.shape) == (config.vocab_size,) and t2d.dtype == torch.bool)
+    return d2t_fits and t2d_fits

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from models.fields import Fields
 from models.formats import ibm_mlp, safeailab_eagle, speculators, vllm_medusa
-from models.formats.checkpoint import DRAFT_TOKENS, Checkpoint, Format, Given, Shapes, Stated
+from models.formats.checkpoint import DRAFT_TOKENS, Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
 from models.heads import EMBEDDING, HEADS, PROVENANCE
 from models.heads.base import HeadShape
 from models.heads.eagle3_config import Eagle3Config
@@ -28,38 +28,38 @@ def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
     return PROVENANCE in files
 
 
-def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
+def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
     values = dict(fields.values)
-    own = Fields({key: values.pop(key) for key in ADDED if key in values}, fields.name)
+    added = Fields({key: values.pop(key) for key in ADDED if key in values}, fields.name)
     layout = next((layout for layout in LAYOUTS if layout.matches(values, ())), None)
     if values.get("architectures") == [ARCHITECTURE]:
         layout = safeailab_eagle.FORMAT
         values["architectures"] = list(safeailab_eagle.ARCHITECTURES[:1])
     if layout is None:
-        says = "architectures, speculators_model_type or model_type"
-        raise ValueError(f"{fields.name}: of no head that we know ({', '.join(HEADS)}); {says} would say which")
+        keys = "architectures, speculators_model_type or model_type"
+        raise ValueError(f"{fields.name}: of no head that we know ({', '.join(HEADS)}); {keys} would say which")
     rest = Fields(values, fields.name)
-    stated = layout.read(rest, shapes, given)
+    stated = layout.read(rest, shapes, provided)
     rest.done()
     config = stated.config
     if isinstance(config, EagleConfig | Eagle3Config):  # as stated, so that a missing embedding is an error
-        unstated = config.own_embedding if isinstance(config, EagleConfig) else True
-        config = replace(config, own_embedding=own.take("own_embedding", bool, unstated))
-    verifier = stated.verifier or speculators.read_verifier(own.need_section("verifier"))
-    tokens = stated.speculative_tokens or own.take("speculative_tokens", int, config.max_depth or DRAFT_TOKENS)
+        default = config.own_embedding if isinstance(config, EagleConfig) else True
+        config = replace(config, own_embedding=added.take("own_embedding", bool, default))
+    verifier = stated.verifier or speculators.read_verifier(added.need_section("verifier"))
+    tokens = stated.speculative_tokens or added.take("speculative_tokens", int, config.max_depth or DRAFT_TOKENS)
     if verifier is None or verifier.architecture is None:
         raise ValueError(f"{fields.name}: verifier: name_or_path or architectures is missing")
-    again = config.to_json(
+    expected = config.to_json(
         verifier=verifier.name, verifier_architecture=verifier.architecture, speculative_tokens=tokens
     )
-    for key in sorted((set(again) | set(fields.values)) - FREE):
+    for key in sorted((set(expected) | set(fields.values)) - FREE):
         if key not in fields.values:
-            raise ValueError(f"{fields.name}: {key} is missing; Headway writes {key}={again[key]!r}")
-        if key not in again:
+            raise ValueError(f"{fields.name}: {key} is missing; Headway writes {key}={expected[key]!r}")
+        if key not in expected:
             raise ValueError(f"{fields.name}: unknown: {key}={fields.values[key]!r}; Headway writes no such key")
-        if fields.values[key] != again[key]:
-            raise ValueError(f"{fields.name}: {key}={fields.values[key]!r}: Headway would write {again[key]!r}")
-    return Stated(config, verifier, tokens, blame=layout.blame)
+        if fields.values[key] != expected[key]:
+            raise ValueError(f"{fields.name}: {key}={fields.values[key]!r}: Headway would write {expected[key]!r}")
+    return ParsedConfig(config, verifier, tokens, blame=layout.blame)
 
 
 def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
@@ -69,9 +69,9 @@ def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:
     """
     (kind,) = (name for name, head in HEADS.items() if head.config_class is type(config))
     layout = next((layout for layout in LAYOUTS if kind in layout.heads), safeailab_eagle.FORMAT)
-    held = set(tensors)
+    present = set(tensors)
     remarks = layout.incoming(tensors, config)
-    for name in sorted(held & remarks.keys()):
+    for name in sorted(present & remarks.keys()):
         raise ValueError(f"{name}: {remarks[name]}; Headway would not write that")
     return remarks
 

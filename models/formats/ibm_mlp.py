@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from models.fields import MOST_LAYERS, Fields
-from models.formats.checkpoint import Checkpoint, Format, Given, Shapes, Stated, Verifier
+from models.fields import MAX_LAYERS, Fields
+from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes, Verifier
 from models.heads.base import HeadShape
 from models.heads.mlp_config import MlpConfig
 
@@ -21,7 +21,7 @@ def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
     return config.get("model_type") == "mlp_speculator"
 
 
-def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
+def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
     notes: list[str] = []
     fields.only("model_type", "mlp_speculator")
     fields.only("architectures", ["MLPSpeculatorPreTrainedModel"], "MLPSpeculatorPreTrainedModel")
@@ -30,7 +30,7 @@ def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
     emb_dim = fields.size("emb_dim", alias)
     if alias not in (None, emb_dim):
         raise ValueError(f"config.json: emb_dim={emb_dim} and its alias hidden_size={alias} disagree")
-    n_predict = fields.size("n_predict", most=MOST_LAYERS)
+    n_predict = fields.size("n_predict", limit=MAX_LAYERS)
     top_k = fields.numbers("top_k_tokens_per_head")
     if top_k is None:
         top_k = [*TOP_K, *[1] * n_predict][:n_predict]
@@ -48,7 +48,7 @@ def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
         n_candidates=fields.take("n_candidates", int, 5),
     )
     tokens = fields.maybe("num_lookahead_tokens", int)
-    return Stated(config, Verifier(name) if name else None, tokens, notes)
+    return ParsedConfig(config, Verifier(name) if name else None, tokens, notes)
 
 
 def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from models.config import TargetConfig
-from models.fields import MOST_LAYERS, Fields
+from models.fields import MAX_LAYERS, Fields
 
 # (pattern of the tensor, the keys that its presence and shape follow from), for every format built on such a layer
 BLAME = (
@@ -27,7 +27,7 @@ def read_layer(fields: Fields, notes: list[str]) -> TargetConfig:
     section: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"):
         section[key] = fields.size(key)
-    section["num_hidden_layers"] = fields.size("num_hidden_layers", most=MOST_LAYERS)
+    section["num_hidden_layers"] = fields.size("num_hidden_layers", limit=MAX_LAYERS)
     section["num_key_value_heads"] = fields.size("num_key_value_heads", section["num_attention_heads"])
     section["head_dim"] = fields.size("head_dim", section["hidden_size"] // section["num_attention_heads"])
     section["max_position_embeddings"] = fields.size("max_position_embeddings", 2048)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.formats.checkpoint import Blame, Format, Stated
+from models.formats.checkpoint import Blame, Format, ParsedConfig
 from models.heads import HEADS, Head
 from models.heads.base import HeadShape
 from models.weights import split_merged
@@ -42,8 +42,8 @@ def bare_names(
     for name, tensor in tensors.items():
         prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
         short = name.removeprefix(prefix)
-        for other, own in aliases:
-            short = own + short.removeprefix(other) if short.startswith(other) else short
+        for alias, replacement in aliases:
+            short = replacement + short.removeprefix(alias) if short.startswith(alias) else short
         if short in bare:
             raise ValueError(f"{name} and {names[short]}: one tensor, doubled")
         bare[short], names[short] = tensor, name
@@ -51,7 +51,7 @@ def bare_names(
 
 
 def match(
-    form: Format, stated: Stated, tensors: Mapping[str, Tensor], written: Mapping[str, Any]
+    form: Format, stated: ParsedConfig, tensors: Mapping[str, Tensor], written: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors under our names, and the format's name of each.
 
@@ -59,24 +59,24 @@ def match(
     dtype, with the keys of `written` (config.json) that it should follow from.
     """
     config, blame = stated.config, stated.blame or form.blame
-    wanted = {form.spell(ours, config): (ours, like) for ours, like in expected_tensors(config).items()}
+    expected = {form.spell(our_name, config): (our_name, meta) for our_name, meta in expected_tensors(config).items()}
     problems, matched, names = [], {}, {}
-    for theirs, (ours, like) in wanted.items():
-        tensor, says = tensors.get(theirs), because(blame, theirs, written)
+    for source, (our_name, meta) in expected.items():
+        tensor, keys = tensors.get(source), because(blame, source, written)
         if tensor is None:
-            if ours not in form.optional(config):
-                problems.append(f"{theirs}: missing, though config.json states {says}")
-        elif tensor.shape != like.shape:
-            problems.append(f"{theirs} {list(tensor.shape)}: expected {list(like.shape)}, as config.json states {says}")
-        elif not _same_kind(tensor, like):
-            problems.append(f"{theirs} is {tensor.dtype}: expected {_kind(like)}")
+            if our_name not in form.optional(config):
+                problems.append(f"{source}: missing, though config.json states {keys}")
+        elif tensor.shape != meta.shape:
+            problems.append(f"{source} {list(tensor.shape)}: expected {list(meta.shape)}, as config.json states {keys}")
+        elif not _same_kind(tensor, meta):
+            problems.append(f"{source} is {tensor.dtype}: expected {_kind(meta)}")
         elif tensor.is_floating_point() and not tensor.isfinite().all():
-            problems.append(f"{theirs} holds NaN or infinity")
+            problems.append(f"{source} holds NaN or infinity")
         else:
-            matched[ours], names[ours] = tensor.to(like.dtype) if like.dtype == torch.int64 else tensor, theirs
-    for name in sorted(set(tensors) - set(wanted)):
-        says = because(blame, name, written)
-        problems.append(f"{name}: not part of this head, of which config.json states {says}")
+            matched[our_name], names[our_name] = tensor.to(meta.dtype) if meta.dtype == torch.int64 else tensor, source
+    for name in sorted(set(tensors) - set(expected)):
+        keys = because(blame, name, written)
+        problems.append(f"{name}: not part of this head, of which config.json states {keys}")
     if problems:
         more = f"\n  and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise ValueError("config.json and weights disagree:\n  " + "\n  ".join(problems[:SHOWN]) + more)
@@ -87,16 +87,16 @@ def because(blame: Blame, name: str, written: Mapping[str, Any]) -> str:
     """Return the keys of config.json that a tensor follows from, as "vocab_size=384, hidden_size=64"."""
     flat = {**written, **(written.get("transformer_layer_config") or {})}
     keys = next((keys for pattern, keys in blame if re.search(pattern, name)), ())
-    says = [f"{key}={flat[key]}" for key in keys if flat.get(key) is not None]
+    settings = [f"{key}={flat[key]}" for key in keys if flat.get(key) is not None]
     if keys and flat.get(keys[0]) is None:  # the deciding flag is the first key
-        says.insert(0, f"no {keys[0]}")
-    return ", ".join(says) or "nothing of the kind"
+        settings.insert(0, f"no {keys[0]}")
+    return ", ".join(settings) or "nothing of the kind"
 
 
-def _same_kind(tensor: Tensor, like: Tensor) -> bool:
-    kinds = FLOATS if like.dtype in FLOATS else WHOLE if like.dtype in WHOLE else (like.dtype,)
+def _same_kind(tensor: Tensor, meta: Tensor) -> bool:
+    kinds = FLOATS if meta.dtype in FLOATS else WHOLE if meta.dtype in WHOLE else (meta.dtype,)
     return tensor.dtype in kinds
 
 
-def _kind(like: Tensor) -> str:
-    return "floating point" if like.dtype in FLOATS else "whole numbers" if like.dtype in WHOLE else str(like.dtype)
+def _kind(meta: Tensor) -> str:
+    return "floating point" if meta.dtype in FLOATS else "whole numbers" if meta.dtype in WHOLE else str(meta.dtype)

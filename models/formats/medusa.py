@@ -10,8 +10,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
-from models.fields import MOST_LAYERS, Fields
-from models.formats.checkpoint import Checkpoint, Format, Given, Shapes, Stated, Verifier
+from models.fields import MAX_LAYERS, Fields
+from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes, Verifier
 from models.heads.base import HeadShape
 from models.heads.medusa_config import MedusaConfig
 
@@ -23,8 +23,8 @@ def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
     return COUNTS[0] in config and not vllm
 
 
-def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
-    heads, layers = (fields.size(key, most=MOST_LAYERS) for key in COUNTS)
+def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
+    heads, layers = (fields.size(key, limit=MAX_LAYERS) for key in COUNTS)
     name = fields.maybe("base_model_name_or_path", str)
     fields.only("version", "2")
     fields.ignore("architectures", "model_type")
@@ -38,7 +38,7 @@ def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
     fields.only("vocab_size", vocab_size)
     fields.only("hidden_size", hidden_size)
     config = MedusaConfig(vocab_size, hidden_size, heads, layers, vocab_size, shared=False, bias=True)
-    return Stated(config, Verifier(name) if name else None)
+    return ParsedConfig(config, Verifier(name) if name else None)
 
 
 def spell(name: str, config: HeadShape) -> str:
@@ -51,7 +51,7 @@ def spell(name: str, config: HeadShape) -> str:
 
 def write(checkpoint: Checkpoint) -> dict[str, Any]:
     config = cast(MedusaConfig, checkpoint.config)
-    for wrong, key in (
+    for unsupported, message in (
         (config.shared, "original_lm_head=true: this format has an LM head for every head"),
         (not config.bias, "medusa_fc_bias=false: this format has a bias on every residual layer"),
         (
@@ -59,8 +59,8 @@ def write(checkpoint: Checkpoint) -> dict[str, Any]:
             f"truncated_vocab_size={config.draft_vocab_size}: this format has no smaller vocabulary",
         ),
     ):
-        if wrong:
-            raise ValueError(key)
+        if unsupported:
+            raise ValueError(message)
     if checkpoint.verifier is None:
         raise ValueError("base_model_name_or_path: not known, and its readers take vicuna-7b for it; give --verifier")
     return {

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from models.fields import Fields
 from models.formats import llama
-from models.formats.checkpoint import Checkpoint, Format, Given, Shapes, Stated
+from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
 from models.formats.safeailab_eagle3 import KEYS as EAGLE3_KEYS
 from models.heads.eagle_config import EagleConfig
 from models.heads.layer_config import layer_json
@@ -27,7 +27,7 @@ def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
     )
 
 
-def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
+def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
     notes: list[str] = []
     fields.only("model_type", *MODEL_TYPES)
     fields.only("architectures", *([name] for name in ARCHITECTURES))
@@ -38,7 +38,7 @@ def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
     if bias is None:
         notes.append("bias is not stated: true, SafeAILab's default")
     fields.only("qkv_bias", False)
-    return Stated(EagleConfig(layer, bias is not False, EMBEDDING in shapes), notes=notes)
+    return ParsedConfig(EagleConfig(layer, bias is not False, EMBEDDING in shapes), notes=notes)
 
 
 def write(checkpoint: Checkpoint) -> dict[str, Any]:

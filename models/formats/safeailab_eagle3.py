@@ -1,7 +1,7 @@
 """SafeAILab's EAGLE-3: a flat LlamaConfig and `midlayer.*`. SpecForge writes the same, with flags that vLLM reads.
 
 Readers disagree on what the layer ids count and on what norm_output does. Where a file leaves this ambiguous, the user
-must specify it (Given).
+must specify it (ConversionOptions).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from models.fields import Fields
 from models.formats import eagle3
-from models.formats.checkpoint import Checkpoint, Format, Given, Shapes, Stated
+from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes
 from models.formats.llama import read_layer
 from models.heads.base import HeadShape
 from models.heads.eagle3_config import FLAGS, Eagle3Config
@@ -29,7 +29,7 @@ def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
     return flat and (named or any(key in config for key in KEYS))
 
 
-def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
+def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
     notes: list[str] = []
     architecture = (fields.maybe("architectures", list) or ARCHITECTURES)[0]
     if architecture not in ARCHITECTURES:
@@ -47,28 +47,30 @@ def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
     config = Eagle3Config(
         layer=layer,
         draft_vocab_size=draft_vocab_size,
-        aux_layers=eagle3.read_aux_layers(fields, given, notes, raw=True),
+        aux_layers=eagle3.read_aux_layers(fields, provided, notes, raw=True),
         target_hidden_size=fields.size("target_hidden_size", layer.hidden_size),
         norm_before_residual=fields.take("norm_before_residual", bool, False),
-        **(eagle3.read_flags(fields, notes) | read_norm_output(fields, architecture, given, notes)),
+        **(eagle3.read_flags(fields, notes) | read_norm_output(fields, architecture, provided, notes)),
     )
-    return Stated(config, notes=notes)
+    return ParsedConfig(config, notes=notes)
 
 
-def read_norm_output(fields: Fields, architecture: str, given: Given, notes: list[str]) -> dict[str, bool]:
+def read_norm_output(
+    fields: Fields, architecture: str, provided: ConversionOptions, notes: list[str]
+) -> dict[str, bool]:
     """Interpret norm_output: {} for vLLM's meaning. Raises ValueError when it is ambiguous or has no equivalent."""
     stated = fields.maybe("norm_output", bool)
-    if stated is None and given.norm_output is not None:
-        raise ValueError(f"--norm-output {given.norm_output}: config.json has no norm_output")
-    if stated is None or given.norm_output == "vllm":
+    if stated is None and provided.norm_output is not None:
+        raise ValueError(f"--norm-output {provided.norm_output}: config.json has no norm_output")
+    if stated is None or provided.norm_output == "vllm":
         return {}
-    if architecture == SPECFORGE and given.norm_output is None:
+    if architecture == SPECFORGE and provided.norm_output is None:
         raise ValueError(
             f"config.json: norm_output={stated}: feeds the normed state back (vLLM, and SpecForge since September "
             "2026), or has the LM head read it (SpecForge before)? Convert with --norm-output vllm or "
             "--norm-output specforge"
         )
-    if given.norm_output == "specforge":
+    if provided.norm_output == "specforge":
         if not stated:
             raise ValueError("config.json: norm_output=False: a head whose LM head reads the state without a norm")
         notes.append("norm_output=true is SpecForge's of before September 2026: false here, nothing is fed back normed")
@@ -96,8 +98,8 @@ def write(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def losses(checkpoint: Checkpoint) -> list[str]:
     config = cast(Eagle3Config, checkpoint.config)
-    on = [flag for flag in FLAGS if getattr(config, flag)]
-    notes = [f"SafeAILab's own code does not know {', '.join(on)}; vLLM does"] if on else []
+    enabled = [flag for flag in FLAGS if getattr(config, flag)]
+    notes = [f"SafeAILab's own code does not know {', '.join(enabled)}; vLLM does"] if enabled else []
     default = checkpoint.verifier and checkpoint.verifier.default_aux_layers
     if config.aux_layers != default:
         notes.append(

@@ -7,7 +7,7 @@ from typing import Any
 
 from models.fields import Fields
 from models.formats import eagle3
-from models.formats.checkpoint import Checkpoint, Format, Given, Shapes, Stated, Verifier
+from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes, Verifier
 from models.formats.llama import read_layer
 from models.heads import EMBEDDING
 from models.heads.eagle3_config import Eagle3Config
@@ -20,7 +20,7 @@ def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
     return config.get("speculators_model_type") in KINDS
 
 
-def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
+def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
     notes: list[str] = []
     kind = fields.need("speculators_model_type", str)
     if kind not in KINDS:
@@ -44,7 +44,7 @@ def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
     config = KINDS[kind](
         layer=layer,
         draft_vocab_size=fields.size("draft_vocab_size"),
-        aux_layers=eagle3.read_aux_layers(fields, given, notes, raw=False),
+        aux_layers=eagle3.read_aux_layers(fields, provided, notes, raw=False),
         target_hidden_size=fields.size("target_hidden_size", layer.hidden_size),
         norm_before_residual=fields.need(
             "norm_before_residual", bool, "vLLM takes it for true and speculators for false, so it must be stated"
@@ -54,7 +54,7 @@ def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
         **eagle3.read_flags(fields, notes),
         **options,
     )
-    return Stated(config, verifier, speculative_tokens, notes)
+    return ParsedConfig(config, verifier, speculative_tokens, notes)
 
 
 def read_proposal(fields: Fields, algorithm: str) -> tuple[Verifier | None, int]:

@@ -20,17 +20,17 @@ def find_verifier(path_or_hub_id: str) -> tuple[Verifier, Path | None]:
     """Return the verifier of a folder or GGUF file, with the path, or of a hub id. Raises ValueError if no config."""
     folder = Path(path_or_hub_id).expanduser()
     if is_gguf(folder):
-        file, written = folder, read_config(folder)
+        file, config = folder, read_config(folder)
     elif folder.is_dir():
         file = folder / "config.json"
         if not file.is_file():
             raise ValueError(f"--verifier {path_or_hub_id}: no config.json in this folder")
-        written = read_json(file)
+        config = read_json(file)
     else:
         folder, file = None, _from_hub(path_or_hub_id)
-        written = read_json(file)
-    fields = Fields(written.get("text_config") or written, str(file))  # of a multimodal model: its language part
-    architectures = written.get("architectures") or []
+        config = read_json(file)
+    fields = Fields(config.get("text_config") or config, str(file))  # of a multimodal model: its language part
+    architectures = config.get("architectures") or []
     if not architectures:
         raise ValueError(f"{file}: architectures is missing")
     sizes = (fields.need(key, int) for key in ("vocab_size", "hidden_size", "num_hidden_layers"))

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from models.fields import MOST_LAYERS, Fields
-from models.formats.checkpoint import Checkpoint, Format, Given, Shapes, Stated, Verifier
+from models.fields import MAX_LAYERS, Fields
+from models.formats.checkpoint import Checkpoint, ConversionOptions, Format, ParsedConfig, Shapes, Verifier
 from models.heads.base import HeadShape
 from models.heads.medusa_config import MedusaConfig
 
@@ -23,7 +23,7 @@ def matches(config: Mapping[str, Any], files: Collection[str]) -> bool:
     return config.get("model_type") == "medusa" or config.get("architectures") == ["MedusaModel"]
 
 
-def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
+def read(fields: Fields, shapes: Shapes, provided: ConversionOptions) -> ParsedConfig:
     notes: list[str] = []
     fields.only("model_type", "medusa")
     fields.only("architectures", ["MedusaModel"])
@@ -45,15 +45,15 @@ def read(fields: Fields, shapes: Shapes, given: Given) -> Stated:
         bias=bool(flags["medusa_fc_bias"]),
     )
     tokens = fields.maybe("num_lookahead_tokens", int)
-    return Stated(config, Verifier(name) if name else None, tokens, notes)
+    return ParsedConfig(config, Verifier(name) if name else None, tokens, notes)
 
 
-def count(fields: Fields, what: str, key: str) -> int:
-    """Read `key`, for which vLLM takes any key containing "num" and `what`. Raises ValueError when there are two."""
-    names = [name for name in fields.values if "num" in name and what in name] or [key]
+def count(fields: Fields, counted: str, key: str) -> int:
+    """Read `key`, for which vLLM takes any key containing "num" and `counted`. Raises ValueError when there are two."""
+    names = [name for name in fields.values if "num" in name and counted in name] or [key]
     if len(names) > 1:
         raise ValueError(f"config.json: {' and '.join(names)} are both taken for {key}; keep one")
-    return fields.size(names[0], most=MOST_LAYERS)
+    return fields.size(names[0], limit=MAX_LAYERS)
 
 
 def incoming(tensors: dict[str, Tensor], config: HeadShape) -> dict[str, str]:

@@ -68,25 +68,27 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         raise ValueError(f"{file.path}: {ARCHITECTURE}={architecture!r}: is not supported; one of {', '.join(CLASSES)}")
     prefix = f"{architecture}."
     values = {key.removeprefix(prefix): value for key, value in file.keys.items() if key.startswith(prefix)}
-    taken = {**SIZES, **FORWARD, **(EXPERTS if architecture == "qwen3moe" else {})}
-    known = {*taken, *READ, *IGNORED, *(GEMMA if architecture == "gemma3" else ())}
+    translated = {**SIZES, **FORWARD, **(EXPERTS if architecture == "qwen3moe" else {})}
+    supported = {*translated, *READ, *IGNORED, *(GEMMA if architecture == "gemma3" else ())}
     for key, value in values.items():
-        if key not in known and value not in NEUTRAL.get(key, ()):
+        if key not in supported and value not in NEUTRAL.get(key, ()):
             raise ValueError(
                 f"{file.path}: {architecture}.{key}={shown(value)}: is not supported, and may change the logits"
             )
-        if key in known:
+        if key in supported:
             check_type(file, f"{architecture}.{key}", value)
     name, kind = CLASSES[architecture]
     config: dict[str, Any] = {"architectures": [name], "model_type": kind}
-    for key, name in taken.items():
+    for key, name in translated.items():
         if key in FORWARD and architecture == "qwen3moe" and key not in values:
             continue
         config[name] = file.need(f"{architecture}.{key}")
     heads = config["num_attention_heads"]
-    config["num_key_value_heads"] = pairs = values.get("attention.head_count_kv", heads)
-    if heads % pairs:
-        raise ValueError(f"{file.path}: {prefix}attention.head_count={heads}: is no multiple of head_count_kv={pairs}")
+    config["num_key_value_heads"] = kv_heads = values.get("attention.head_count_kv", heads)
+    if heads % kv_heads:
+        raise ValueError(
+            f"{file.path}: {prefix}attention.head_count={heads}: is no multiple of head_count_kv={kv_heads}"
+        )
     config["head_dim"] = head_size(file, architecture, values, config)
     config["vocab_size"] = vocabulary(file, values.get("vocab_size"))
     config["tie_word_embeddings"] = "output.weight" not in file.tensors

@@ -27,8 +27,8 @@ MAGIC, VERSIONS = b"GGUF", (2, 3)
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY, BOOL = 8, 9, 7
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}  # by value type
-MOST_ITEMS, MOST_DIMENSIONS = 2**31, 4
-AT_ONCE = 2**17  # weights dequantised to fp32 at a time: they stay in the CPU cache, and no tensor is held twice
+MAX_ITEMS, MAX_DIMENSIONS = 2**31, 4
+CHUNK_WEIGHTS = 2**17  # weights dequantised to fp32 at a time: they stay in the CPU cache, and no tensor is held twice
 PLAIN = {
     GGMLQuantizationType.F32: np.float32,
     GGMLQuantizationType.F16: np.float16,
@@ -100,7 +100,7 @@ class GgufFile:
             size //= shape[0]
             shape, offset = shape[1:], offset + index * size
         block, block_bytes = GGML_QUANT_SIZES[info.kind]
-        step = AT_ONCE // block
+        step = CHUNK_WEIGHTS // block
         values = torch.empty(math.prod(shape), dtype=dtype)
         for first in range(0, size // block_bytes, step):
             count = min(step, size // block_bytes - first)
@@ -123,10 +123,10 @@ class GgufFile:
 def open_gguf(path: str | Path) -> GgufFile:
     """Open a GgufFile; its header is parsed once while the file does not change. Raises ValueError as GgufFile does."""
     try:
-        state = Path(path).stat()
+        stat = Path(path).stat()
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error
-    return _open(Path(path), state.st_mtime_ns, state.st_size)
+    return _open(Path(path), stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=2)  # a target and a draft model
@@ -154,10 +154,10 @@ class Header:
     """The header, which precedes the tensors' data. Raises struct.error if it is cut off, ValueError if invalid."""
 
     def __init__(self, data: mmap.mmap | bytes) -> None:
-        self._data, self._at = data, 0
+        self._data, self._position = data, 0
         if data[:4] != MAGIC:
             raise ValueError("not a GGUF file: it does not begin with GGUF")
-        self._at = 4
+        self._position = 4
         version = self._number("I")
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
@@ -165,16 +165,16 @@ class Header:
             raise ValueError(f"{why}: only little-endian files of versions 2 and 3 are read")
         tensors, keys = self._number("Q"), self._number("Q")
         self.keys: dict[str, Any] = {}
-        for _ in range(self._counted(keys)):
+        for _ in range(self._checked_count(keys)):
             name = self._string()
             if name in self.keys:
                 raise ValueError(f"the key {name} is doubled")
             self.keys[name] = self._value(self._number("I"))
-        infos = [self._info() for _ in range(self._counted(tensors))]
+        infos = [self._info() for _ in range(self._checked_count(tensors))]
         alignment = self.keys.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"general.alignment={alignment}: must be a power of two")
-        self.data_start = -(-self._at // alignment) * alignment
+        self.data_start = -(-self._position // alignment) * alignment
         self.tensors: dict[str, TensorInfo] = {}
         for name, shape, kind, offset in infos:
             if name in self.tensors:
@@ -187,7 +187,7 @@ class Header:
 
     def _info(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
         name, dimensions = self._string(), self._number("I")
-        if not 1 <= dimensions <= MOST_DIMENSIONS:
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise ValueError(f"{name}: {dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
         if 0 in shape:
@@ -205,14 +205,14 @@ class Header:
         if kind == BOOL:
             return bool(self._number("B"))
         if kind == ARRAY:
-            item, count = self._number("I"), self._counted(self._number("Q"))
-            if item == ARRAY:
+            item_kind, count = self._number("I"), self._checked_count(self._number("Q"))
+            if item_kind == ARRAY:
                 raise ValueError("damaged: an array of arrays")
-            if item not in NUMBERS:
-                return [self._value(item) for _ in range(count)]
-            layout = struct.Struct(f"<{count}{NUMBERS[item]}")
-            values = layout.unpack_from(self._data, self._at)
-            self._at += layout.size
+            if item_kind not in NUMBERS:
+                return [self._value(item_kind) for _ in range(count)]
+            layout = struct.Struct(f"<{count}{NUMBERS[item_kind]}")
+            values = layout.unpack_from(self._data, self._position)
+            self._position += layout.size
             return list(values)
         if kind not in NUMBERS:
             raise ValueError(f"damaged: {kind} is no type of a key's value")
@@ -220,20 +220,20 @@ class Header:
 
     def _number(self, letter: str) -> Any:
         layout = struct.Struct(f"<{letter}")
-        (value,) = layout.unpack_from(self._data, self._at)
-        self._at += layout.size
+        (value,) = layout.unpack_from(self._data, self._position)
+        self._position += layout.size
         return value
 
     def _string(self) -> str:
-        size = self._counted(self._number("Q"))
-        raw = self._data[self._at : self._at + size]
+        size = self._checked_count(self._number("Q"))
+        raw = self._data[self._position : self._position + size]
         if len(raw) < size:
             raise struct.error("a string ends beyond the file")
-        self._at += size
+        self._position += size
         return raw.decode("utf-8")
 
-    def _counted(self, count: int) -> int:
+    def _checked_count(self, count: int) -> int:
         """Return `count`, which may not exceed the bytes left; a damaged file may state any. Raises struct.error."""
-        if count > min(MOST_ITEMS, len(self._data) - self._at):
-            raise struct.error(f"{count} items in {len(self._data) - self._at} bytes")
+        if count > min(MAX_ITEMS, len(self._data) - self._position):
+            raise struct.error(f"{count} items in {len(self._data) - self._position} bytes")
         return count

@@ -69,8 +69,8 @@ class GgufTensors(Mapping[str, Tensor]):
             layer, kind, part = split_name(file, name)
             if kind in STACKED and layer is not None and architecture == "qwen3moe":
                 for expert in range(info.shape[0]):
-                    place = f"model.layers.{layer}.mlp.experts.{expert}.{STACKED[kind]}.{part}"
-                    self._sources[place] = Source(name, expert)
+                    hf_name = f"model.layers.{layer}.mlp.experts.{expert}.{STACKED[kind]}.{part}"
+                    self._sources[hf_name] = Source(name, expert)
                 continue
             names = GLOBAL if layer is None else {**LAYER, **(GEMMA_NORMS if architecture == "gemma3" else {})}
             if kind not in names:
@@ -92,11 +92,11 @@ class GgufTensors(Mapping[str, Tensor]):
             value = self._file.read(tensor, self._dtype, index=expert)
         else:  # changed in fp32, so that it is rounded only once
             value = change(self._file.read(tensor, torch.float32, index=expert)).to(self._dtype)
-        self._count_one()
-        held = None if self._rows is None else self._rows(name, len(value))
-        return value if held is None else value[held[0] : held[1]].clone()
+        self._advance_progress()
+        row_range = None if self._rows is None else self._rows(name, len(value))
+        return value if row_range is None else value[row_range[0] : row_range[1]].clone()
 
-    def _count_one(self) -> None:
+    def _advance_progress(self) -> None:
         if not self._progress:
             return
         if self._bar is None:
@@ -119,10 +119,10 @@ class GgufTensors(Mapping[str, Tensor]):
 
 def split_name(file: GgufFile, name: str) -> tuple[int | None, str, str]:
     """Split `blk.3.attn_q.weight` into 3, "attn_q", "weight". Raises ValueError for a name of another form."""
-    found = NAME.fullmatch(name)
-    if found is None:
+    match = NAME.fullmatch(name)
+    if match is None:
         raise ValueError(f"{file.path}: the tensor {name} is not known")
-    return None if found[1] is None else int(found[1]), found[2], found[3]
+    return None if match[1] is None else int(match[1]), match[2], match[3]
 
 
 def rotary_halves(heads: int) -> Callable[[Tensor], Tensor]:

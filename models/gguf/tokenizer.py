@@ -62,21 +62,25 @@ def build_tokenizer(file: GgufFile) -> Tokenizer:
     types = token_types(file)
     named = special_tokens(file)
     backend = kinds[kind](file)
-    special = {token for token, own in zip(tokens, types, strict=True) if own in (UNKNOWN, CONTROL)}
+    special = {token for token, token_type in zip(tokens, types, strict=True) if token_type in (UNKNOWN, CONTROL)}
     special |= {named[name] for name in ("bos_token", "eos_token") if name in named}  # some files mark them as normal
     ordered = [token for token in tokens if token in special]  # by id
     backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in ordered])
-    defined = [token for token, own in zip(tokens, types, strict=True) if own == USER_DEFINED and token not in special]
-    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in defined])
-    begins = kind == "llama" or file.keys.get(f"{PREFIX}pre") in BEGIN
-    around = ["$A"]
-    if file.keys.get(f"{PREFIX}add_bos_token", begins):
-        around.insert(0, needed(file, named, "bos_token"))
+    user_defined = [
+        token
+        for token, token_type in zip(tokens, types, strict=True)
+        if token_type == USER_DEFINED and token not in special
+    ]
+    backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in user_defined])
+    adds_bos = kind == "llama" or file.keys.get(f"{PREFIX}pre") in BEGIN
+    template = ["$A"]
+    if file.keys.get(f"{PREFIX}add_bos_token", adds_bos):
+        template.insert(0, needed(file, named, "bos_token"))
     if file.keys.get(f"{PREFIX}add_eos_token", False):
-        around.append(needed(file, named, "eos_token"))
-    if len(around) > 1:
-        ids = [(token, tokens.index(token)) for token in dict.fromkeys(around) if token != "$A"]
-        backend.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)
+        template.append(needed(file, named, "eos_token"))
+    if len(template) > 1:
+        ids = [(token, tokens.index(token)) for token in dict.fromkeys(template) if token != "$A"]
+        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
     return backend
 
 
@@ -99,7 +103,7 @@ def byte_level(file: GgufFile) -> Tokenizer:
     name = file.need(f"{PREFIX}pre")
     if name not in SPLITS:
         raise ValueError(f"{file.path}: {PREFIX}pre={name!r}: is not supported; one of {', '.join(SPLITS)}")
-    vocabulary = {token: place for place, token in enumerate(file.need(f"{PREFIX}tokens"))}
+    vocabulary = {token: index for index, token in enumerate(file.need(f"{PREFIX}tokens"))}
     merges = [merge_pair(file, merge) for merge in file.need(f"{PREFIX}merges")]
     for pair in merges:
         if not {*pair, "".join(pair)} <= vocabulary.keys():
@@ -132,7 +136,7 @@ def sentence_piece(file: GgufFile) -> Tokenizer:
         raise ValueError(f"{file.path}: {PREFIX}scores: has {len(scores)} items for {len(tokens)} tokens")
     file.need(f"{PREFIX}token_type")
     types = token_types(file)
-    vocabulary = {token: place for place, token in enumerate(tokens)}
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN), None)
     pieces = {token for token, kind in zip(tokens, types, strict=True) if kind in OF_TEXT}
     merges = merges_of(pieces, vocabulary, scores)
@@ -142,8 +146,8 @@ def sentence_piece(file: GgufFile) -> Tokenizer:
     prefix = file.keys.get(f"{PREFIX}add_space_prefix", True)
     steps: list[Any] = [normalizers.Replace(" ", SPACE)]
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), *steps] if prefix else steps)
-    backs: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*backs, decoders.Strip(" ", 1, 0)] if prefix else backs)
+    decoder_steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*decoder_steps, decoders.Strip(" ", 1, 0)] if prefix else decoder_steps)
     return backend
 
 
@@ -155,11 +159,11 @@ def merges_of(pieces: set[str], vocabulary: dict[str, int], scores: list[float])
     ranked: list[tuple[float, int, int, int]] = []
     tokens = list(vocabulary)
     for token in pieces:
-        place = vocabulary[token]
+        index = vocabulary[token]
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in pieces and right in pieces:
-                ranked.append((-scores[place], place, vocabulary[left], vocabulary[right]))
+                ranked.append((-scores[index], index, vocabulary[left], vocabulary[right]))
     ranked.sort()
     return [(tokens[left], tokens[right]) for _, _, left, right in ranked]
 
@@ -168,12 +172,12 @@ def special_tokens(file: GgufFile) -> dict[str, str]:
     """Return name -> text of the special tokens that the file has, by transformers' names."""
     tokens: list[str] = file.need(f"{PREFIX}tokens")
     named = {name: file.keys.get(PREFIX + key) for name, key in SPECIAL.items()}
-    for name, place in named.items():
-        if place is not None and not 0 <= place < len(tokens):
+    for name, index in named.items():
+        if index is not None and not 0 <= index < len(tokens):
             raise ValueError(
-                f"{file.path}: {PREFIX}{SPECIAL[name]}={place}: is outside the vocabulary of {len(tokens)}"
+                f"{file.path}: {PREFIX}{SPECIAL[name]}={index}: is outside the vocabulary of {len(tokens)}"
             )
-    return {name: tokens[place] for name, place in named.items() if place is not None}
+    return {name: tokens[index] for name, index in named.items() if index is not None}
 
 
 def chat_templates(file: GgufFile) -> dict[str, str]:

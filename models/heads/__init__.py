@@ -88,13 +88,13 @@ def load_head(
     checkpoint = read_head(folder, name=name, target=target, allow_mismatch=allow_mismatch)
     config, tensors = checkpoint.config, checkpoint.tensors
     head = HEADS[checkpoint.head](config)
-    for shared, of_target in ((EMBEDDING, attrgetter("embedding_weight")), (LM_HEAD, _whole_lm_head)):
+    for shared, read_target in ((EMBEDDING, attrgetter("embedding_weight")), (LM_HEAD, _full_lm_head)):
         if shared in dict(head.named_parameters()) and shared not in tensors:
             if target is None:
                 raise ValueError(
                     f"{folder}: {shared} is not there, the head shares its target's; load it with a target"
                 )
-            tensors = tensors | {shared: of_target(target)}
+            tensors = tensors | {shared: read_target(target)}
     load_into(head, tensors, head.checkpoint_layout(), source=str(folder))
     _check_vocabulary(folder, head)
     head = head.to(device=device, dtype=dtype).eval().requires_grad_(False)
@@ -103,13 +103,13 @@ def load_head(
     return head
 
 
-def _whole_lm_head(target: LlamaTarget) -> Tensor:
+def _full_lm_head(target: LlamaTarget) -> Tensor:
     """Return the LM head `[V, H]`; from the checkpoint if this process holds only some of its rows, or fewer bits."""
     from models.formats.verifier import weights_of  # which imports this package
 
-    weight = target.lm_head.whole_weight()
-    whole = weight is not None and len(weight) == target.config.vocab_size
-    return weight if weight is not None and whole else weights_of(target.folder)[LM_HEAD]()
+    weight = target.lm_head.unpacked_weight()
+    is_full = weight is not None and len(weight) == target.config.vocab_size
+    return weight if weight is not None and is_full else weights_of(target.folder)[LM_HEAD]()
 
 
 def read_head(
@@ -120,14 +120,14 @@ def read_head(
     Raises ValueError when the head is of another kind than `name`, when a tensor is missing, unexpected or misshapen,
     when sizes do not fit `target`, or when the head was trained for another target (unless `allow_mismatch`).
     """
-    from models.formats import Given, Verifier, detect, read_checkpoint  # which import this package
+    from models.formats import ConversionOptions, Verifier, detect, read_checkpoint  # which import this package
 
     check_exported(folder)
     verifier = None
     if target is not None:
         sizes = target.config.vocab_size, target.config.hidden_size, target.config.num_layers
         verifier = Verifier(target.path, target.config.architecture, *sizes)
-    checkpoint = read_checkpoint(detect(folder), folder, Given(verifier))
+    checkpoint = read_checkpoint(detect(folder), folder, ConversionOptions(verifier))
     if name is not None and checkpoint.head != name:
         raise ValueError(f"head={name}: {folder} holds a head of another kind; say head={checkpoint.head}")
     if target is None:

@@ -17,7 +17,7 @@ from kernels.decoder import LayerParts
 from kernels.draft import DraftParts
 from kernels.quantise import WeightFormat
 from models.attention import Attention
-from models.fused_decoder import Joined, parts_of
+from models.fused_decoder import FusedDecoder, parts_of
 from models.heads.base import AttentionShape, Borrowed, Head
 from models.heads.eagle_config import EagleConfig
 from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding
@@ -60,7 +60,7 @@ class EagleHead(Head):
         self.rotary = RotaryEmbedding(layer.rope, layer.head_dim, layer.max_position_embeddings)
         self.layers = nn.ModuleList([EagleLayer(config)])
         self.narrow_lm_head: Linear | None = None  # a copy of the borrowed LM head in fewer bits
-        self._joined = Joined()
+        self._fused_decoder = FusedDecoder()
         self._borrowed: Borrowed | None = None
 
     @property
@@ -79,14 +79,14 @@ class EagleHead(Head):
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
         x = torch.cat([F.embedding(ids, self.embedding).to(state.dtype), state], dim=-1)
         x, rotary = self.fc(x).to(state.dtype), self.rotary.rows(positions, state.dtype)
-        decode = self._joined.over(attention, self.layers, None, packed=self.fc.packed is not None)
+        decode = self._fused_decoder.over(attention, self.layers, None, packed=self.fc.packed is not None)
         return decode(x, rotary)[0] if decode else self.layers[0](x, rotary, attention)
 
     def lm_head_at(self, depth: int) -> nn.Module:
         return self.lm_head
 
     def draft_parts(self) -> DraftParts | None:
-        decoder = self._joined.decoder(self.layers, None, packed=self.fc.packed is not None)
+        decoder = self._fused_decoder.decoder(self.layers, None, packed=self.fc.packed is not None)
         if decoder is None or type(self.lm_head) is not Linear or self.lm_head.packed is None:
             return None
         assert self.fc.packed is not None
@@ -124,7 +124,7 @@ class EagleHead(Head):
         """
         super().pack(exact=exact, weight_format=weight_format)
         lm_head = self.borrowed.lm_head
-        if weight_format != "same" and type(lm_head) is Linear and (weight := lm_head.whole_weight()) is not None:
+        if weight_format != "same" and type(lm_head) is Linear and (weight := lm_head.unpacked_weight()) is not None:
             self.narrow_lm_head = Linear(*reversed(weight.shape), bias=False, device="meta")
             self.narrow_lm_head.weight = nn.Parameter(weight, requires_grad=False)
             self.narrow_lm_head.pack(exact=exact, weight_format=weight_format)

@@ -17,7 +17,7 @@ from kernels.decoder import LayerParts
 from kernels.draft import DraftParts
 from kernels.elementwise import norm_beside
 from models.attention import Attention
-from models.fused_decoder import Joined, parts_of
+from models.fused_decoder import FusedDecoder, parts_of
 from models.heads.base import AttentionShape, Head
 from models.heads.eagle3_config import Eagle3Config
 from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding
@@ -79,7 +79,7 @@ class Eagle3Head(Head):
             norms = (RMSNorm(config.target_hidden_size, layer.rms_norm_eps) for _ in config.aux_layers)
             self.fc_norm = nn.ModuleList(norms)
         self.fc = Linear(fused, layer.hidden_size, bias=False)
-        self._joined = Joined()
+        self._fused_decoder = FusedDecoder()
         self.rotary = RotaryEmbedding(layer.rope, layer.head_dim, layer.max_position_embeddings)
         rest = (DecoderLayer(layer, index) for index in range(1, layer.num_layers))
         self.layers = nn.ModuleList([Eagle3FirstLayer(config), *rest])
@@ -109,7 +109,7 @@ class Eagle3Head(Head):
         embedding = self.embed_tokens(ids).to(state.dtype)
         rotary = self.rotary.rows(positions, state.dtype)
         norm = self.norm if self.config.norm_output else None
-        decode = self._joined.over(attention, self.layers, norm, packed=self.fc.packed is not None)
+        decode = self._fused_decoder.over(attention, self.layers, norm, packed=self.fc.packed is not None)
         if decode:
             return decode(state.clone(), rotary, tokens=embedding)[0]
         first, *rest = self.layers
@@ -125,18 +125,20 @@ class Eagle3Head(Head):
         return self.lm_head
 
     def draft_parts(self) -> DraftParts | None:
-        own, after = self.config.layer, self.config.norm_output
-        decoder = self._joined.decoder(self.layers, self.norm if after else None, packed=self.fc.packed is not None)
+        layer, norm_output = self.config.layer, self.config.norm_output
+        decoder = self._fused_decoder.decoder(
+            self.layers, self.norm if norm_output else None, packed=self.fc.packed is not None
+        )
         if decoder is None or self.lm_head.packed is None:
             return None
         return DraftParts(
             decoder,
-            own.num_heads,
-            own.num_kv_heads,
+            layer.num_heads,
+            layer.num_kv_heads,
             embedding=self.embed_tokens.weight,
             rotary=self.rotary.tables(self.embed_tokens.weight.device, decoder.dtype),
             joined=None,
-            norm=None if after else self.norm.weight,
+            norm=None if norm_output else self.norm.weight,
             lm_head=self.lm_head.packed,
             draft_ids=self.target_ids,
         )
@@ -168,9 +170,9 @@ class Eagle3Head(Head):
             return
         donor, first = cast(DecoderLayer, target.layers[-1]), cast(Eagle3FirstLayer, self.layers[0])
         attention, mlp = first.self_attn, first.mlp
-        theirs = donor.self_attn.qkv_proj.weight.shape, donor.self_attn.o_proj.weight.shape
-        if (size, attention.qkv_proj.weight.shape[0]) != (target.config.hidden_size, theirs[0][0]) or (
-            attention.o_proj.weight.shape != theirs[1]
+        donor_shapes = donor.self_attn.qkv_proj.weight.shape, donor.self_attn.o_proj.weight.shape
+        if (size, attention.qkv_proj.weight.shape[0]) != (target.config.hidden_size, donor_shapes[0][0]) or (
+            attention.o_proj.weight.shape != donor_shapes[1]
             or self.config.layer.intermediate_size != target.config.intermediate_size
         ):
             raise ValueError("head.init_from_target=true: needs a head of the target's sizes; set it to false")

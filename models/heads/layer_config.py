@@ -13,8 +13,8 @@ SIZES = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_
 
 def head_layer(target: TargetConfig, **sizes: int | None) -> TargetConfig:
     """Return the config of a Llama layer for a target of any family, with its rotary embedding and the given SIZES."""
-    given = {key: size for key, size in sizes.items() if size is not None}
-    assert given.keys() <= set(SIZES)
+    overrides = {key: size for key, size in sizes.items() if size is not None}
+    assert overrides.keys() <= set(SIZES)
     layer = replace(
         target,
         architecture="LlamaForCausalLM",
@@ -28,7 +28,7 @@ def head_layer(target: TargetConfig, **sizes: int | None) -> TargetConfig:
         attention_scale=None,
         embedding_scale=1.0,
         local_rope=None,
-        **given,
+        **overrides,
     )
     if layer.num_heads % layer.num_kv_heads:
         raise ValueError(

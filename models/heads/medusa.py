@@ -99,8 +99,8 @@ class MedusaHead(Head):
             states = residual_silu(states, weight[:depths], bias if bias is None else bias[:depths])
         if self.config.shared:
             return self.lm_head(states).transpose(0, 1)
-        own = zip(self.lm_heads, states, strict=False)
-        return torch.stack([lm_head(rows) for lm_head, rows in own], dim=1)
+        pairs = zip(self.lm_heads, states, strict=False)
+        return torch.stack([lm_head(rows) for lm_head, rows in pairs], dim=1)
 
     def stack_layers(self) -> None:
         """Stack on a GPU: one launch then runs a residual layer of all heads. The layers keep views of the weights."""

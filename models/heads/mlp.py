@@ -59,10 +59,10 @@ class MlpHead(Head):
         return rms_norm(feature, feature.new_ones(feature.shape[-1]), EPS) / math.sqrt(2)
 
     def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: Attention, depth: int) -> Tensor:
-        own = 0 if self.config.tie_weights else depth
+        index = 0 if self.config.tie_weights else depth
         projected = self.proj[min(depth, len(self.proj) - 1)](state)
         scale = self.config.embedding_weight / self.config.state_weight
-        norm, table = cast(ShiftedRMSNorm, self.ln[own]), cast(nn.Embedding, self.emb[own]).weight
+        norm, table = cast(ShiftedRMSNorm, self.ln[index]), cast(nn.Embedding, self.emb[index]).weight
         return embed_norm_gelu(projected, ids, table, scale, norm.weight, norm.bias, EPS)
 
     def lm_head_at(self, depth: int) -> nn.Module:

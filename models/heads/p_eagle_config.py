@@ -40,8 +40,8 @@ class PEagleConfig(Eagle3Config):
         """`mask_token_id` None: the end of text, which no slot that is drafted from holds. The embedding is trained."""
         if mask_token_id is None:
             mask_token_id = next(iter(target.eos_token_ids), 0)
-        own: dict[str, Any] = {"mask_token_id": mask_token_id, "embed_requires_grad": True}
-        return super().for_target(target, **own | options)
+        defaults: dict[str, Any] = {"mask_token_id": mask_token_id, "embed_requires_grad": True}
+        return super().for_target(target, **defaults | options)
 
     def to_json(self, **facts: Any) -> dict[str, Any]:
         return super().to_json(**facts) | {"mask_token_id": self.mask_token_id, "num_depths": self.num_depths}

@@ -54,7 +54,7 @@ def read(fields: Fields) -> Scheme:
     fields.only("kv_cache_scheme")
     fields.only("sparsity_config", {})
     fields.ignore(*HISTORY)
-    ignored = tuple(_texts(fields, "ignore"))
+    ignored = tuple(_string_list(fields, "ignore"))
     sections = fields.need_section("config_groups")
     groups = [_read_group(sections.need_section(name), form) for name in sections.values]
     if not groups:
@@ -65,15 +65,15 @@ def read(fields: Fields) -> Scheme:
     )
 
 
-def _texts(fields: Fields, key: str) -> Sequence[str]:
-    found = fields.take(key, list, [])
-    if not all(isinstance(text, str) for text in found):
-        raise ValueError(f"{fields.name}: {key}={found!r}: expected names")
-    return found
+def _string_list(fields: Fields, key: str) -> Sequence[str]:
+    texts = fields.take(key, list, [])
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{fields.name}: {key}={texts!r}: expected names")
+    return texts
 
 
 def _read_group(fields: Fields, form: str) -> Group:
-    targets = tuple(_texts(fields, "targets"))
+    targets = tuple(_string_list(fields, "targets"))
     fields.only("format", form)
     for activations in ("input_activations", "output_activations"):
         if fields.maybe(activations, dict) is not None:
@@ -98,16 +98,18 @@ def _read_group(fields: Fields, form: str) -> Group:
     return Group(targets, kind, bits, {"tensor": -1, "channel": 0}.get(strategy, size or 0), symmetric)
 
 
-def _names(pattern: str, layer: str) -> bool:
+def _matches(pattern: str, layer: str) -> bool:
     return bool(re.match(pattern[3:], layer)) if pattern.startswith("re:") else pattern in (layer, "Linear")
 
 
 def _weight(
     layer: str, parts: Mapping[str, Tensor], *, groups: Sequence[Group], ignored: Sequence[str], form: str
 ) -> Tensor:
-    if any(_names(pattern, layer) for pattern in ignored):
+    if any(_matches(pattern, layer) for pattern in ignored):
         raise ValueError("is quantised, and named under `ignore`")
-    group = next((own for own in groups if any(_names(pattern, layer) for pattern in own.targets)), None)
+    group = next(
+        (candidate for candidate in groups if any(_matches(pattern, layer) for pattern in candidate.targets)), None
+    )
     if group is None:
         raise ValueError("is quantised, and no group of `config_groups` names it")
     if form == PACKED:

@@ -43,11 +43,11 @@ def read(fields: Fields) -> Scheme:
     fields.only("dynamic", {})
     fields.ignore(*HISTORY)
     parts = ("qweight", "qzeros", "scales", "g_idx")
-    weight = partial(_weight, bits=bits, group_size=size, less=version == "gptq")
+    weight = partial(_weight, bits=bits, group_size=size, minus_one=version == "gptq")
     return Scheme(f"{version}, {bits} bits in groups of {size}", parts, weight)
 
 
-def _weight(layer: str, parts: Mapping[str, Tensor], *, bits: int, group_size: int, less: bool) -> Tensor:
+def _weight(layer: str, parts: Mapping[str, Tensor], *, bits: int, group_size: int, minus_one: bool) -> Tensor:
     words = need(parts, "qweight")
     columns, rows = words.shape[0] * WORD // bits, words.shape[1]
     count = group_count(columns, group_size)
@@ -56,6 +56,6 @@ def _weight(layer: str, parts: Mapping[str, Tensor], *, bits: int, group_size: i
     groups = parts.get("g_idx", torch.arange(columns) // (columns // count)).long()
     if groups.shape != (columns,) or not 0 <= int(groups.min()) <= int(groups.max()) < count:
         raise ValueError(f"g_idx: must name one of {count} groups for each of {columns} columns")
-    if less:
+    if minus_one:
         zeros = (zeros + 1) & ((1 << bits) - 1)
     return widen(values, zeros, need(parts, "scales", count, rows).t(), groups)

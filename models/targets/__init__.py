@@ -25,7 +25,7 @@ from models.targets.qwen3 import Qwen3Target
 from models.targets.qwen3_moe import Qwen3MoeTarget
 from models.targets.tensor_parallel import divide
 from models.targets.tying import LM_HEAD, keeps_two, shared_weight
-from models.targets.zero3 import Exchange, LayerShares
+from models.targets.zero3 import Exchange, ShardedLayers
 from models.weights import Selected, load_into, read_tensors
 
 __all__ = [
@@ -75,9 +75,9 @@ def resolve_checkpoint(path_or_hub_id: str, revision: str | None = None, *, weig
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    wanted = ["*.json", "*.jinja", "tokenizer.model", *(["*.safetensors"] if weights else [])]
+    patterns = ["*.json", "*.jinja", "tokenizer.model", *(["*.safetensors"] if weights else [])]
     try:
-        return Path(snapshot_download(path_or_hub_id, revision=revision, allow_patterns=wanted))
+        return Path(snapshot_download(path_or_hub_id, revision=revision, allow_patterns=patterns))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ValueError(
             f"model={path_or_hub_id}: neither a local folder nor reachable on the model hub "
@@ -92,11 +92,11 @@ def read_target_config(folder: Path) -> TargetConfig:
     Where the weights are present, they decide whether a stated `tie_word_embeddings` holds. Raises ValueError for what
     is not supported.
     """
-    written = read_config(folder)
-    family = _family(folder, written)
+    raw_config = read_config(folder)
+    family = _family(folder, raw_config)
     try:
-        read_scheme(written)  # refused before a weight is read
-        config = family.read_config({key: value for key, value in written.items() if key != SECTION})
+        read_scheme(raw_config)  # refused before a weight is read
+        config = family.read_config({key: value for key, value in raw_config.items() if key != SECTION})
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
     if config.tie_word_embeddings and has_weights(folder) and keeps_two(folder):
@@ -104,8 +104,8 @@ def read_target_config(folder: Path) -> TargetConfig:
     return config
 
 
-def _family(folder: Path, written: Mapping[str, Any]) -> type[LlamaTarget]:
-    architecture = str((written.get("architectures") or [written.get("model_type")])[0])
+def _family(folder: Path, raw_config: Mapping[str, Any]) -> type[LlamaTarget]:
+    architecture = str((raw_config.get("architectures") or [raw_config.get("model_type")])[0])
     if architecture == "Gemma3ForConditionalGeneration":
         raise ValueError(
             f"{folder}: architecture {architecture!r} reads images too, which is not supported; use a checkpoint of "
@@ -127,16 +127,16 @@ def empty_target(folder: Path, part: Part | None = None) -> LlamaTarget:
 
 
 def read_weights(
-    folder: Path, dtype: torch.dtype, part: Part | None = None, *, whole: frozenset[str] = frozenset()
+    folder: Path, dtype: torch.dtype, part: Part | None = None, *, unsharded: frozenset[str] = frozenset()
 ) -> Mapping[str, Tensor]:
     """Return the tensors of a target, or this rank's rows of them; quantised layers as weights in `dtype`.
 
-    Tensors named in `whole` keep all rows. Those of a GGUF file are dequantised one by one, on access, with a progress
-    bar. Raises ValueError for a broken checkpoint and a quantisation that is not supported.
+    Tensors named in `unsharded` keep all rows. Those of a GGUF file are dequantised one by one, on access, with a
+    progress bar. Raises ValueError for a broken checkpoint and a quantisation that is not supported.
     """
 
     def rows(name: str, total: int) -> tuple[int, int] | None:
-        return None if part is None or name in whole else part.rows(name, total)
+        return None if part is None or name in unsharded else part.rows(name, total)
 
     if is_gguf(folder):
         return open_tensors(folder, dtype, rows if part else None, progress=True)
@@ -148,10 +148,10 @@ def read_weights(
         count = widen_layers(scheme, tensors, dtype)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
-    log.info("%s: %d linear layers are %s; widened to %s", folder, count, scheme.name, dtype)
+    log.info("%s: %d linear layers are %s; dequantised to %s", folder, count, scheme.name, dtype)
     for name, tensor in tensors.items() if part else ():
-        held = rows(name, len(tensor)) if tensor.dim() else None
-        tensors[name] = tensor if held is None else tensor[held[0] : held[1]].clone()
+        row_range = rows(name, len(tensor)) if tensor.dim() else None
+        tensors[name] = tensor if row_range is None else tensor[row_range[0] : row_range[1]].clone()
     return tensors
 
 
@@ -176,8 +176,8 @@ def load_target(
     config, layout = target.config, target.checkpoint_layout()
     shared = shared_weight(folder) if config.tie_word_embeddings else None
     lazy = (exchange is not None or layers is not None) and not is_quantised(folder)
-    whole = frozenset({shared} if shared else ())
-    tensors = open_tensors(folder, dtype) if lazy else read_weights(folder, dtype, part, whole=whole)
+    unsharded = frozenset({shared} if shared else ())
+    tensors = open_tensors(folder, dtype) if lazy else read_weights(folder, dtype, part, unsharded=unsharded)
     # buffers that old exporters saved are recomputed from the config
     names = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
     if exchange is not None:
@@ -189,9 +189,9 @@ def load_target(
     absent = {name for name in layout if name.startswith(LAYERS) and int(name.split(".")[1]) not in present}
     names -= {part for name in absent for part in layout.pop(name)}
     if config.tie_word_embeddings:
-        own = part and part.rows(LM_HEAD, config.vocab_size)
+        row_range = part and part.rows(LM_HEAD, config.vocab_size)
         embedding = target.embed_tokens.weight
-        target.lm_head.weight = embedding if own is None else nn.Parameter(embedding[own[0] : own[1]])
+        target.lm_head.weight = embedding if row_range is None else nn.Parameter(embedding[row_range[0] : row_range[1]])
         layout.pop(LM_HEAD, None)
         if shared == LM_HEAD:
             layout["embed_tokens.weight"] = (LM_HEAD,)
@@ -213,17 +213,17 @@ def share_layers(
     source: str,
 ) -> set[str]:
     """Shard the layers among processes (ZeRO-3). Return those of `names` that belong to no layer."""
-    layout, taken = target.checkpoint_layout(), set[str]()
+    layout, loaded = target.checkpoint_layout(), set[str]()
 
     def load(index: int) -> None:
         prefix, layer = f"{LAYERS}{index}.", target.layers[index].to_empty(device="cpu")
-        own = {name.removeprefix(prefix): parts for name, parts in layout.items() if name.startswith(prefix)}
-        wanted = names & {name for parts in own.values() for name in parts}
-        load_into(layer, Selected(tensors, wanted), own, source=f"{source}: layer {index}")
-        taken.update(wanted)
+        layer_layout = {name.removeprefix(prefix): parts for name, parts in layout.items() if name.startswith(prefix)}
+        layer_names = names & {name for parts in layer_layout.values() for name in parts}
+        load_into(layer, Selected(tensors, layer_names), layer_layout, source=f"{source}: layer {index}")
+        loaded.update(layer_names)
 
-    target.shares = LayerShares(list(target.layers), exchange, load, device)
-    return names - taken
+    target.shares = ShardedLayers(list(target.layers), exchange, load, device)
+    return names - loaded
 
 
 def is_quantised(folder: Path) -> bool:

@@ -20,8 +20,8 @@ def stated_dtype(checkpoint: Path) -> torch.dtype:
     """
     if is_gguf(checkpoint):
         return OF_GGUF
-    written = read_json(checkpoint / "config.json")
-    stated = written.get("dtype") or written.get("torch_dtype") or "float32"
+    config = read_json(checkpoint / "config.json")
+    stated = config.get("dtype") or config.get("torch_dtype") or "float32"
     if stated not in DTYPES:
         raise ValueError(f"{checkpoint}: config.json: dtype={stated!r}: say model.dtype={' or '.join(DTYPES)}")
     return getattr(torch, stated)

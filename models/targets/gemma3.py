@@ -112,8 +112,8 @@ def layer_types(config: dict[str, Any], num_layers: int) -> list[str]:
     """Return `layer_types`, by default full attention in every `sliding_window_pattern`-th layer, windows elsewhere."""
     if config.get("layer_types") is not None:
         return list(config["layer_types"])
-    every = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
-    return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(num_layers)]
+    pattern = int(config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6)
+    return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(num_layers)]
 
 
 def ropes(config: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:
@@ -122,15 +122,15 @@ def ropes(config: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     transformers 5 writes `rope_parameters` for each kind of layer; version 4 writes `rope_theta`, `rope_scaling` and
     `rope_local_base_freq`, where the scaling applies to full layers only. Raises ValueError for what is not supported.
     """
-    written = config.get("rope_parameters") or {}
-    unknown = set(written) - set(BASES)
+    by_type = config.get("rope_parameters") or {}
+    unknown = set(by_type) - set(BASES)
     if unknown:
-        raise ValueError(f"config.json: rope_parameters={written}: must have a section for each of {', '.join(BASES)}")
-    old = {
+        raise ValueError(f"config.json: rope_parameters={by_type}: must have a section for each of {', '.join(BASES)}")
+    legacy = {
         "full_attention": {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})},
         "sliding_attention": {"rope_theta": config.get("rope_local_base_freq")},
     }
-    sections = {kind: written.get(kind) or old[kind] for kind in BASES}
+    sections = {kind: by_type.get(kind) or legacy[kind] for kind in BASES}
     full, local = (
         RopeConfig.from_json({"rope_parameters": {**section, "rope_theta": section.get("rope_theta") or BASES[kind]}})
         for kind, section in sections.items()

@@ -19,9 +19,9 @@ from kernels.decoder import LayerParts
 from kernels.rotary import QKNorm
 from models.attention import Attention, project_of
 from models.config import TargetConfig
-from models.fused_decoder import Joined, parts_of
+from models.fused_decoder import FusedDecoder, parts_of
 from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding, rotate
-from models.targets.zero3 import LayerShares
+from models.targets.zero3 import ShardedLayers
 
 
 class TargetOutput(NamedTuple):
@@ -59,14 +59,14 @@ class SelfAttention(nn.Module):
         if project := project_of(attention):
             norm = self.head_norm
             return self.o_proj(project(self.layer, qkv, rotary, norm, window=self.window, scale=self.scale))
-        rotated = self.num_heads + self.num_kv_heads
-        qk = qkv[..., :rotated, :]
+        num_rotated = self.num_heads + self.num_kv_heads
+        qk = qkv[..., :num_rotated, :]
         if self.qk_norm:
             q, k = qk.split([self.num_heads, self.num_kv_heads], dim=-2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=-2)
         qk = rotate(qk, *rotary)
         q, k = qk[..., : self.num_heads, :], qk[..., self.num_heads :, :]
-        v = qkv[..., rotated:, :]
+        v = qkv[..., num_rotated:, :]
         return self.o_proj(attention(self.layer, q, k, v, window=self.window, scale=self.scale))
 
 
@@ -110,8 +110,8 @@ class LlamaTarget(nn.Module):
         super().__init__()
         self.config = config
         self.end_tokens = config.eos_token_ids  # load_target adds those of generation_config.json
-        self._joined = Joined()
-        self.shares: LayerShares | None = None  # if the layers are sharded (ZeRO-3)
+        self._fused_decoder = FusedDecoder()
+        self.shares: ShardedLayers | None = None  # if the layers are sharded (ZeRO-3)
         # Not initialised: the caller fills the tensors, and random init on the meta device imports torch's compiler.
         weight = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=weight)
@@ -142,12 +142,12 @@ class LlamaTarget(nn.Module):
         x = self.embed(ids)
         rotary = [tables.rows(positions, x.dtype) for tables in self.rotaries]
         streams: dict[int, Tensor] = {}
-        decode = self._joined.over(attention, self.layers, self.norm, packed=self.lm_head.packed is not None)
+        decode = self._fused_decoder.over(attention, self.layers, self.norm, packed=self.lm_head.packed is not None)
         if decode:
             entering = [index for index in range(end) if index in aux_layers]
             cos, sin = rotary[0] if len(rotary) == 1 else map(torch.stack, zip(*rotary, strict=True))
-            hidden, before = decode(x, (cos, sin), entering)
-            streams.update(zip(entering, before, strict=True))
+            hidden, layer_inputs = decode(x, (cos, sin), entering)
+            streams.update(zip(entering, layer_inputs, strict=True))
         else:
             for index, layer in enumerate(self.layers):
                 if index in aux_layers:
@@ -161,13 +161,13 @@ class LlamaTarget(nn.Module):
         """Post-norm hidden `[..., H]` -> `[..., V]`."""
         return self.lm_head(hidden)
 
-    def lend(self) -> None:
+    def join_gathers(self) -> None:
         """If the layers are sharded, join the other processes' forwards until none has any left.
 
         Every process calls this after work in which the number of forwards may differ between processes.
         """
         if self.shares is not None:
-            self.shares.lend()
+            self.shares.join_gathers()
 
     @property
     def heads(self) -> tuple[int, int, int]:

@@ -29,15 +29,15 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])  # [R, H]
         # Sorted, not topk: ties must be broken the same way in any batch.
-        best = self.gate(rows).float().softmax(-1).sort(dim=-1, descending=True, stable=True)
-        weights, chosen = best.values[:, : self.config.active], best.indices[:, : self.config.active]
+        ranked = self.gate(rows).float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+        weights, chosen = ranked.values[:, : self.config.active], ranked.indices[:, : self.config.active]
         if self.config.normalise:
             weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros_like(rows)
         for expert in chosen.unique().tolist():  # ascending
-            row, place = (chosen == expert).nonzero(as_tuple=True)
-            answer = self.experts[expert](rows[row])
-            out.index_add_(0, row, answer * weights[row, place, None].to(answer.dtype))
+            row, rank = (chosen == expert).nonzero(as_tuple=True)
+            output = self.experts[expert](rows[row])
+            out.index_add_(0, row, output * weights[row, rank, None].to(output.dtype))
         return out.view_as(x)
 
 

@@ -17,7 +17,7 @@ from models.parallel import Part, check_heads, even, inner, split
 from models.targets.llama import LlamaTarget, SelfAttention
 
 
-class DividedLinear(Linear):
+class ShardedLinear(Linear):
     """This rank's output rows of a linear layer, `sizes[rank]` of them.
 
     With `reads` the input is split as well, `reads[rank]` features on each rank, and is gathered first. `answers`:
@@ -26,15 +26,15 @@ class DividedLinear(Linear):
 
     def __init__(
         self,
-        whole: nn.Linear,
+        linear: nn.Linear,
         part: Part,
         sizes: Sequence[int],
         *,
         reads: Sequence[int] | None = None,
         answers: Literal["part", "whole", "leader"] = "part",
     ) -> None:
-        assert sum(sizes) == whole.out_features
-        super().__init__(whole.in_features, sizes[part.rank], bias=whole.bias is not None)
+        assert sum(sizes) == linear.out_features
+        super().__init__(linear.in_features, sizes[part.rank], bias=linear.bias is not None)
         self.part, self.sizes, self.answers = part, tuple(sizes), answers
         self.reads = None if reads is None else tuple(reads)
 
@@ -58,15 +58,15 @@ def divide(target: LlamaTarget, part: Part) -> None:
             _divide_attention(module, part)
         elif isinstance(module, GatedMLP):
             _divide_mlp(module, part)
-    target.lm_head = DividedLinear(target.lm_head, part, split(target.config.vocab_size, part.ranks), answers="leader")
+    target.lm_head = ShardedLinear(target.lm_head, part, split(target.config.vocab_size, part.ranks), answers="leader")
 
 
 def _divide_attention(attention: SelfAttention, part: Part) -> None:
     qkv, output, ranks = attention.qkv_proj, attention.o_proj, part.ranks
     attention.num_heads //= ranks
     attention.num_kv_heads //= ranks
-    attention.qkv_proj = DividedLinear(qkv, part, even(qkv.out_features, ranks))
-    attention.o_proj = DividedLinear(
+    attention.qkv_proj = ShardedLinear(qkv, part, even(qkv.out_features, ranks))
+    attention.o_proj = ShardedLinear(
         output, part, split(output.out_features, ranks), reads=even(output.in_features, ranks), answers="whole"
     )
 
@@ -74,5 +74,5 @@ def _divide_attention(attention: SelfAttention, part: Part) -> None:
 def _divide_mlp(mlp: GatedMLP, part: Part) -> None:
     down, ranks = mlp.down_proj, part.ranks
     sizes = inner(down.in_features, ranks)
-    mlp.gate_up_proj = DividedLinear(mlp.gate_up_proj, part, [2 * size for size in sizes])
-    mlp.down_proj = DividedLinear(down, part, split(down.out_features, ranks), reads=sizes, answers="whole")
+    mlp.gate_up_proj = ShardedLinear(mlp.gate_up_proj, part, [2 * size for size in sizes])
+    mlp.down_proj = ShardedLinear(down, part, split(down.out_features, ranks), reads=sizes, answers="whole")

@@ -34,8 +34,8 @@ def keeps_two(folder: Path) -> bool:
     if heads == {LM_HEAD} and equal_values(folder, EMBEDDING, LM_HEAD):
         return False
     log.warning(
-        "%s: config.json states tie_word_embeddings=true, but %s differs from %s; both are kept. With "
-        "tie_word_embeddings=false in config.json this is not said again",
+        "%s: config.json states tie_word_embeddings=true, but %s differs from %s; both are kept. Set "
+        "tie_word_embeddings=false in config.json to silence this warning",
         folder,
         ", ".join(sorted(heads)),
         EMBEDDING,

@@ -29,9 +29,9 @@ def _copy_beside(source: Path, folder: Path) -> None:
     for pattern in BESIDE:
         for path in sorted(source.glob(pattern)):
             if not path.name.endswith(".index.json"):
-                copied = folder / path.relative_to(source)
-                copied.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, copied)
+                destination = folder / path.relative_to(source)
+                destination.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, destination)
 
 
 def save_target(target: LlamaTarget, folder: Path) -> None:

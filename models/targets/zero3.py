@@ -23,15 +23,15 @@ from kernels.quantise import WeightFormat
 from models.layers import Linear
 
 ALIGN = 64  # elements: tensors are aligned as if allocated separately; otherwise kernels might take other code paths
-ROOMS = 2
+NUM_BUFFERS = 2
 
 
 class Exchange(Protocol):
     rank: int
     ranks: int
 
-    def gather(self, whole: Tensor, own: Tensor) -> Callable[[], Any]:
-        """Start filling `whole` with every process's `own` in rank order; return a function that waits for it."""
+    def gather(self, gathered: Tensor, shard: Tensor) -> Callable[[], Any]:
+        """Start filling `gathered` with every process's `shard` in rank order; return a function that waits for it."""
         ...
 
     def any(self, flag: bool) -> bool:
@@ -62,12 +62,12 @@ class GatheredLinear(Linear):
         return PackedLinear(self.weight, self.bias, exact=self._exact)(input)
 
 
-class LayerShares(nn.Module):
+class ShardedLayers(nn.Module):
     """This process's shards of `layers`, which must be on the meta device, and the all-gather of whole layers.
 
     `load(index)` must load the weights of one layer to the CPU; at most one layer is whole there at a time. A forward
-    visits all layers in order. All processes must run the same number of forwards, or call `lend` where these may
-    differ.
+    visits all layers in order. All processes must run the same number of forwards, or call `join_gathers` where these
+    may differ.
     """
 
     def __init__(
@@ -75,49 +75,49 @@ class LayerShares(nn.Module):
     ) -> None:
         super().__init__()
         self._exchange, self._count = exchange, len(layers)
-        self._arrival: Callable[[], Any] | None = None
+        self._wait: Callable[[], Any] | None = None
         for layer in layers:
             _gather_linears(layer)
         dtype = next(layers[0].parameters()).dtype
         spans = [_spans(layer) for layer in layers]
-        sizes = [_share(own, exchange.ranks) for own in spans]
+        sizes = [_shard_size(layer_spans, exchange.ranks) for layer_spans in spans]
         self.own = nn.Parameter(torch.empty(sum(sizes), dtype=dtype, device=device), requires_grad=False)
-        rooms = [torch.empty(max(sizes) * exchange.ranks, dtype=dtype, device=device) for _ in range(ROOMS)]
-        self._shares = self.own.data.split(sizes)
-        self._wholes = [rooms[index % ROOMS][: size * exchange.ranks] for index, size in enumerate(sizes)]
+        buffers = [torch.empty(max(sizes) * exchange.ranks, dtype=dtype, device=device) for _ in range(NUM_BUFFERS)]
+        self._shards = self.own.data.split(sizes)
+        self._full_weights = [buffers[index % NUM_BUFFERS][: size * exchange.ranks] for index, size in enumerate(sizes)]
         for index, layer in enumerate(layers):
             load(index)
-            whole = torch.zeros(sizes[index] * exchange.ranks, dtype=dtype)
+            full_weight = torch.zeros(sizes[index] * exchange.ranks, dtype=dtype)
             for name, shape, begin in spans[index]:
-                whole[begin : begin + prod(shape)] = layer.get_parameter(name).detach().flatten()
-            self._shares[index].copy_(whole.view(exchange.ranks, -1)[exchange.rank])
+                full_weight[begin : begin + prod(shape)] = layer.get_parameter(name).detach().flatten()
+            self._shards[index].copy_(full_weight.view(exchange.ranks, -1)[exchange.rank])
             for name, shape, begin in spans[index]:
-                place = self._wholes[index][begin : begin + prod(shape)].view(shape)
-                _put(layer, name, nn.Parameter(place, requires_grad=False))
-            layer.register_forward_pre_hook(partial(self._before, index))
+                view = self._full_weights[index][begin : begin + prod(shape)].view(shape)
+                _set_parameter(layer, name, nn.Parameter(view, requires_grad=False))
+            layer.register_forward_pre_hook(partial(self._pre_forward, index))
 
-    def lend(self) -> None:
+    def join_gathers(self) -> None:
         """Join the other processes' forwards (all-gathers) until none has any left; every process must call this."""
         while self._exchange.any(False):
             for index in range(self._count):
-                self._enter(index)
+                self._prepare(index)
 
-    def _before(self, index: int, *_: Any) -> None:
+    def _pre_forward(self, index: int, *_: Any) -> None:
         if index == 0:
             self._exchange.any(True)
-        self._enter(index)
+        self._prepare(index)
 
-    def _enter(self, index: int) -> None:
+    def _prepare(self, index: int) -> None:
         if index == 0:
-            self._bring(0)
-        assert self._arrival is not None, "layers are visited in order"
-        self._arrival()
-        self._arrival = None
+            self._start_gather(0)
+        assert self._wait is not None, "layers are visited in order"
+        self._wait()
+        self._wait = None
         if index + 1 < self._count:
-            self._bring(index + 1)
+            self._start_gather(index + 1)
 
-    def _bring(self, index: int) -> None:
-        self._arrival = self._exchange.gather(self._wholes[index], self._shares[index])
+    def _start_gather(self, index: int) -> None:
+        self._wait = self._exchange.gather(self._full_weights[index], self._shards[index])
 
 
 def _gather_linears(layer: nn.Module) -> None:
@@ -138,18 +138,18 @@ def _spans(layer: nn.Module) -> list[Span]:
     return spans
 
 
-def _share(spans: Sequence[Span], ranks: int) -> int:
+def _shard_size(spans: Sequence[Span], ranks: int) -> int:
     """Return the number of elements of a layer that each process keeps."""
     end = spans[-1].begin + prod(spans[-1].shape)
     return -(-end // (ranks * ALIGN)) * ALIGN
 
 
-def _put(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    owner, _, own = name.rpartition(".")
-    layer.get_submodule(owner)._parameters[own] = parameter
+def _set_parameter(layer: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    module_name, _, parameter_name = name.rpartition(".")
+    layer.get_submodule(module_name)._parameters[parameter_name] = parameter
 
 
 def shared_elements(layers: Sequence[nn.Module], ranks: int) -> tuple[int, int]:
     """Return the elements that a process keeps of all layers, and those of the gather buffers in addition."""
-    sizes = [_share(_spans(layer), ranks) for layer in layers]
-    return sum(sizes), ROOMS * max(sizes) * ranks
+    sizes = [_shard_size(_spans(layer), ranks) for layer in layers]
+    return sum(sizes), NUM_BUFFERS * max(sizes) * ranks

@@ -103,17 +103,17 @@ def read(lines: Sequence[str], outcome: Outcome) -> None:
     """The lines that checks.py and checks.mjs print, among what the client itself may say."""
     for line in lines:
         try:
-            told = json.loads(line)
+            record = json.loads(line)
         except ValueError:
             continue
-        if not isinstance(told, dict):
+        if not isinstance(record, dict):
             continue
-        if "check" in told:
-            outcome.checked.append(told["check"])
-            if told["error"] is not None:
-                outcome.errors[told["check"]] = told["error"]
+        if "check" in record:
+            outcome.checked.append(record["check"])
+            if record["error"] is not None:
+                outcome.errors[record["check"]] = record["error"]
         else:
-            outcome.version = told.get("version", outcome.version)
+            outcome.version = record.get("version", outcome.version)
 
 
 def table(outcomes: list[Outcome]) -> str:

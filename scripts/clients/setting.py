@@ -35,8 +35,8 @@ def install(environment: str) -> None:
         install("python")  # brings node
     folder = FOLDER / environment
     stamp = folder / ".installed"
-    wanted = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in PINS[environment])).hexdigest()
-    if stamp.is_file() and stamp.read_text() == wanted:
+    digest = hashlib.sha256(b"".join((HERE / name).read_bytes() for name in PINS[environment])).hexdigest()
+    if stamp.is_file() and stamp.read_text() == digest:
         return
     print(f"headway: installing the clients' environment {folder}", file=sys.stderr, flush=True)
     if environment == "node":
@@ -54,7 +54,7 @@ def install(environment: str) -> None:
             options = ["--no-deps"] if "no-deps" in name else []
             pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
             subprocess.run([*pip, *options, "-r", HERE / name], check=True)
-    stamp.write_text(wanted)
+    stamp.write_text(digest)
 
 
 @contextlib.contextmanager
@@ -81,8 +81,8 @@ def serving() -> Iterator[str]:
 def wait_until_ready(url: str, server: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + START_S
     while server.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(f"{url}/health") as answer:
-            if answer.status == 200:
+        with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(f"{url}/health") as response:
+            if response.status == 200:
                 return
         time.sleep(0.2)
     raise RuntimeError(f"the server did not start; see {FOLDER / 'server.log'}")

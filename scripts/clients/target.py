@@ -54,7 +54,7 @@ def make_target(folder: Path) -> Path:
         messages = [{"role": role, "content": content}]
         return tokenizer.apply_chat_template(messages, tools=[{}] if tools else None, tokenize=False)
 
-    answers = [
+    pairs = [
         (prompt("user", ASKED, tools=False), SAID),
         (prompt("user", ASKED_JSON, tools=False), JSON_SAID),
         (prompt("user", ASKED, tools=True), call("add", JSON_SAID)),
@@ -62,11 +62,11 @@ def make_target(folder: Path) -> Path:
         (prompt("user", ASKED_FILES, tools=True), call("glob", '{"pattern": "*.txt"}')),
         (prompt("tool", "", tools=True), SAID),
     ]
-    learn(folder, answers, steps=200, sharpen=4.0)
+    learn(folder, pairs, steps=200, sharpen=4.0)
     return folder
 
 
-def learn(folder: Path, answers: Sequence[tuple[str, str]], *, steps: int, sharpen: float = 1.0) -> None:
+def learn(folder: Path, pairs: Sequence[tuple[str, str]], *, steps: int, sharpen: float = 1.0) -> None:
     """Trains the target in `folder` until it gives each prompt its answer and ends there.
 
     `sharpen` multiplies the logits afterwards: at 4, what has been learnt is said at any usual temperature.
@@ -76,26 +76,26 @@ def learn(folder: Path, answers: Sequence[tuple[str, str]], *, steps: int, sharp
 
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     rows, labels = [], []
-    for prompt, answer in answers:
+    for prompt, answer in pairs:
         start, rest = (backend.encode(text, add_special_tokens=False).ids for text in (prompt, answer + END))
         rows.append(torch.tensor(start + rest))
         labels.append(torch.tensor([-100] * len(start) + rest))
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    wanted = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
+    targets = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
         decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, steps)
         for _ in range(steps):
             logits = model(input_ids=ids).logits[:, :-1]
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted[:, 1:].flatten()).backward()
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten()).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             decay.step()
             optimizer.zero_grad()
-    learnt = wanted[:, 1:] != -100
-    assert torch.equal(logits.argmax(-1)[learnt], wanted[:, 1:][learnt]), "did not learn it by heart"
+    is_answer = targets[:, 1:] != -100
+    assert torch.equal(logits.argmax(-1)[is_answer], targets[:, 1:][is_answer]), "did not learn it by heart"
     with torch.no_grad():
         model.lm_head.weight.mul_(sharpen)
     model.save_pretrained(folder)

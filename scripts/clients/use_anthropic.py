@@ -20,11 +20,11 @@ class Sum(BaseModel):
 
 
 def plain() -> None:
-    answer = client.messages.create(**request, messages=messages, system="Be brief.")
-    expect([block.text for block in answer.content], [SAID])
-    expect(answer.stop_reason, "end_turn")
+    message = client.messages.create(**request, messages=messages, system="Be brief.")
+    expect([block.text for block in message.content], [SAID])
+    expect(message.stop_reason, "end_turn")
     counted = client.messages.count_tokens(model=MODEL, messages=messages)
-    expect(counted.input_tokens, answer.usage.input_tokens + answer.usage.cache_read_input_tokens)
+    expect(counted.input_tokens, message.usage.input_tokens + message.usage.cache_read_input_tokens)
 
 
 def stream() -> None:

@@ -27,8 +27,8 @@ def add(a: int, b: int) -> int:
 
 
 def plain() -> None:
-    answer = model.invoke(ASKED)
-    expect((answer.content, answer.response_metadata["finish_reason"]), (SAID, "stop"))
+    message = model.invoke(ASKED)
+    expect((message.content, message.response_metadata["finish_reason"]), (SAID, "stop"))
     expect(model.invoke([HumanMessage(ASKED, name="somebody")]).content, SAID)
     expect(
         ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", api_key="none", use_responses_api=True).invoke(ASKED).text, SAID
@@ -48,10 +48,10 @@ def tools() -> None:
         result = add.invoke(call)
         assert isinstance(result, ToolMessage)
         expect(model.bind_tools([add]).invoke([turn, first, result]).content, SAID)
-        whole = None
+        merged = None
         for chunk in bound.stream([turn]):
-            whole = chunk if whole is None else whole + chunk
-        expect([call["args"] for call in whole.tool_calls], [ARGUMENTS])
+            merged = chunk if merged is None else merged + chunk
+        expect([call["args"] for call in merged.tool_calls], [ARGUMENTS])
 
 
 def structured() -> None:

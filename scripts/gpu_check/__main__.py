@@ -18,18 +18,18 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    own = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="./scripts/gpu_check.sh",
         description="Checks and times this machine's GPU: kernels, the engine's exactness, speculation end to end.",
         allow_abbrev=False,
     )
-    own.add_argument("--only", action="append", choices=PARTS, help="one part; may be given more than once")
-    own.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where the JSON report goes")
-    own.add_argument("--interpret", action="store_true", help="on a CPU, in Triton's interpreter, with tiny shapes")
-    own.add_argument("--head", type=Path, metavar="FOLDER", help="an EAGLE-3 head of the demo target, for bench")
-    own.add_argument("--minutes", type=float, default=1.0, help="to train such a head, where none is given")
-    own.add_argument("--commit", help="what is checked, for the report of a machine without a git checkout")
-    args = own.parse_args(argv)
+    parser.add_argument("--only", action="append", choices=PARTS, help="one part; may be given more than once")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where the JSON report goes")
+    parser.add_argument("--interpret", action="store_true", help="on a CPU, in Triton's interpreter, with tiny shapes")
+    parser.add_argument("--head", type=Path, metavar="FOLDER", help="an EAGLE-3 head of the demo target, for bench")
+    parser.add_argument("--minutes", type=float, default=1.0, help="to train such a head, where none is given")
+    parser.add_argument("--commit", help="what is checked, for the report of a machine without a git checkout")
+    args = parser.parse_args(argv)
     args.only = args.only or list(PARTS)
     return args
 

@@ -12,21 +12,23 @@ from scripts.gpu_check.measure import close, same, timed
 
 
 def chains(batch: int, drafted: int, size: int, device: torch.device) -> tuple[Any, ...]:
-    """Laws, tokens and the laws they were drawn from, seeds and positions; every fourth draft is certain."""
+    """Target probabilities, tokens, draft probabilities, seeds and positions; every fourth draft is certain."""
     generator = torch.Generator().manual_seed(batch)
-    laws = (torch.randn(batch, drafted + 1, size, generator=generator) * 2).softmax(-1)
-    drawn = 0.7 * laws[:, :-1] + 0.3 * (torch.randn(batch, drafted, size, generator=generator) * 2).softmax(-1)
-    tokens = drawn.flatten(0, 1).multinomial(1, generator=generator).view(batch, drafted).tolist()
-    known = [None if b % 4 == 3 else own for b, own in enumerate(drawn.to(device))]
+    target_probs = (torch.randn(batch, drafted + 1, size, generator=generator) * 2).softmax(-1)
+    draft_probs = 0.7 * target_probs[:, :-1] + 0.3 * (
+        torch.randn(batch, drafted, size, generator=generator) * 2
+    ).softmax(-1)
+    tokens = draft_probs.flatten(0, 1).multinomial(1, generator=generator).view(batch, drafted).tolist()
+    proposals = [None if b % 4 == 3 else probs for b, probs in enumerate(draft_probs.to(device))]
     seeds = [b * 7919 + (b << 33) for b in range(batch)]
-    return laws.flatten(0, 1).to(device), tokens, known, seeds, [100 + b for b in range(batch)]
+    return target_probs.flatten(0, 1).to(device), tokens, proposals, seeds, [100 + b for b in range(batch)]
 
 
-def typical(laws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def typical(probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Likely tokens and others after every row."""
-    above = torch.arange(2 * len(laws), device=laws.device) // 2
-    tokens = torch.where(above % 2 == 0, laws.argmax(-1)[above], above % laws.shape[1])
-    return laws, above, tokens
+    above = torch.arange(2 * len(probs), device=probs.device) // 2
+    tokens = torch.where(above % 2 == 0, probs.argmax(-1)[above], above % probs.shape[1])
+    return probs, above, tokens
 
 
 def sizes(device: torch.device) -> tuple[int, int, int]:
@@ -35,33 +37,41 @@ def sizes(device: torch.device) -> tuple[int, int, int]:
 
 def correctness(device: torch.device) -> list[dict[str, Any]]:
     batch, drafted, size = sizes(device)
-    laws, tokens, drawn, *rest = chains(batch, drafted, size, device)
-    found = acceptance.block(laws, tokens, drawn, *rest)
-    parts = laws.cpu().split(drafted + 1)
-    known = [own if own is None else own.cpu() for own in drawn]
-    true = [acceptance.block_of(*own) for own in zip(parts, known, tokens, *rest, strict=True)]
+    target_probs, tokens, draft_probs, *rest = chains(batch, drafted, size, device)
+    accepted = acceptance.block(target_probs, tokens, draft_probs, *rest)
+    parts = target_probs.cpu().split(drafted + 1)
+    cpu_probs = [chain if chain is None else chain.cpu() for chain in draft_probs]
+    true = [acceptance.verify_block(*chain) for chain in zip(parts, cpu_probs, tokens, *rest, strict=True)]
     case = f"{batch} chains of {drafted}, vocabulary {size}"
-    given = typical(laws)
-    likely = acceptance.likely(*given)
-    entropy = acceptance.entropy_of(laws.cpu())
-    least = (acceptance.TYPICAL_DELTA * torch.exp(-entropy)).clamp(max=acceptance.TYPICAL_EPSILON)
-    above, ids = given[1].cpu(), given[2].cpu()
-    lines = [same("block verification", case, torch.tensor(found), torch.tensor(true))]
-    lines.append(same("typical acceptance", case, likely, laws.cpu()[above, ids].double() > least[above]))
+    inputs = typical(target_probs)
+    typical_mask = acceptance.typical_mask(*inputs)
+    entropy = acceptance.entropy_of(target_probs.cpu())
+    thresholds = (acceptance.TYPICAL_DELTA * torch.exp(-entropy)).clamp(max=acceptance.TYPICAL_EPSILON)
+    above, ids = inputs[1].cpu(), inputs[2].cpu()
+    lines = [same("block verification", case, torch.tensor(accepted), torch.tensor(true))]
+    lines.append(
+        same("typical acceptance", case, typical_mask, target_probs.cpu()[above, ids].double() > thresholds[above])
+    )
     if device.type == "cuda":
         from kernels.triton.acceptance import entropy as fused
 
-        lines.append(close("entropies", case, fused(laws), entropy, 1e-12))
+        lines.append(close("entropies", case, fused(target_probs), entropy, 1e-12))
     return lines
 
 
 def timings(device: torch.device) -> list[dict[str, Any]]:
     batch, drafted, size = sizes(device)
-    given = chains(batch, drafted, size, device)
-    laws, moved = given[0], 4 * batch * size * (2 * drafted + 1)
-    asked = typical(laws)
+    inputs = chains(batch, drafted, size, device)
+    target_probs, moved = inputs[0], 4 * batch * size * (2 * drafted + 1)
+    typical_inputs = typical(target_probs)
     case = f"{batch} chains of {drafted}, vocabulary {size}"
     return [
-        timed("block verification", case, lambda: acceptance.block(*given), device, moved=moved),
-        timed("typical acceptance", case, lambda: acceptance.likely(*asked), device, moved=4 * laws.numel()),
+        timed("block verification", case, lambda: acceptance.block(*inputs), device, moved=moved),
+        timed(
+            "typical acceptance",
+            case,
+            lambda: acceptance.typical_mask(*typical_inputs),
+            device,
+            moved=4 * target_probs.numel(),
+        ),
     ]

@@ -25,8 +25,8 @@ def make(lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.d
     pages = [-(-length // PAGE) for length in lengths]
     order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1)) + 1
     table = torch.zeros(len(lengths), max(pages), dtype=torch.int64)
-    for b, own in enumerate(order.split(pages)):
-        table[b, : len(own)] = own
+    for b, row_pages in enumerate(order.split(pages)):
+        table[b, : len(row_pages)] = row_pages
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
@@ -36,9 +36,9 @@ def make(lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.d
     return q, k, v, cache, table.to(device)
 
 
-def planned(case: Any, starts: list[int], counts: list[int], words: Tensor | None = None) -> PagedAttention:
+def planned(case: Any, starts: list[int], counts: list[int], tree_mask: Tensor | None = None) -> PagedAttention:
     q, _, _, cache, table = case
-    rows = AttentionRows.blocks(table, starts, counts, page_size=PAGE, words=words)
+    rows = AttentionRows.blocks(table, starts, counts, page_size=PAGE, tree_mask=tree_mask)
     return plan_attention(rows, q.shape[1], cache.shape[1], q.shape[2], q.dtype, cache.dtype)
 
 
@@ -49,7 +49,7 @@ def random_tree(nodes: int) -> DraftTree:
 
 
 def correctness(device: torch.device) -> list[dict[str, Any]]:
-    found = []
+    results = []
     on_gpu = device.type == "cuda"
     sizes = [LLAMA, (7, 1, 64), (8, 4, 80), (8, 2, 96), (4, 1, 256)] if on_gpu else [(4, 2, 64)]
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if on_gpu else (torch.float32,)
@@ -59,16 +59,16 @@ def correctness(device: torch.device) -> list[dict[str, Any]]:
         for dtype in dtypes:
             name = f"{heads} and {kv_heads} heads of {dim}, {dtype}"
             q, k, v, cache, table = make([start + nodes], heads, kv_heads, dim, dtype, device)
-            for kind, words, ancestors in (("chain", None, None), ("tree", tree.ancestors[0], tree.ancestors)):
+            for kind, tree_mask, ancestors in (("chain", None, None), ("tree", tree.ancestors[0], tree.ancestors)):
                 new = (q[:nodes], k[:nodes], v[:nodes])
                 case = (*new, cache, table)
-                words = None if words is None else words.to(device)
-                actual = planned(case, [start], [nodes], words)(*new, cache, dim**-0.5)
-                given = {"page_size": PAGE, "scale": dim**-0.5, "ancestors": ancestors}
-                true = oracle.paged_attention(new[0].cpu(), cache.cpu(), table.cpu(), [start], [nodes], **given)
-                found.append(close("attention", f"{kind} of {nodes} at {start}, {name}", actual, true, BOUND[dtype]))
-            found += bits(name, (q, k, v, cache, table), start, nodes, tree)
-    return [*found, eight_bits(sizes[0], dtypes[-1], start, nodes, device)]
+                tree_mask = None if tree_mask is None else tree_mask.to(device)
+                actual = planned(case, [start], [nodes], tree_mask)(*new, cache, dim**-0.5)
+                options = {"page_size": PAGE, "scale": dim**-0.5, "ancestors": ancestors}
+                true = oracle.paged_attention(new[0].cpu(), cache.cpu(), table.cpu(), [start], [nodes], **options)
+                results.append(close("attention", f"{kind} of {nodes} at {start}, {name}", actual, true, BOUND[dtype]))
+            results += bits(name, (q, k, v, cache, table), start, nodes, tree)
+    return [*results, eight_bits(sizes[0], dtypes[-1], start, nodes, device)]
 
 
 def eight_bits(
@@ -79,8 +79,8 @@ def eight_bits(
     q, k, v, cache, table = make([start + nodes], heads, kv_heads, dim, dtype, device)
     narrow, new = cache.to(torch.float8_e4m3fn), (q[:nodes], k[:nodes], v[:nodes])
     actual = planned((*new, narrow, table), [start], [nodes])(*new, narrow, dim**-0.5)
-    given = {"page_size": PAGE, "scale": dim**-0.5}
-    true = oracle.paged_attention(new[0].cpu(), narrow.cpu().float(), table.cpu(), [start], [nodes], **given)
+    options = {"page_size": PAGE, "scale": dim**-0.5}
+    true = oracle.paged_attention(new[0].cpu(), narrow.cpu().float(), table.cpu(), [start], [nodes], **options)
     return close("attention, fp8 cache", f"chain of {nodes} at {start}, {dtype}", actual, true, BOUND[dtype])
 
 
@@ -89,28 +89,28 @@ def bits(name: str, case: Any, start: int, nodes: int, tree: DraftTree) -> list[
     q, k, v, cache, _ = case
     scale, end = q.shape[2] ** -0.5, start + nodes
     prompt = planned(case, [0], [end])(q, k, v, cache, scale)[start:]
-    found = []
+    results = []
     for kind, width in (("alone", 1), ("as a chain", nodes)):
         rows = []
         for first in range(start, end, width):
-            own = slice(first, first + width)
-            rows.append(planned(case, [first], [width])(q[own], k[own], v[own], cache, scale))
-        found.append(same("attention, bits", f"rows of a prompt and {kind}, {name}", torch.cat(rows), prompt))
-    own = slice(start, end)
-    words = tree.ancestors[0].to(cache.device)
-    together = planned(case, [start], [nodes], words)(q[own], k[own], v[own], cache.clone(), scale)
+            span = slice(first, first + width)
+            rows.append(planned(case, [first], [width])(q[span], k[span], v[span], cache, scale))
+        results.append(same("attention, bits", f"rows of a prompt and {kind}, {name}", torch.cat(rows), prompt))
+    span = slice(start, end)
+    tree_mask = tree.ancestors[0].to(cache.device)
+    together = planned(case, [start], [nodes], tree_mask)(q[span], k[span], v[span], cache.clone(), scale)
     alone = []
     for node in range(nodes):
         plain = cache.clone()
         for depth, step in enumerate(start + ancestor for ancestor in tree.path(0, node)):
             row = slice(step, step + 1)
-            answer = planned(case, [start + depth], [1])(q[row], k[row], v[row], plain, scale)
-        alone.append(answer)
-    return [*found, same("attention, bits", f"rows of a tree and alone, {name}", together, torch.cat(alone))]
+            output = planned(case, [start + depth], [1])(q[row], k[row], v[row], plain, scale)
+        alone.append(output)
+    return [*results, same("attention, bits", f"rows of a tree and alone, {name}", together, torch.cat(alone))]
 
 
 def timings(device: torch.device) -> list[dict[str, Any]]:
-    found = []
+    results = []
     heads, kv_heads, dim = LLAMA if device.type == "cuda" else (4, 2, 64)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shapes = [(1, 1, 1024), (1, 16, 1024), (1, 64, 1024), (1, 16, 32768), (8, 1, 32768), (8, 16, 32768), (64, 1, 2048)]
@@ -120,14 +120,14 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
         q, _, _, cache, _ = case
         starts, counts = [context - rows] * batch, [rows] * batch
         moved = cache[:, :, PAGE:].numel() * cache.element_size()
-        words = random_tree(rows).ancestors[0].repeat(batch).to(device) if 1 < rows <= 64 else None
-        for kind, own in (("attention", None), ("attention, tree", words)):
-            if kind == "attention, tree" and words is None:
+        tree_mask = random_tree(rows).ancestors[0].repeat(batch).to(device) if 1 < rows <= 64 else None
+        for kind, mask in (("attention", None), ("attention, tree", tree_mask)):
+            if kind == "attention, tree" and tree_mask is None:
                 continue
-            plan = planned(case, starts, counts, own)
+            plan = planned(case, starts, counts, mask)
             assert isinstance(plan, TritonAttention)
             label = f"{batch} x {rows} rows, context {context}, {dtype}"
-            for name, held in ((kind, cache), (kind + ", fp8 cache", cache.to(torch.float8_e4m3fn))):
-                call = lambda plan=plan, q=q[: batch * rows], held=held: plan.read(q, held, dim**-0.5)  # noqa: E731
-                found.append(timed(name, label, call, device, moved=moved * held.itemsize // cache.itemsize))
-    return found
+            for name, pool in ((kind, cache), (kind + ", fp8 cache", cache.to(torch.float8_e4m3fn))):
+                call = lambda plan=plan, q=q[: batch * rows], pool=pool: plan.read(q, pool, dim**-0.5)  # noqa: E731
+                results.append(timed(name, label, call, device, moved=moved * pool.itemsize // cache.itemsize))
+    return results

@@ -49,37 +49,37 @@ def shaping(rows: int, size: int, device: torch.device) -> Shaping:
     prompt, allowed = torch.rand(size, generator=generator) < 0.1, torch.rand(rows, size, generator=generator) < 0.5
     drafted = torch.randint(-1, size, (rows, 4), generator=generator)
     bias = torch.randn(size, generator=generator)
-    tensors = (own.to(device) for own in (prompt, output, drafted, bias, packed(allowed)))
+    tensors = (tensor.to(device) for tensor in (prompt, output, drafted, bias, packed(allowed)))
     return Shaping(1.2, 0.3, -0.2, *tensors)
 
 
 def correctness(device: torch.device) -> list[dict[str, Any]]:
-    found = []
+    results = []
     cpu = torch.device("cpu")
     for rows, size, dtype in cases(device):
         logits, positions = make(rows, size, dtype, device)
         plain = shape_in_torch(logits.cpu(), shaping(rows, size, cpu))
         shaped = shape(logits, shaping(rows, size, device))
-        found.append(same("penalties, bias and mask", f"{rows} x {size}, {dtype}", shaped, plain))
+        results.append(same("penalties, bias and mask", f"{rows} x {size}, {dtype}", shaped, plain))
         for kind in KINDS:
             case = f"{kind}, {rows} x {size}, {dtype}"
             keys = choice_keys(logits.cpu(), parameters(kind, rows, cpu), positions.cpu())
             chosen = choose(logits, parameters(kind, rows, device), positions)
             # the sum that top-p compares may be rounded otherwise: one row in many may hold one token more
             allowed = 0.02 if kind == "top-p" else 0.0
-            found.append(same("choose", case, chosen, keys.argmax(-1), allowed=allowed))
+            results.append(same("choose", case, chosen, keys.argmax(-1), allowed=allowed))
             if kind == "top-p":
                 continue
             columns, values = choose_best(logits, parameters(kind, rows, device), positions, None, 8)
             best = keys.double().sort(dim=-1, descending=True, stable=True)
-            found.append(same("draft top-m", case, columns, best.indices[:, :8]))
+            results.append(same("draft top-m", case, columns, best.indices[:, :8]))
             true = best.values[:, :8] - keys.double().logsumexp(-1, keepdim=True)
-            found.append(close("draft top-m log-probabilities", case, values, true, 1e-5))
-    return found
+            results.append(close("draft top-m log-probabilities", case, values, true, 1e-5))
+    return results
 
 
 def timings(device: torch.device) -> list[dict[str, Any]]:
-    on_gpu, found = device.type == "cuda", []
+    on_gpu, results = device.type == "cuda", []
     size, dtype = (128256, torch.bfloat16) if on_gpu else (150, torch.float32)
     for rows in (1, 16, 64) if on_gpu else (2,):
         logits, positions = make(rows, size, dtype, device)
@@ -87,14 +87,14 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
         p = shaping(rows, size, device)
         call = lambda x=logits, p=p: shape(x, p)  # noqa: E731
         case, tensors = f"{rows} x {size}, {dtype}", (p.prompt, p.output, p.bias, p.allowed)
-        read = moved + sum(own.numel() * own.element_size() for own in tensors if own is not None)
-        found.append(timed("penalties, bias and mask", case, call, device, moved=read + 4 * logits.numel()))
+        read = moved + sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+        results.append(timed("penalties, bias and mask", case, call, device, moved=read + 4 * logits.numel()))
         call = lambda x=logits, t=positions % size: logprobs(x, t, 8)  # noqa: E731
-        found.append(timed("log-probabilities", f"8 and the chosen, {case}", call, device, moved=2 * moved))
+        results.append(timed("log-probabilities", f"8 and the chosen, {case}", call, device, moved=2 * moved))
         for kind in KINDS:
             p = parameters(kind, rows, device)
             case = f"{kind}, {rows} x {size}, {dtype}"
-            found.append(
+            results.append(
                 timed("choose", case, lambda x=logits, p=p, at=positions: choose(x, p, at), device, moved=moved)
             )
     drafts = 32000 if on_gpu else 90
@@ -103,5 +103,5 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
         p, ids = parameters("sampled", rows, device), torch.arange(drafts, device=device) * 2
         case, moved = f"{rows} x {drafts}, m = 8, {dtype}", logits.numel() * logits.element_size()
         call = lambda x=logits, p=p, at=positions, ids=ids: choose_best(x, p, at, ids, 8)  # noqa: E731
-        found.append(timed("draft top-m", case, call, device, moved=moved))
-    return found
+        results.append(timed("draft top-m", case, call, device, moved=moved))
+    return results

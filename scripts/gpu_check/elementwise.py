@@ -45,37 +45,37 @@ def attention_case(
 
 @torch.no_grad()
 def correctness(device: torch.device) -> list[dict[str, Any]]:
-    found = []
+    results = []
     heads = sizes(device)[2]
     rows = 37 if device.type == "cuda" else 3
     for dtype in BOUND if device.type == "cuda" else (torch.float32,):
         x, delta, weight, gate_up = mlp_case(rows, dtype, device)
         normed, total = add_rms_norm(x, delta, weight, 1e-5)
         true = F.rms_norm(total.double(), weight.shape, weight.double(), 1e-5)
-        found.append(close("add and RMSNorm", str(dtype), normed, true, BOUND[dtype]))
-        found.append(same("add and RMSNorm", f"its sum, {dtype}", total, x + delta))
-        found.append(same("RMSNorm", f"of that sum, {dtype}", rms_norm(total, weight, 1e-5), normed))
+        results.append(close("add and RMSNorm", str(dtype), normed, true, BOUND[dtype]))
+        results.append(same("add and RMSNorm", f"its sum, {dtype}", total, x + delta))
+        results.append(same("RMSNorm", f"of that sum, {dtype}", rms_norm(total, weight, 1e-5), normed))
         gate, up = gate_up.double().chunk(2, -1)
-        found.append(close("SiLU and product", str(dtype), silu_mul(gate_up), F.silu(gate) * up, BOUND[dtype]))
+        results.append(close("SiLU and product", str(dtype), silu_mul(gate_up), F.silu(gate) * up, BOUND[dtype]))
         qkv, cos, sin, norm, cache = attention_case(rows, dtype, device)
         slots = torch.arange(rows, device=device) * 2
         q = rotate_and_write(qkv, cos, sin, norm, slots, cache, heads)
         plain = cache.cpu().zero_()
         on_cpu = QKNorm(norm.q.cpu(), norm.k.cpu(), norm.eps)
-        given = (qkv.cpu(), cos.cpu(), sin.cpu(), on_cpu, slots.cpu(), plain, heads)
-        found.append(close("rotary, QK norm, write", f"q, {dtype}", q, rotate_and_write(*given), BOUND[dtype]))
-        found.append(close("rotary, QK norm, write", f"cache, {dtype}", cache, plain, BOUND[dtype]))
+        inputs = (qkv.cpu(), cos.cpu(), sin.cpu(), on_cpu, slots.cpu(), plain, heads)
+        results.append(close("rotary, QK norm, write", f"q, {dtype}", q, rotate_and_write(*inputs), BOUND[dtype]))
+        results.append(close("rotary, QK norm, write", f"cache, {dtype}", cache, plain, BOUND[dtype]))
         narrow = torch.zeros(cache.shape, device=device).to(torch.float8_e4m3fn)
         rotate_and_write(qkv, cos, sin, norm, slots, narrow, heads)
-        found.append(close("rotary, QK norm, write", f"cache in fp8, {dtype}", narrow, plain, 0.07))
-        found += head_steps(rows, dtype, device)
+        results.append(close("rotary, QK norm, write", f"cache in fp8, {dtype}", narrow, plain, 0.07))
+        results += head_steps(rows, dtype, device)
         stack = torch.randn(2, 2, 3, 128, 20, device=device).to(dtype)
         source = torch.arange(3, 60, 5, device=device)
         expected = stack.clone()
         expected[:, :, :, : len(source)] = stack[:, :, :, source]
         move_slots(stack, source, torch.arange(len(source), device=device))
-        found.append(same("move", str(dtype), stack, expected))
-    return found
+        results.append(same("move", str(dtype), stack, expected))
+    return results
 
 
 def head_case(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
@@ -92,23 +92,23 @@ def head_steps(rows: int, dtype: torch.dtype, device: torch.device) -> list[dict
     total = x.double() + 0.3 * table[ids].double()
     true = F.gelu(F.rms_norm(total, scale.shape, scale.double(), 1e-6) + shift.double())
     actual = embed_norm_gelu(x, ids, table, 0.3, scale, shift, 1e-6)
-    found = [close("MLP head step", str(dtype), actual, true, BOUND[dtype])]
+    results = [close("MLP head step", str(dtype), actual, true, BOUND[dtype])]
     true = x.double() + F.silu(x.double() @ weight.double().transpose(1, 2) + bias[:, None].double())
     actual = residual_silu(x[None], weight, bias)
-    found.append(close("Medusa's residual blocks", f"{HEADS} heads, {dtype}", actual, true, BOUND[dtype]))
+    results.append(close("Medusa's residual blocks", f"{HEADS} heads, {dtype}", actual, true, BOUND[dtype]))
     alone = residual_silu(x[None, -1:], weight, bias)
-    found.append(same("Medusa's residual blocks, bits", f"the last row alone, {dtype}", alone, actual[:, -1:]))
-    joined = norm_beside(x, x.flip(0), scale, shift, 1e-6)
-    apart = [rms_norm(own, by, 1e-6) for own, by in ((x, scale), (x.flip(0), shift))]
-    found.append(same("norms beside each other", str(dtype), joined, torch.cat(apart, dim=-1)))
+    results.append(same("Medusa's residual blocks, bits", f"the last row alone, {dtype}", alone, actual[:, -1:]))
+    fused = norm_beside(x, x.flip(0), scale, shift, 1e-6)
+    separate = [rms_norm(hidden, norm_weight, 1e-6) for hidden, norm_weight in ((x, scale), (x.flip(0), shift))]
+    results.append(same("norms beside each other", str(dtype), fused, torch.cat(separate, dim=-1)))
     parts, index = (x, x.flip(0), x.neg()), torch.arange(0, rows, 2, device=device)
     expected = torch.cat([part[index] for part in parts], dim=-1)
-    return [*found, same("gather of features", str(dtype), gather_rows(parts, index), expected)]
+    return [*results, same("gather of features", str(dtype), gather_rows(parts, index), expected)]
 
 
 @torch.no_grad()
 def timings(device: torch.device) -> list[dict[str, Any]]:
-    found = []
+    results = []
     _, _, heads, kv_heads, dim = sizes(device)
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -144,11 +144,11 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
             ),
         }
         for kernel, (call, moved) in calls.items():
-            found.append(timed(kernel, f"{rows} rows, {dtype}", call, device, moved=moved))
+            results.append(timed(kernel, f"{rows} rows, {dtype}", call, device, moved=moved))
     layers, paths = (32, 8) if on_gpu else (2, 1)
     stack = torch.zeros(layers, 2, kv_heads, 64 * paths, dim, dtype=dtype, device=device)
     source = (torch.arange(paths)[:, None] * 64 + torch.arange(1, 13, 2)).flatten().to(device)
     destination = (torch.arange(paths)[:, None] * 64 + torch.arange(6)).flatten().to(device)
     moved = 2 * stack[:, :, :, : len(source)].numel() * size
     call = lambda: move_slots(stack, source, destination)  # noqa: E731
-    return [*found, timed("move", f"{paths} paths of 6, {layers} layers, {dtype}", call, device, moved=moved)]
+    return [*results, timed("move", f"{paths} paths of 6, {layers} layers, {dtype}", call, device, moved=moved)]

@@ -57,43 +57,43 @@ def engines(device: torch.device) -> Iterator[tuple[str, Engine, list[list[int]]
 
 def check(device: torch.device, deadline: float) -> list[dict[str, Any]]:
     """One line per target, sampling and way of drafting; ways for which no time was left are said to be left out."""
-    found = []
+    results = []
     for name, engine, prompts, tokens in engines(device):
         for kind, params in samplings(device):
-            asked = replace(params, max_tokens=tokens)
+            sampling_params = replace(params, max_tokens=tokens)
             use_graphs(engine, "off")
             engine.set_proposer("none")
-            plain = [engine.generate([prompt], asked)[0] for prompt in prompts]
-            for way, proposer, shape, together, graphs in ways(device):
-                line = {"target": name, "sampling": kind, "drafts": way, "batch": len(prompts) if together else 1}
+            plain = [engine.generate([prompt], sampling_params)[0] for prompt in prompts]
+            for label, proposer, shape, together, graphs in ways(device):
+                line = {"target": name, "sampling": kind, "drafts": label, "batch": len(prompts) if together else 1}
                 line["graphs"] = graphs
                 if time.monotonic() > deadline:
-                    found.append(line | {"left_out": "no time"})
+                    results.append(line | {"left_out": "no time"})
                     continue
                 begin = time.monotonic()
                 use_graphs(engine, graphs)
                 engine.set_proposer(proposer, config=shape)
-                found.append(line | compare(plain, run(engine, prompts, asked, together=together)))
-                found[-1]["seconds"] = round(time.monotonic() - begin, 2)
+                results.append(line | compare(plain, run(engine, prompts, sampling_params, together=together)))
+                results[-1]["seconds"] = round(time.monotonic() - begin, 2)
         engine.close()
         del engine
-    return found
+    return results
 
 
-def use_graphs(engine: Engine, how: str) -> None:
+def use_graphs(engine: Engine, mode: str) -> None:
     """From the next `set_proposer` on: "off", "on", or "ahead", with rounds launched before the last one is read."""
-    engine.config.graphs = "off" if how == "off" else "on"
-    engine.config.rounds_ahead = int(how == "ahead")
+    engine.config.graphs = "off" if mode == "off" else "on"
+    engine.config.rounds_ahead = int(mode == "ahead")
 
 
 def samplings(device: torch.device) -> list[tuple[str, SamplingParams]]:
-    every = [("greedy", GREEDY), ("T = 0.8", COOL), ("T = 1, top-k, top-p", CUT)]
-    return every if device.type == "cuda" else every[1:2]
+    cases = [("greedy", GREEDY), ("T = 0.8", COOL), ("T = 1, top-k, top-p", CUT)]
+    return cases if device.type == "cuda" else cases[1:2]
 
 
 def ways(device: torch.device) -> list[tuple[str, str, ProposerConfig, bool, str]]:
     """What drafts, whether all prompts run together, how graphs are used. They are compared with what runs without."""
-    every = [
+    cases = [
         ("none", "none", CHAIN, True, "on"),
         ("head, chain", "head", CHAIN, False, "on"),
         ("head, chain", "head", CHAIN, True, "on"),
@@ -106,7 +106,7 @@ def ways(device: torch.device) -> list[tuple[str, str, ProposerConfig, bool, str
         ("head, chain", "head", CHAIN, True, "off"),
         ("head, tree", "head", TREE, True, "off"),
     ]
-    return every if device.type == "cuda" else [every[0], every[4], every[6]]
+    return cases if device.type == "cuda" else [cases[0], cases[4], cases[6]]
 
 
 def run(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, *, together: bool) -> list[Completion]:
@@ -115,7 +115,7 @@ def run(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams, *,
     return [engine.generate([prompt], params)[0] for prompt in prompts]
 
 
-def compare(plain: Sequence[Completion], found: Sequence[Completion]) -> dict[str, Any]:
-    wrong = sum(ours.token_ids != theirs.token_ids for ours, theirs in zip(found, plain, strict=True))
-    accepted = sum(answer.stats.accepted for answer in found)
+def compare(plain: Sequence[Completion], completions: Sequence[Completion]) -> dict[str, Any]:
+    wrong = sum(actual.token_ids != expected.token_ids for actual, expected in zip(completions, plain, strict=True))
+    accepted = sum(completion.stats.accepted for completion in completions)
     return {"prompts": len(plain), "different": wrong, "accepted_drafts": accepted, "ok": wrong == 0}

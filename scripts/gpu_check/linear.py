@@ -23,39 +23,41 @@ FORMATS: tuple[WeightFormat, ...] = ("same", "int8", "fp8", "int4")
 
 
 def correctness(device: torch.device) -> list[dict[str, Any]]:
-    found = []
+    results = []
     on_gpu = device.type == "cuda"
-    inputs, outputs, most = (4096, 1000, 700) if on_gpu else (96, 40, 70)
+    inputs, outputs, max_rows = (4096, 1000, 700) if on_gpu else (96, 40, 70)
     for dtype in BOUND if on_gpu else (torch.float32,):
         weight = (torch.randn(outputs, inputs, device=device) * inputs**-0.5).to(dtype)
-        x, bias = torch.randn(most, inputs, device=device).to(dtype), torch.randn(outputs, device=device).to(dtype)
+        x, bias = torch.randn(max_rows, inputs, device=device).to(dtype), torch.randn(outputs, device=device).to(dtype)
         for weight_format in FORMATS:
             case = f"{inputs} x {outputs}, {dtype}, weights {weight_format}"
             linear = PackedLinear(weight, bias, weight_format=weight_format)
             wide = weight if weight_format == "same" else widen(*quantise(weight, weight_format))
-            whole = linear(x)
-            found.append(close("linear", case, whole, x.double() @ wide.double().T + bias.double(), BOUND[dtype]))
+            output = linear(x)
+            results.append(close("linear", case, output, x.double() @ wide.double().T + bias.double(), BOUND[dtype]))
             for rows in (1, 2, 15, 16, 17, 33, 64, 65, 200) if on_gpu else (1, 17, 65):
-                found.append(same("linear, bits", f"{rows} rows of {most}, {case}", linear(x[-rows:]), whole[-rows:]))
-    return found
+                results.append(
+                    same("linear, bits", f"{rows} rows of {max_rows}, {case}", linear(x[-rows:]), output[-rows:])
+                )
+    return results
 
 
 def timings(device: torch.device) -> list[dict[str, Any]]:
     """With `library` the unrestricted choice, F.linear: what exactness costs."""
-    found = []
+    results = []
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     for name, (inputs, outputs) in SHAPES.items() if on_gpu else [("tiny", (64, 96))]:
         weight = (torch.randn(outputs, inputs, device=device) * inputs**-0.5).to(dtype)
-        linears = {f"linear, weights {own}": PackedLinear(weight, weight_format=own) for own in FORMATS}
+        linears = {f"linear, weights {fmt}": PackedLinear(weight, weight_format=fmt) for fmt in FORMATS}
         for rows in (1, 16, 32, 64, 512) if on_gpu else (2,):
             x = torch.randn(rows, inputs, device=device).to(dtype)
             case = f"{name}, {rows} rows, {dtype}"
             others = (x.numel() + rows * outputs) * x.element_size()
             for kernel, linear in linears.items():
                 call = lambda linear=linear, x=x: linear(x)  # noqa: E731
-                found.append(timed(kernel, case, call, device, moved=linear.bytes + others))
+                results.append(timed(kernel, case, call, device, moved=linear.bytes + others))
             moved = weight.numel() * weight.element_size() + others
             library = lambda x=x, weight=weight: F.linear(x, weight)  # noqa: E731
-            found.append(timed("linear, library", case, library, device, moved=moved))
-    return found
+            results.append(timed("linear, library", case, library, device, moved=moved))
+    return results

@@ -14,17 +14,17 @@ FLUSH_BYTES = 256 * 2**20  # more than any cache holds
 TIMES = 15
 
 
-def close(kernel: str, case: str, found: Tensor, true: Tensor, bound: float) -> dict[str, Any]:
+def close(kernel: str, case: str, actual: Tensor, true: Tensor, bound: float) -> dict[str, Any]:
     """The largest error against a float64 truth, as a share of its largest value."""
-    found, true = found.detach().double().cpu(), true.detach().double().cpu()
-    differ = found != true  # an infinity that should be one is no error, a NaN always is
-    error = float((found - true)[differ].abs().max() / true[true.isfinite()].abs().max()) if differ.any() else 0.0
+    actual, true = actual.detach().double().cpu(), true.detach().double().cpu()
+    differ = actual != true  # an infinity that should be one is no error, a NaN always is
+    error = float((actual - true)[differ].abs().max() / true[true.isfinite()].abs().max()) if differ.any() else 0.0
     return {"kernel": kernel, "case": case, "error": error, "bound": bound, "ok": error <= bound}  # NaN is not
 
 
-def same(kernel: str, case: str, found: Tensor, expected: Tensor, *, allowed: float = 0.0) -> dict[str, Any]:
+def same(kernel: str, case: str, actual: Tensor, expected: Tensor, *, allowed: float = 0.0) -> dict[str, Any]:
     """The share of elements that differ; `allowed` of them may."""
-    wrong = float((found.detach().cpu() != expected.detach().cpu()).double().mean())
+    wrong = float((actual.detach().cpu() != expected.detach().cpu()).double().mean())
     return {"kernel": kernel, "case": case, "error": wrong, "bound": allowed, "ok": wrong <= allowed}
 
 
@@ -59,8 +59,8 @@ def copy_bandwidth(device: torch.device) -> float:
     size = 2**30 if device.type == "cuda" else 2**22
     source = torch.empty(size, dtype=torch.int8, device=device)
     into = torch.empty_like(source)
-    found = timed("copy", "", lambda: into.copy_(source), device, moved=2 * size)
-    return found["bytes"] / found["ms"] / 1e6
+    entry = timed("copy", "", lambda: into.copy_(source), device, moved=2 * size)
+    return entry["bytes"] / entry["ms"] / 1e6
 
 
 def rated(entry: dict[str, Any], copy_gb_s: float) -> dict[str, Any]:

@@ -74,13 +74,13 @@ def exact(
 ) -> list[dict[str, Any]]:
     from scripts.gpu_check import exactness
 
-    found = attempt("exact", lambda: exactness.check(device, deadline), failures) or []
-    for line in found:
+    lines = attempt("exact", lambda: exactness.check(device, deadline), failures) or []
+    for line in lines:
         if not line.get("ok", True):
-            way = ", ".join(f"{line[key]}" for key in ("target", "sampling", "drafts"))
-            way += f", batch {line['batch']}, graphs {line['graphs']}"
-            failures.append(f"exact: {way}: {line['different']} of {line['prompts']} prompts differ")
-    return found
+            label = ", ".join(f"{line[key]}" for key in ("target", "sampling", "drafts"))
+            label += f", batch {line['batch']}, graphs {line['graphs']}"
+            failures.append(f"exact: {label}: {line['different']} of {line['prompts']} prompts differ")
+    return lines
 
 
 def bench(
@@ -88,15 +88,15 @@ def bench(
 ) -> dict[str, Any] | None:
     from scripts.gpu_check import speculation
 
-    whole = partial(speculation.bench, device, bandwidth, deadline, args.head, args.minutes)
-    found = attempt("bench", whole, failures)
-    if "training_failed" in (found or {}):
-        failures.append(f"bench: {found['training_failed']}")
-    for line in (found or {}).get("runs", ()):
+    run_bench = partial(speculation.bench, device, bandwidth, deadline, args.head, args.minutes)
+    document = attempt("bench", run_bench, failures)
+    if "training_failed" in (document or {}):
+        failures.append(f"bench: {document['training_failed']}")
+    for line in (document or {}).get("runs", ()):
         if not line.get("ok", True):
             name = f"{line['system']} at batch {line['batch']}, graphs {line['graphs']}"
             failures.append(f"bench: {name}: other token ids than plain decoding")
-    return found
+    return document
 
 
 PARTS: dict[str, Callable[..., Any]] = {"kernels": kernels, "exact": exact, "bench": bench}
@@ -140,10 +140,10 @@ def card(report: dict[str, Any]) -> str:
             lines.append(f"  {line['kernel'] + ', ' + line['case']:<64} {line['ms']:8.3f} ms {reached}")
     if "exact" in report:
         tried = [line for line in report["exact"] if "ok" in line]
-        left = len(report["exact"]) - len(tried)
+        left_out = len(report["exact"]) - len(tried)
         same = sum(line["ok"] for line in tried)
         lines.append(
-            f"exactness: {same} of {len(tried)} ways of drafting give the ids of plain decoding; {left} left out"
+            f"exactness: {same} of {len(tried)} ways of drafting give the ids of plain decoding; {left_out} left out"
         )
     for line in (report.get("bench") or {}).get("runs", ()):
         numbers = ", ".join(f"{key} {value}" for key, value in line.items() if key not in ("system", "batch", "graphs"))

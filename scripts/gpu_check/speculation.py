@@ -64,11 +64,11 @@ def bench(device: torch.device, copy_gb_s: float, deadline: float, head: Path | 
                 document["head"] = f"trained here for {minutes} minutes"
             except (ValueError, subprocess.TimeoutExpired) as error:  # what follows is worth measuring with a poor head
                 document["training_failed"] = str(error)
-        own = targets.taught_head(small) if head is None else load_head(head, target=small)
-        if not isinstance(own, Eagle3Head):
-            raise ValueError(f"--head {head}: a head of kind {own.name}; give an EAGLE-3 head of the demo target")
+        drafter = targets.taught_head(small) if head is None else load_head(head, target=small)
+        if not isinstance(drafter, Eagle3Head):
+            raise ValueError(f"--head {head}: a head of kind {drafter.name}; give an EAGLE-3 head of the demo target")
         layers = small.config.num_layers
-        wide = inflate_head(own, shape, target_layers=layers, dtype=dtype, device=device)
+        wide = inflate_head(drafter, shape, target_layers=layers, dtype=dtype, device=device)
         target = inflate_target(source, shape, dtype=dtype, device=device)
     weights = sum(p.numel() * p.element_size() for name, p in target.named_parameters() if "embed_tokens" not in name)
     limit = copy_gb_s * 1e9 / weights
@@ -84,13 +84,13 @@ def bench(device: torch.device, copy_gb_s: float, deadline: float, head: Path | 
         tokenizer = Tokenizer.load(targets.DEMO)
         prompts = [tokenizer.encode(text) for text in TEXTS]
     for batch in batches:
-        asked = [prompts[index % len(prompts)] for index in range(batch)]
+        batch_prompts = [prompts[index % len(prompts)] for index in range(batch)]
         plain: list[list[int]] = []
-        ways = [(name, *own, graphs) for name, own in systems.items() for graphs in ("off", "on", "ahead")]
-        ways = [way for way in ways if way[1] != "synthetic" or way[3] != "ahead"]
+        runs = [(name, *drafter, graphs) for name, drafter in systems.items() for graphs in ("off", "on", "ahead")]
+        runs = [run for run in runs if run[1] != "synthetic" or run[3] != "ahead"]
         if not on_gpu:  # each way of using graphs once or twice
-            ways = [way for way in ways if (way[1], way[3]) in INTERPRETED]
-        for name, proposer, shape_of, graphs in ways:
+            runs = [run for run in runs if (run[1], run[3]) in INTERPRETED]
+        for name, proposer, shape_of, graphs in runs:
             line: dict[str, Any] = {"system": name, "batch": batch, "graphs": graphs}
             if time.monotonic() > deadline:
                 document["runs"].append(line | {"left_out": "no time"})
@@ -99,9 +99,9 @@ def bench(device: torch.device, copy_gb_s: float, deadline: float, head: Path | 
             engine.set_proposer(proposer, config=shape_of)
             if engine.graphs is not None:
                 line |= {"recorded": engine.graphs.count, "recorded_bytes": engine.graphs.bytes}
-            ids, numbers = measure(engine, asked, 96 if on_gpu else 3)
+            ids, numbers = measure(engine, batch_prompts, 96 if on_gpu else 3)
             if on_gpu or proposer == "none":  # on a CPU nothing idles, but the code must work
-                numbers |= idle_time(engine, asked, numbers["round_ms"])
+                numbers |= idle_time(engine, batch_prompts, numbers["round_ms"])
             plain = plain or ids
             if proposer != "synthetic":
                 numbers["ok"] = ids == plain
@@ -152,14 +152,14 @@ def idle_time(engine: Engine, prompts: Sequence[list[int]], round_ms: float) -> 
     kind = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
     if on_gpu:
         torch.cuda.synchronize(engine.device)  # a round that was launched ahead is not one of those that are seen
-    with profile(activities=[kind]) as seen:
+    with profile(activities=[kind]) as profiler:
         for _ in range(PROFILED if on_gpu else 1):
             engine.step()
         if on_gpu:
             torch.cuda.synchronize(engine.device)
     for name in names:
         engine.abort(name)
-    busy = sum(event.self_device_time_total for event in seen.key_averages()) / 1000 / (PROFILED if on_gpu else 1)
+    busy = sum(event.self_device_time_total for event in profiler.key_averages()) / 1000 / (PROFILED if on_gpu else 1)
     return {"gpu_ms": round(busy, 3), "gap_us": round(1000 * (round_ms - busy), 1)}
 
 

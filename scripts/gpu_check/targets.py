@@ -75,8 +75,8 @@ def write_tiny(folder: Path) -> None:
 
     torch.manual_seed(0)
     names = {"layers": "hidden_layers", "heads": "attention_heads", "kv_heads": "key_value_heads"}
-    given: dict[str, Any] = {"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0}
-    given["initializer_range"] = 0.1
-    given.update({"num_" + names[key[4:]] if key.startswith("num_") else key: value for key, value in TINY.items()})
-    config = LlamaConfig(**given)
+    options: dict[str, Any] = {"tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0}
+    options["initializer_range"] = 0.1
+    options.update({"num_" + names[key[4:]] if key.startswith("num_") else key: value for key, value in TINY.items()})
+    config = LlamaConfig(**options)
     LlamaForCausalLM(config).save_pretrained(folder)

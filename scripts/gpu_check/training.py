@@ -22,22 +22,22 @@ from train.objectives.losses.fused import chunked_sums
 def make(device: torch.device, slots: int, width: int, drafts: int) -> tuple[Tensor, nn.Parameter, Tensor, Tensor]:
     """States and hidden states `[slots, width]`, the head's and the target's LM heads `[drafts, width]`."""
     generator = torch.Generator().manual_seed(0)
-    x, own, hidden, theirs = (
+    x, weight, hidden, target_weight = (
         torch.randn(rows, width, generator=generator).to(device) / width**0.25
         for rows in (slots, drafts, slots, drafts)
     )
-    return x.requires_grad_(), nn.Parameter(own), hidden, theirs
+    return x.requires_grad_(), nn.Parameter(weight), hidden, target_weight
 
 
-def fused(x: Tensor, weight: nn.Parameter, hidden: Tensor, theirs: Tensor, chunk: int) -> Tensor:
+def fused(x: Tensor, weight: nn.Parameter, hidden: Tensor, target_weight: Tensor, chunk: int) -> Tensor:
     """Σ over slots of the cross-entropy, differentiable by x and weight."""
 
     def compare(states: Tensor, weights: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-        probs = (hidden[rows] @ theirs.T).softmax(-1)
+        probs = (hidden[rows] @ target_weight.T).softmax(-1)
         return ((SoftCrossEntropy.apply(states @ weight.T, probs) * weights).sum(),)
 
-    ones, rows = torch.ones(len(x), device=x.device), torch.arange(len(x), device=x.device)
-    return chunked_sums(compare, x, ones, rows, chunk, [weight])[0]
+    slot_weights, rows = torch.ones(len(x), device=x.device), torch.arange(len(x), device=x.device)
+    return chunked_sums(compare, x, slot_weights, rows, chunk, [weight])[0]
 
 
 def correctness(device: torch.device) -> list[dict[str, Any]]:
@@ -50,36 +50,36 @@ def timings(device: torch.device) -> list[dict[str, Any]]:
 
 def check_loss(device: torch.device) -> list[dict[str, Any]]:
     slots, width, drafts, chunk = (700, 512, 4000, 256) if device.type == "cuda" else (20, 16, 50, 7)
-    given = make(device, slots, width, drafts)
-    x, weight, *_ = given
-    loss = fused(*given, chunk)
+    inputs = make(device, slots, width, drafts)
+    x, weight, *_ = inputs
+    loss = fused(*inputs, chunk)
     loss.backward()
-    wide_x, wide, hidden, theirs = (value.detach().double().cpu() for value in given)
+    wide_x, wide, hidden, target_weight = (value.detach().double().cpu() for value in inputs)
     wide_x.requires_grad_()
     wide.requires_grad_()
-    true = F.cross_entropy(wide_x @ wide.T, (hidden @ theirs.T).softmax(-1), reduction="sum")
+    true = F.cross_entropy(wide_x @ wide.T, (hidden @ target_weight.T).softmax(-1), reduction="sum")
     true.backward()
     case = f"{slots} x {width} x {drafts}"
     values = {"": (loss, true), ", by the states": (x.grad, wide_x.grad), ", by the weight": (weight.grad, wide.grad)}
-    found = []
-    for name, (ours, theirs_) in values.items():
-        assert ours is not None
-        assert theirs_ is not None
+    results = []
+    for name, (actual, expected) in values.items():
+        assert actual is not None
+        assert expected is not None
         # a GPU's matrix product of fp32 may be TF32 where the user asked for that; here nobody did
-        found.append(close("fused LM head and KL" + name, case, ours, theirs_, 1e-4))
-    return found
+        results.append(close("fused LM head and KL" + name, case, actual, expected, 1e-4))
+    return results
 
 
 def time_loss(device: torch.device) -> list[dict[str, Any]]:
     slots, width, drafts, chunk = (4096, 4096, 32000, 2048) if device.type == "cuda" else (20, 16, 50, 7)
-    given = make(device, slots, width, drafts)
+    inputs = make(device, slots, width, drafts)
 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16):
-            loss = fused(*given, chunk)
+            loss = fused(*inputs, chunk)
         loss.backward()
 
-    moved = 4 * sum(value.numel() for value in given)  # each once, in fp32; its products bound it, not its bytes
+    moved = 4 * sum(value.numel() for value in inputs)  # each once, in fp32; its products bound it, not its bytes
     return [timed("fused LM head and KL", f"{slots} x {width} x {drafts}, bf16", step, device, moved=moved)]
 
 
@@ -100,8 +100,8 @@ class Unrolled(NamedTuple):
         generator = torch.Generator().manual_seed(0)
 
         def random(rows: int, heads: int) -> Tensor:
-            own = torch.randn(self.batch, rows, heads, self.dim, generator=generator)
-            return own.to(device, self.dtype).requires_grad_()
+            tensor = torch.randn(self.batch, rows, heads, self.dim, generator=generator)
+            return tensor.to(device, self.dtype).requires_grad_()
 
         q = random(self.rows, self.heads)
         sizes = [self.length, *[self.rows] * self.later]
@@ -112,33 +112,35 @@ class Unrolled(NamedTuple):
         return q, keys, values, slots.to(device), starts.to(device)
 
 
-def both_passes(attention: Callable[..., Tensor], q: Tensor, keys: list[Tensor], values: list[Tensor], *where: Tensor):
+def both_passes(
+    attention: Callable[..., Tensor], q: Tensor, keys: list[Tensor], values: list[Tensor], *indices: Tensor
+):
     """The answer, and the gradients of all that it reads under one of ones."""
-    out = attention(q, keys, values, *where)
+    out = attention(q, keys, values, *indices)
     return out, *torch.autograd.grad(out, [q, *keys, *values], torch.ones_like(out))
 
 
 def check_attention(device: torch.device) -> list[dict[str, Any]]:
-    own = Unrolled(2, 40, 30, 4, 2, 20, 2, torch.float32)
-    cases = [(own, 1e-5)]
+    small = Unrolled(2, 40, 30, 4, 2, 20, 2, torch.float32)
+    cases = [(small, 1e-5)]
     if device.type == "cuda":
         large = Unrolled(2, 700, 500, 8, 2, 128, 3, torch.bfloat16)
         sizes = [large._replace(dim=dim) for dim in (64, 80, 96, 128, 256)]
         cases += [(size, 0.02) for size in sizes] + [(large._replace(dtype=torch.float32, heads=6), 1e-4)]
-    found = []
+    results = []
     for case, bound in cases:
-        q, keys, values, *where = case.tensors(device)
+        q, keys, values, *indices = case.tensors(device)
         wide = [x.detach().double().cpu().requires_grad_() for x in (q, *keys, *values)]
-        count, slots = len(keys), [x.cpu() for x in where]
+        count, slots = len(keys), [x.cpu() for x in indices]
         true = both_passes(dense, wide[0], wide[1 : count + 1], wide[count + 1 :], *slots)
-        parts = both_passes(ttt_attention, q, keys, values, *where)
+        parts = both_passes(ttt_attention, q, keys, values, *indices)
         names = ["", ", by the queries"] + [
             f", by {kind} of step {n}" for kind in ("keys", "values") for n in range(count)
         ]
         label = f"{case.rows} of {case.length} slots, step {case.later}, head size {case.dim}, {case.dtype}"
-        for name, mine, theirs in zip(names, parts, true, strict=True):
-            found.append(close("training-time test" + name, label, mine, theirs, bound))
-    return found
+        for name, actual, expected in zip(names, parts, true, strict=True):
+            results.append(close("training-time test" + name, label, actual, expected, bound))
+    return results
 
 
 def time_attention(device: torch.device) -> list[dict[str, Any]]:
@@ -146,8 +148,10 @@ def time_attention(device: torch.device) -> list[dict[str, Any]]:
     case = Unrolled(1, 40, 30, 4, 2, 16, 2, torch.bfloat16)
     if device.type == "cuda":
         case = Unrolled(1, 4096, 4096, 32, 8, 128, 6, torch.bfloat16)
-    given = case.tensors(device)
+    inputs = case.tensors(device)
     label = f"{case.rows} rows, step {case.later}, {case.heads} heads, both passes"
-    moved = 2 * 2 * sum(x.numel() for x in (given[0], *given[1], *given[2]))  # read, and its gradient written
+    moved = 2 * 2 * sum(x.numel() for x in (inputs[0], *inputs[1], *inputs[2]))  # read, and its gradient written
     forms = {"training-time test": ttt_attention, "training-time test, torch": dense}
-    return [timed(name, label, partial(both_passes, form, *given), device, moved=moved) for name, form in forms.items()]
+    return [
+        timed(name, label, partial(both_passes, form, *inputs), device, moved=moved) for name, form in forms.items()
+    ]

@@ -32,10 +32,10 @@ def tensors(tree: DraftTree, choice: Tensor, device: torch.device) -> list[Tenso
 def expected(tree: DraftTree, choice: Tensor) -> Tensor:
     """By walking down."""
     ends = []
-    for token, parent, length, own in zip(tree.token, tree.parent, tree.length.tolist(), choice, strict=True):
+    for token, parent, length, chosen in zip(tree.token, tree.parent, tree.length.tolist(), choice, strict=True):
         node = 0
         while True:
-            below = [i for i in range(1, length) if parent[i] == node and token[i] == own[node]]
+            below = [i for i in range(1, length) if parent[i] == node and token[i] == chosen[node]]
             if not below:
                 break
             (node,) = below
@@ -44,18 +44,18 @@ def expected(tree: DraftTree, choice: Tensor) -> Tensor:
 
 
 def correctness(device: torch.device) -> list[dict[str, Any]]:
-    found = []
+    results = []
     for batch, nodes in ((64, 64), (256, 17), (3, 1)) if device.type == "cuda" else ((3, 16), (2, 64)):
         tree, choice = random_trees(batch, nodes, seed=nodes)
         last = accept(*tensors(tree, choice, device))
-        found.append(same("accept", f"{batch} trees of up to {nodes}", last, expected(tree, choice)))
-    return found
+        results.append(same("accept", f"{batch} trees of up to {nodes}", last, expected(tree, choice)))
+    return results
 
 
 def timings(device: torch.device) -> list[dict[str, Any]]:
-    found = []
+    results = []
     for batch, nodes in ((1, 16), (64, 64)) if device.type == "cuda" else ((2, 16),):
-        given = tensors(*random_trees(batch, nodes, seed=0), device)
-        moved = sum(x.numel() * x.element_size() for x in given)
-        found.append(timed("accept", f"{batch} trees of {nodes}", lambda g=given: accept(*g), device, moved=moved))
-    return found
+        inputs = tensors(*random_trees(batch, nodes, seed=0), device)
+        moved = sum(x.numel() * x.element_size() for x in inputs)
+        results.append(timed("accept", f"{batch} trees of {nodes}", lambda g=inputs: accept(*g), device, moved=moved))
+    return results

@@ -61,7 +61,7 @@ def _enlarged(old: Eagle3Config, shape: Shape, target_layers: int) -> Eagle3Conf
         if getattr(old, flag) and shape.vocab_size > old.vocab_size:
             raise ValueError(f"head.{flag}=true: its state cannot carry what keeps new draft ids down")
     places = layer_places(target_layers, shape.num_layers)
-    most = old.draft_vocab_size + shape.vocab_size - old.vocab_size
+    max_draft_vocab_size = old.draft_vocab_size + shape.vocab_size - old.vocab_size
     layer = replace(
         old.layer,
         vocab_size=shape.vocab_size,
@@ -72,7 +72,7 @@ def _enlarged(old: Eagle3Config, shape: Shape, target_layers: int) -> Eagle3Conf
     return replace(
         old,
         layer=layer,
-        draft_vocab_size=max(old.draft_vocab_size, min(shape.draft_vocab_size, most)),
+        draft_vocab_size=max(old.draft_vocab_size, min(shape.draft_vocab_size, max_draft_vocab_size)),
         aux_layers=tuple(places[layer_id] for layer_id in old.aux_layers),
         target_hidden_size=shape.hidden_size,
     )

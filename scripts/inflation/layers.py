@@ -115,8 +115,8 @@ class LayerAxes:
         """gate, up and down of `old`, or of a layer that adds nothing."""
         for part in ("gate", "up"):
             full = f"{name}.{part}_proj"
-            own = None if old is None else old[part]
-            yield f"{full}.weight", reading(noise, full, own, self.inner, self.hidden)
+            weight = None if old is None else old[part]
+            yield f"{full}.weight", reading(noise, full, weight, self.inner, self.hidden)
         down = None if old is None else old["down"]
         yield f"{name}.down_proj.weight", writing(noise, down, self.hidden, self.inner)
 

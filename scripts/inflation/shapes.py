@@ -47,7 +47,7 @@ def shape_of(text: str, old: TargetConfig) -> Shape:
     """
     if text in SHAPES:
         return SHAPES[text]
-    own = {item.name: getattr(old, item.name) for item in fields(Shape) if item.name in SIZES}
+    sizes = {item.name: getattr(old, item.name) for item in fields(Shape) if item.name in SIZES}
     for part in text.split(","):
         key, equals, value = part.strip().partition("=")
         if key not in SIZES or not equals or not value.isdecimal():
@@ -55,8 +55,8 @@ def shape_of(text: str, old: TargetConfig) -> Shape:
                 f"--shape {text}: must be one of {', '.join(SHAPES)}, or sizes as key=number with commas between; "
                 f"keys: {', '.join(SIZES)}"
             )
-        own[key] = int(value)
-    return Shape(**own, tie_word_embeddings=old.tie_word_embeddings)
+        sizes[key] = int(value)
+    return Shape(**sizes, tie_word_embeddings=old.tie_word_embeddings)
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ def heads(old: TargetConfig, new: TargetConfig) -> tuple[Axis, Axis]:
             f"num_heads={new.num_heads}, num_kv_heads={new.num_kv_heads}: no room for {old.num_kv_heads} KV heads "
             f"with {group} query heads each"
         )
-    ratio, rest = divmod(new.head_dim, old.head_dim)
-    if rest or not ratio:
+    ratio, remainder = divmod(new.head_dim, old.head_dim)
+    if remainder or not ratio:
         raise ValueError(f"head_dim={new.head_dim}: must be a multiple of {old.head_dim}, for the rotary frequencies")
     if ratio > 1 and old.rope.rope_type == "yarn":
         raise ValueError(f"head_dim={new.head_dim}: YaRN's frequencies hang on the head size; it must stay")

@@ -135,7 +135,7 @@ def _tensors(
     lm_head = embedding if old.tie_word_embeddings else source[LM_HEAD]
     mark = mark_of(embedding)
 
-    def made() -> Iterator[tuple[str, Tensor]]:
+    def build() -> Iterator[tuple[str, Tensor]]:
         name = EMBEDDING
         if new.tie_word_embeddings:
             yield name, marked_vocabulary(noise, name, embedding, vocab, hidden, marker, tied=mark)
@@ -151,5 +151,5 @@ def _tensors(
             )
             yield from layer_tensors(noise, axes, source, before, after, new.head_dim)
 
-    for name, tensor in made():
+    for name, tensor in build():
         yield name, tensor.to(dtype)

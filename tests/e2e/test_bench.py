@@ -13,7 +13,7 @@ import pytest
 
 from infer.config import BenchConfig, HeadConfig, ProposerConfig
 from scripts.bench import Cell, measure, slower_than_plain, without_folders
-from scripts.bench_systems import Answer, shaped
+from scripts.bench_systems import RunResult, shaped
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,7 +63,7 @@ class Timed:
 
     def run(self, tasks, temperature, concurrency):
         Timed.now += next(self.seconds)
-        return Answer([[1, 2, 3]])
+        return RunResult([[1, 2, 3]])
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [((1.0,), 3), ((2.0,), 9), ((2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0), 6)])
@@ -72,11 +72,11 @@ def test_what_seems_slower_than_plain_is_measured_again(monkeypatch, capsys, sec
     systems = {"off": Timed(1.0), "off:again": Timed(1.0), "head:auto5": Timed(*seconds)}
     parts = {"head": HeadConfig(name="none"), "proposer": ProposerConfig(name="none")}
     config = BenchConfig(**parts, concurrency=[1], rounds=3, never_slower=0.02)
-    found = measure(config, systems, [object()], ())
-    assert len(found[0.0][1]["head:auto5"].ratios) == rounds
-    assert bool(slower_than_plain(found, 0.02)) == (seconds == (2.0,))
-    said = "seems slower than plain decoding, 3 more rounds: head:auto5 at temperature 0, 1 at once: 0.5"
-    assert capsys.readouterr().err.count(said) == rounds // 3 - 1
+    results = measure(config, systems, [object()], ())
+    assert len(results[0.0][1]["head:auto5"].ratios) == rounds
+    assert bool(slower_than_plain(results, 0.02)) == (seconds == (2.0,))
+    message = "seems slower than plain decoding, 3 more rounds: head:auto5 at temperature 0, 1 at once: 0.5"
+    assert capsys.readouterr().err.count(message) == rounds // 3 - 1
     config.never_slower = None
     assert len(measure(config, systems, [object()], ())[0.0][1]["off"].ratios) == 3
 

@@ -79,8 +79,8 @@ def chat(
 
 
 @pytest.fixture(scope="module")
-def answers(endless_folder: Path) -> Callable[..., list[str]]:
-    """`answers(["message", ...], system=..., **sampling)`: those of plain decoding, each with the history before it."""
+def responses(endless_folder: Path) -> Callable[..., list[str]]:
+    """`responses(["message", ...], system=..., **sampling)`: of plain decoding, each with the history before it."""
     from infer.engine import Engine
     from infer.request import SamplingParams
 
@@ -105,22 +105,22 @@ def shown(texts: list[str]) -> list[str]:
     return "\n".join(texts).split("\n")
 
 
-def test_a_pipe_is_one_message_a_line_and_later_ones_see_the_history(chat, answers):
+def test_a_pipe_is_one_message_a_line_and_later_ones_see_the_history(chat, responses):
     out, err = chat("def f(", "what did I say", "multi\\", "ple lines")
-    assert out == shown(answers(["def f(", "what did I say", "multi\nple lines"]))
-    assert out != shown(answers(["def f("]) + answers(["what did I say"]) + answers(["multi\nple lines"]))
+    assert out == shown(responses(["def f(", "what did I say", "multi\nple lines"]))
+    assert out != shown(responses(["def f("]) + responses(["what did I say"]) + responses(["multi\nple lines"]))
     for row in (r"model +tiny \(.*\), float32 on cpu", "speculation +n-gram", "end tokens +0", "memory +weights"):
         assert re.search(row, err)
     assert err.count("tokens/s, 24 tokens, the first after") == 3
     assert "> what did I say" in err
 
 
-def test_switching_speculation_changes_no_token_of_an_answer(chat, answers):
+def test_switching_speculation_changes_no_token_of_an_answer(chat, responses):
     sampling = {"temperature": 0.8, "top_p": 0.9, "seed": 7}
     options = ["temperature=0.8", "top_p=0.9", "seed=7", "system='Be brief, please.'"]
     message = "x = 1; x = 1; x = 1; x = 1;"
     out, err = chat(message, "/off", "/regenerate", "and now", "/on", "/regenerate", "/regenerate", options=options)
-    first, second = answers([message, "and now"], system="Be brief, please.", **sampling)
+    first, second = responses([message, "and now"], system="Be brief, please.", **sampling)
     assert out == shown([first, first, second, second, second])
     assert err.count("\nthe same tokens as before\n") == 3
     assert "not the same" not in err
@@ -129,37 +129,37 @@ def test_switching_speculation_changes_no_token_of_an_answer(chat, answers):
     assert "drafted by ngram" in lines[0]
 
 
-def test_commands_change_the_conversation_and_unknown_ones_are_not_sent(chat, answers):
+def test_commands_change_the_conversation_and_unknown_ones_are_not_sent(chat, responses):
     out, err = chat("one", "/nonsense", "/new", "one", "/system Talk.", "two", "/system", "/quit", "never read")
-    assert out == shown([*answers(["one"]), *answers(["one"]), *with_system_later(answers)])
-    assert "/nonsense: no such command, and not sent" in err
+    assert out == shown([*responses(["one"]), *responses(["one"]), *with_system_later(responses)])
+    assert "/nonsense: no such command, nothing was sent" in err
     assert "no system message" in err
     out, err = chat("/help", "/regenerate", "  ", "/etc/passwd is a file")
     assert "/regenerate  answer the last message again" in err
     assert "error: /regenerate: nothing was said yet" in err
-    assert out == shown(answers(["/etc/passwd is a file"]))
+    assert out == shown(responses(["/etc/passwd is a file"]))
 
 
-def with_system_later(answers: Callable[..., list[str]]) -> list[str]:
+def with_system_later(responses: Callable[..., list[str]]) -> list[str]:
     """The second answer, where the system message came before it and the first was given without."""
     from infer.console.chat_history import Dialogue, Turn
 
-    dialogue = Dialogue("Talk.", [Turn("one", answers(["one"])[0], [], [])])
+    dialogue = Dialogue("Talk.", [Turn("one", responses(["one"])[0], [], [])])
     system, user, assistant, last = dialogue.messages("two")
     assert [message["role"] for message in (system, user, assistant, last)] == ["system", "user", "assistant", "user"]
-    return [answer_to(answers, [system, user, assistant, last])]
+    return [response_to(responses, [system, user, assistant, last])]
 
 
-def answer_to(answers: Callable[..., list[str]], messages: list[dict[str, Any]]) -> str:
+def response_to(responses: Callable[..., list[str]], messages: list[dict[str, Any]]) -> str:
     """Through the closure's engine, with a history that is not its own."""
-    engine = next(cell.cell_contents for cell in answers.__closure__ or () if hasattr(cell.cell_contents, "step"))
+    engine = next(cell.cell_contents for cell in responses.__closure__ or () if hasattr(cell.cell_contents, "step"))
     from infer.request import SamplingParams
 
     ids = engine.tokenizer.apply_chat_template(messages)
     return engine.generate([ids], SamplingParams(max_tokens=24))[0].text
 
 
-def test_a_conversation_that_outgrows_the_context_loses_its_oldest_turns(chat, answers):
+def test_a_conversation_that_outgrows_the_context_loses_its_oldest_turns(chat, responses):
     messages = [f"message number {number} of a long talk" for number in range(8)]
     out, err = chat(*messages, "word " * 400, "still here", options=["engine.max_tokens_in_cache=256"])
     dropped = re.findall(r"the context of 256 tokens is full: the oldest (\d+) turns were dropped", err)
@@ -167,7 +167,7 @@ def test_a_conversation_that_outgrows_the_context_loses_its_oldest_turns(chat, a
     assert all(int(count) >= 1 for count in dropped)
     assert re.search(r"error: the message is too long: \d+ tokens where the context leaves room for 232", err)
     assert err.count(MORE) == 9
-    assert out[: len(shown(answers(messages[:3])))] == shown(answers(messages[:3]))
+    assert out[: len(shown(responses(messages[:3])))] == shown(responses(messages[:3]))
 
 
 def test_a_model_without_a_template_is_refused(chat, tmp_path, endless_folder):
@@ -192,24 +192,24 @@ class Terminal:
 
     def __init__(self, child: subprocess.Popen[bytes], end: int) -> None:
         self.child, self._end = child, end
-        self.seen, self._bytes, self._read = "", b"", 0
+        self.output, self._bytes, self._read = "", b"", 0
 
     def wait_for(self, text: str) -> str:
         """What has come up to the next `text` and with it; escape codes of line editing are left out but colours."""
-        while (place := self.seen.find(text, self._read)) < 0:
+        while (index := self.output.find(text, self._read)) < 0:
             self._receive()
-        begin, self._read = self._read, place + len(text)
-        return self.seen[begin : self._read]
+        begin, self._read = self._read, index + len(text)
+        return self.output[begin : self._read]
 
     def wait_for_characters(self, count: int) -> None:
         """So many more, whatever they are; they are left to be waited for."""
-        while len(self.seen) < self._read + count:
+        while len(self.output) < self._read + count:
             self._receive()
 
     def _receive(self) -> None:
-        assert select.select([self._end], [], [], PATIENCE_S)[0], f"nothing more comes: {self.seen[-2000:]!r}"
+        assert select.select([self._end], [], [], PATIENCE_S)[0], f"nothing more comes: {self.output[-2000:]!r}"
         self._bytes += os.read(self._end, 65536)
-        self.seen = re.sub(r"\x1b\[\?2004[hl]|\r", "", self._bytes.decode(errors="replace"))
+        self.output = re.sub(r"\x1b\[\?2004[hl]|\r", "", self._bytes.decode(errors="replace"))
 
     def type(self, text: str) -> None:
         os.write(self._end, text.encode())
@@ -222,11 +222,11 @@ class Terminal:
             time.sleep(0.01)
         self.type("\x03")
 
-    def say(self, message: str) -> str:
+    def ask(self, message: str) -> str:
         """Types a message and waits for its answer: the text, and the line behind it."""
         self.type(message + "\r")
-        answer = self.wait_for(MORE)
-        return answer + self.wait_for("\n")
+        response = self.wait_for(MORE)
+        return response + self.wait_for("\n")
 
     def rest(self) -> str:
         pieces = []
@@ -243,24 +243,24 @@ class Terminal:
 
 @contextmanager
 def terminal(folder: Path, *extra: str, **environment: str) -> Iterator[Terminal]:
-    ours, theirs = pty.openpty()
-    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "INPUTRC")}
+    parent_fd, child_fd = pty.openpty()
+    inherited = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "INPUTRC")}
     with subprocess.Popen(
         [sys.executable, "infer/chat.py", *overrides(folder, *extra)],
         cwd=ROOT,
-        env={**kept, "OMP_NUM_THREADS": "1", "TERM": "xterm", "INPUTRC": "/dev/null", **environment},
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
+        env={**inherited, "OMP_NUM_THREADS": "1", "TERM": "xterm", "INPUTRC": "/dev/null", **environment},
+        stdin=child_fd,
+        stdout=child_fd,
+        stderr=child_fd,
         start_new_session=True,
         preexec_fn=take_terminal,
     ) as child:
-        os.close(theirs)
+        os.close(child_fd)
         try:
-            yield Terminal(child, ours)
+            yield Terminal(child, parent_fd)
         finally:
             child.kill()
-    os.close(ours)
+    os.close(parent_fd)
 
 
 def take_terminal() -> None:
@@ -272,71 +272,71 @@ def take_terminal() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def test_a_conversation_on_a_terminal(endless_folder, answers):
+def test_a_conversation_on_a_terminal(endless_folder, responses):
     repeats, pasted = "x = 1; x = 1; x = 1; x = 1;", "first line\nsecond\tline\nthird line"
-    expected = answers([repeats, pasted, "more"])
-    with terminal(endless_folder) as here:
-        here.wait_for(HINT)
-        here.wait_for("> ")
-        colored = here.say(repeats)
+    expected = responses([repeats, pasted, "more"])
+    with terminal(endless_folder) as session:
+        session.wait_for(HINT)
+        session.wait_for("> ")
+        colored = session.ask(repeats)
         assert GREEN in colored
         assert expected[0].translate(CLEAN).replace("\r", "") in ESCAPES.sub("", colored)
-        here.type("/off\r")
-        here.wait_for("speculation is off")
-        here.type("/regenerate\r")
-        plain = here.wait_for("the same tokens as before")
+        session.type("/off\r")
+        session.wait_for("speculation is off")
+        session.type("/regenerate\r")
+        plain = session.wait_for("the same tokens as before")
         assert GREEN not in plain
-        here.type(f"\x1b[200~{pasted}\x1b[201~")
-        assert expected[1].translate(CLEAN) in ESCAPES.sub("", here.say(""))
-        here.wait_for("> ")
-        here.type("not sent")
-        here.wait_for("not sent")
-        here.interrupt()  # drops what was typed
-        assert "Ctrl-C again" not in here.wait_for("> ")
-        here.type("more\r")
-        assert expected[2].translate(CLEAN) in ESCAPES.sub("", here.wait_for(MORE))
-        here.wait_for("> ")  # before it the terminal itself reads Ctrl-D
-        here.type("\x04")
-        assert here.child.wait(PATIENCE_S) == 0
-        assert "Traceback" not in here.seen + here.rest()
+        session.type(f"\x1b[200~{pasted}\x1b[201~")
+        assert expected[1].translate(CLEAN) in ESCAPES.sub("", session.ask(""))
+        session.wait_for("> ")
+        session.type("not sent")
+        session.wait_for("not sent")
+        session.interrupt()  # drops what was typed
+        assert "Ctrl-C again" not in session.wait_for("> ")
+        session.type("more\r")
+        assert expected[2].translate(CLEAN) in ESCAPES.sub("", session.wait_for(MORE))
+        session.wait_for("> ")  # before it the terminal itself reads Ctrl-D
+        session.type("\x04")
+        assert session.child.wait(PATIENCE_S) == 0
+        assert "Traceback" not in session.output + session.rest()
 
 
-def test_ctrl_c_just_behind_an_answer_does_not_end_the_program(chat, answers, monkeypatch):
+def test_ctrl_c_just_behind_an_answer_does_not_end_the_program(chat, responses, monkeypatch):
     def interrupted(*arguments: Any) -> str:
         signal.raise_signal(signal.SIGINT)
         return describe_drafts(*arguments)
 
     monkeypatch.setattr("infer.console.chat_session.describe_drafts", interrupted)
     out, err = chat("one", "two")
-    assert out == shown(answers(["one", "two"]))
+    assert out == shown(responses(["one", "two"]))
     assert err.count(MORE) == 2
 
 
-def test_ctrl_c_stops_an_answer_and_not_the_program(endless_folder, answers):
-    (expected,) = (text.translate(CLEAN).replace("\r", "") for text in answers(["one\ntwo\nthree"]))
+def test_ctrl_c_stops_an_answer_and_not_the_program(endless_folder, responses):
+    (expected,) = (text.translate(CLEAN).replace("\r", "") for text in responses(["one\ntwo\nthree"]))
     options = ["max_tokens=60000", "engine.max_tokens_in_cache=65536", "proposer=none", "color=never"]
-    with terminal(endless_folder, *options, TERM="dumb") as here:
-        here.wait_for(HINT)
-        here.type("say much\r")
-        here.wait_for_characters(400)  # the answer has begun, and would take minutes
-        here.type("\x03")
-        tokens = re.search(r"(\d+) tokens, the first", here.wait_for("; stopped"))
+    with terminal(endless_folder, *options, TERM="dumb") as session:
+        session.wait_for(HINT)
+        session.type("say much\r")
+        session.wait_for_characters(400)  # the answer has begun, and would take minutes
+        session.type("\x03")
+        tokens = re.search(r"(\d+) tokens, the first", session.wait_for("; stopped"))
         assert tokens is not None
         assert 0 < int(tokens[1]) < 60000
-        here.type("/new\r")
-        here.wait_for("a new conversation")
-        here.wait_for("> ")
-        here.type("one\ntwo\nthree\n")  # this terminal has no bracketed paste
-        here.wait_for_characters(400)
-        here.type("\x03")
-        assert expected in here.wait_for("; stopped")
-        here.wait_for("> ")
-        here.interrupt()
-        assert here.child.wait(PATIENCE_S) == 0
-        assert "Traceback" not in here.seen + here.rest()
+        session.type("/new\r")
+        session.wait_for("a new conversation")
+        session.wait_for("> ")
+        session.type("one\ntwo\nthree\n")  # this terminal has no bracketed paste
+        session.wait_for_characters(400)
+        session.type("\x03")
+        assert expected in session.wait_for("; stopped")
+        session.wait_for("> ")
+        session.interrupt()
+        assert session.child.wait(PATIENCE_S) == 0
+        assert "Traceback" not in session.output + session.rest()
 
 
-def test_the_command_reads_a_pipe(endless_folder, answers):
+def test_the_command_reads_a_pipe(endless_folder, responses):
     ran = subprocess.run(
         [sys.executable, "infer/chat.py", *overrides(endless_folder)],
         cwd=ROOT,
@@ -346,4 +346,4 @@ def test_the_command_reads_a_pipe(endless_folder, answers):
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout == answers(["hi"])[0] + "\n"
+    assert ran.stdout == responses(["hi"])[0] + "\n"

@@ -42,7 +42,7 @@ def test_an_evaluation_of_two_files(tiny_target_folder: Path, tiny_head_folder: 
     table = make_tables.by_shape(document | {"results": templated}).splitlines()
     assert table[0] == "| drafts | data | τ, T = 0 | τ, T = 0.8 | accepted by position | coverage |"
     assert [line.split(" | ")[:2] for line in table[2:5]] == [
-        ["| chain 2", own] for own in ("own", "texts", "**mean**")
+        ["| chain 2", data] for data in ("own", "texts", "**mean**")
     ]
     taus = [cell["acceptance_length"] for cell in templated if (cell["shape"], cell["temperature"]) == ("chain2", 0)]
     assert f"| **mean** | **{sum(taus) / 2:.2f}** |" in table[4]
@@ -57,8 +57,8 @@ def test_an_evaluation_of_two_files(tiny_target_folder: Path, tiny_head_folder: 
         # a token that the draft vocabulary lacks ends a verify; the head knows 128 of 384, and is random
         assert 0 < cell["cut_short"] <= 1
         assert (cell["cut_short"] == 0) == (cell["coverage"] == 1)
-        found = [context["coverage"] for context in cell["by_context"].values()]
-        assert min(found) - 1e-9 <= cell["coverage"] <= max(found) + 1e-9
+        coverages = [context["coverage"] for context in cell["by_context"].values()]
+        assert min(coverages) - 1e-9 <= cell["coverage"] <= max(coverages) + 1e-9
     folder = tmp_path / "eval" / "demo-eagle3"
     report = (folder / "report.md").read_text()
     assert "| own | yes | 0 | chain2 | 1 |" in report

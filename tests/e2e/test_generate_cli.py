@@ -88,25 +88,25 @@ def test_a_prompt_goes_into_the_template_of_a_model_that_has_one(
 
 
 def test_colour_marks_accepted_tokens_and_changes_nothing_else(generate: Generate) -> None:
-    asked = (
+    arguments = (
         "prompt='x = 1; x = 1; x = 1; x = 1; x = 1;'",
         "proposer=ngram",
         "proposer.adaptive=false",
         "max_tokens=60",
     )
-    plain, color = generate(*asked), generate(*asked, "color=always")
+    plain, color = generate(*arguments), generate(*arguments, "color=always")
     assert GREEN in color
     body = color[: color.index("demo, float32")]
-    without = re.sub(r"\x1b\[\d+m", "", body)
+    uncolored = re.sub(r"\x1b\[\d+m", "", body)
     original = plain[: plain.index("demo, float32")]
     unsafe = str.maketrans({code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"})
-    assert without == original.translate(unsafe)
+    assert uncolored == original.translate(unsafe)
     assert "green: accepted draft tokens" in color
 
 
 def test_seeded_sampling_repeats(generate: Generate) -> None:
-    first, again, other = (generate("prompt=a", "temperature=1", f"seed={seed}") for seed in (4, 4, 5))
-    texts = [out[: out.index("demo, float32")] for out in (first, again, other)]
+    first, again, reseeded = (generate("prompt=a", "temperature=1", f"seed={seed}") for seed in (4, 4, 5))
+    texts = [out[: out.index("demo, float32")] for out in (first, again, reseeded)]
     assert texts[0] == texts[1] != texts[2]
     assert "seed 4" in first
 
@@ -118,8 +118,8 @@ def test_several_prompts_come_in_order(generate: Generate, tmp_path: Path, batch
     file.write_text("\n\n".join(prompts) + "\n")
     out = generate(f"prompts_file={file}", f"batch={batch}")
     assert re.findall(r"^\[(\d)/3\]$", out, re.M) == ["1", "2", "3"]
-    places = [out.index(prompt) for prompt in prompts]
-    assert places == sorted(places)
+    indices = [out.index(prompt) for prompt in prompts]
+    assert indices == sorted(indices)
     alone = [generate(f"prompt='{prompt}'") for prompt in prompts]
     for text in alone:
         assert text[: text.index("\n\ndemo, float32")].strip("\n") in out
@@ -214,24 +214,24 @@ def command(*arguments: str) -> list[str]:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
-    return {**kept, "OMP_NUM_THREADS": "1", "TERM": "xterm", **extra}
+    inherited = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    return {**inherited, "OMP_NUM_THREADS": "1", "TERM": "xterm", **extra}
 
 
 def on_a_terminal(arguments: list[str], **extra: str) -> str:
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(arguments, cwd=ROOT, env=environment(**extra), stdout=theirs, stderr=theirs) as child:
-        os.close(theirs)
+    parent_fd, child_fd = pty.openpty()
+    with subprocess.Popen(arguments, cwd=ROOT, env=environment(**extra), stdout=child_fd, stderr=child_fd) as child:
+        os.close(child_fd)
         pieces = []
         while True:
             try:
-                piece = os.read(ours, 65536)
+                piece = os.read(parent_fd, 65536)
             except OSError:  # how Linux says that the other end is closed
                 break
             if not piece:
                 break
             pieces.append(piece)
-    os.close(ours)
+    os.close(parent_fd)
     assert child.returncode == 0, b"".join(pieces)
     return b"".join(pieces).decode(errors="replace")
 

@@ -13,11 +13,11 @@ from infer.config import ModelConfig
 from infer.engine import Engine
 from infer.request import SamplingParams
 from scripts import inflate_demo, pretrain_chat
-from train.data.dialogue import given_rows
+from train.data.dialogue import provided_rows
 from train.data.examples import Example
 from train.data.sequences import Sequences
 
-WORDS = ["batch_tokens=256", "sequence_length=64", "warmup=1", "cooldown=0", "eval_every=4", "held_out_conversations=4"]
+TINY = ["batch_tokens=256", "sequence_length=64", "warmup=1", "cooldown=0", "eval_every=4", "held_out_conversations=4"]
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def run(folder: Path, model: Path, files: list[Path], *more: str) -> None:
     paths = f"path=[{','.join(map(str, files))}]"
     columns = "columns={prompt: question, response: [answer, output]}"
-    own = [f"model={model}", paths, columns, f"folder={folder}/run", f"export={folder}/target"]
-    pretrain_chat.main([*own, *WORDS, *more])
+    overrides = [f"model={model}", paths, columns, f"folder={folder}/run", f"export={folder}/target"]
+    pretrain_chat.main([*overrides, *TINY, *more])
 
 
 def test_a_grown_target_learns_to_answer_and_resumes_bit_for_bit(tiny_target_folder, conversations, tmp_path, capsys):
@@ -45,7 +45,7 @@ def test_a_grown_target_learns_to_answer_and_resumes_bit_for_bit(tiny_target_fol
     assert inflate_demo.main([*command, str(grown)]) == 0
     run(tmp_path / "straight", grown, conversations, "steps=8")
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    before, after = (result["nats"][when] for when in ("before", "after"))
+    before, after = (result["nats"][moment] for moment in ("before", "after"))
     assert after["held_out"] < before["held_out"] - 1
     assert after["held_out_answers"] < before["held_out_answers"] - 1
     for steps in (4, 8):
@@ -56,20 +56,20 @@ def test_a_grown_target_learns_to_answer_and_resumes_bit_for_bit(tiny_target_fol
     assert first["model.layers.0.mlp.gate_proj.weight"].shape == (160, 64)
 
     folder = tmp_path / "straight/target"
-    own = Engine.load(ModelConfig(name="chat", path=str(folder), dtype="float32"))
-    assert own.tokenizer.render_chat([{"role": "user", "content": " 1+1\n"}]) == "# user: 1+1# assistant:"
-    (answer,) = own.generate(["1+1"], SamplingParams(max_tokens=4))
-    assert answer.token_ids
+    engine = Engine.load(ModelConfig(name="chat", path=str(folder), dtype="float32"))
+    assert engine.tokenizer.render_chat([{"role": "user", "content": " 1+1\n"}]) == "# user: 1+1# assistant:"
+    (completion,) = engine.generate(["1+1"], SamplingParams(max_tokens=4))
+    assert completion.token_ids
 
 
 def test_a_conversation_goes_on_from_its_own_ids(tiny_target_folder):
     """The template ends every answer, so that the next prompt continues the last one's ids: one row."""
     tokenizer = pretrain_chat.with_template(tiny_target_folder)
-    said = [("user", "hi"), ("assistant", " yes "), ("user", "more?"), ("assistant", "no")]
-    messages = tuple({"role": role, "content": content} for role, content in said)
-    (row,) = given_rows(Example(messages=messages), tokenizer, 200)
-    answers = [token for token, own in zip(row.ids, row.loss_mask, strict=True) if own]
-    assert tokenizer.decode(answers, with_special=True) == " yes<|endoftext|> no<|endoftext|>"
+    turns = [("user", "hi"), ("assistant", " yes "), ("user", "more?"), ("assistant", "no")]
+    messages = tuple({"role": role, "content": content} for role, content in turns)
+    (row,) = provided_rows(Example(messages=messages), tokenizer, 200)
+    response_ids = [token for token, learned in zip(row.ids, row.loss_mask, strict=True) if learned]
+    assert tokenizer.decode(response_ids, with_special=True) == " yes<|endoftext|> no<|endoftext|>"
 
 
 def test_what_is_predicted_stays_in_its_document(tiny_target_folder):
@@ -79,12 +79,12 @@ def test_what_is_predicted_stays_in_its_document(tiny_target_folder):
     labels = pretrain_chat.labels_of(batch, torch.tensor([5, 4]))
     nothing = pretrain_chat.NOT_PREDICTED
     assert labels.tolist() == [[2, 3, nothing, 5, nothing], [7, 8, 9, nothing, nothing]]
-    answers = labels.masked_fill(~pretrain_chat.answered(batch), nothing)
-    assert answers.tolist() == [[2, 3, nothing, 5, nothing], [nothing, 8, 9, nothing, nothing]]
+    response_labels = labels.masked_fill(~pretrain_chat.answered(batch), nothing)
+    assert response_labels.tolist() == [[2, 3, nothing, 5, nothing], [nothing, 8, 9, nothing, nothing]]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["learn=prompts"], "learn=prompts"),
         (["batch_tokens=32"], "batch_tokens=32"),
@@ -94,11 +94,11 @@ def test_what_is_predicted_stays_in_its_document(tiny_target_folder):
         (["stepz=1"], "stepz"),
     ],
 )
-def test_a_mistake_names_the_key(words, message, tiny_target_folder, conversations, tmp_path):
-    own = {"model": str(tiny_target_folder), "path": str(conversations[0]), "folder": str(tmp_path)}
-    given = own | {"columns": "{prompt: question, response: answer}"} | dict(word.split("=") for word in words)
+def test_a_mistake_names_the_key(overrides, message, tiny_target_folder, conversations, tmp_path):
+    defaults = {"model": str(tiny_target_folder), "path": str(conversations[0]), "folder": str(tmp_path)}
+    settings = defaults | {"columns": "{prompt: question, response: answer}"} | dict(o.split("=") for o in overrides)
     with pytest.raises(SystemExit, match=message):
-        pretrain_chat.main([f"{key}={value}" for key, value in given.items()])
+        pretrain_chat.main([f"{key}={value}" for key, value in settings.items()])
 
 
 def test_conversations_must_be_given(tiny_target_folder):

@@ -25,8 +25,8 @@ def pretrain(monkeypatch):
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    few = {split: corpus.read_split(split)[:6] for split in ("train", "held_out")}
-    monkeypatch.setattr(module, "read_split", few.__getitem__)
+    splits = {split: corpus.read_split(split)[:6] for split in ("train", "held_out")}
+    monkeypatch.setattr(module, "read_split", splits.__getitem__)
     return module
 
 

@@ -17,10 +17,10 @@ from infer.cli import compose
 from infer.config import BenchConfig, ServedConfig
 from models.tokenizer import Tokenizer
 from scripts import make_tables
-from scripts.bench import agreeing
+from scripts.bench import count_matching
 from scripts.bench_prompts import read_prompts
 from scripts.peer_servers import Server, free_port, make_server
-from scripts.served import Heard, arrivals, earlier, percentiles, summary
+from scripts.served import RequestTrace, arrivals, earlier, percentiles, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,10 +39,10 @@ def test_arrivals_are_a_poisson_process_and_the_same_for_every_server() -> None:
 
 def test_a_request_that_is_unfinished_counts_with_the_time_that_it_waited() -> None:
     heard = [
-        Heard(due=0.0, first=0.5, last=1.4, tokens=10, in_time=10),
-        Heard(due=1.0, first=3.0, last=3.9, tokens=4, in_time=1),
-        Heard(due=2.0),
-        Heard(due=2.5, refused=True),
+        RequestTrace(due=0.0, first=0.5, last=1.4, tokens=10, in_time=10),
+        RequestTrace(due=1.0, first=3.0, last=3.9, tokens=4, in_time=1),
+        RequestTrace(due=2.0),
+        RequestTrace(due=2.5, refused=True),
     ]
     level = summary(1.5, heard, seconds=3.0, end=4.0, max_tokens=10)
     assert (level.finished, level.unfinished, level.refused) == (1, 3, 1)
@@ -66,9 +66,9 @@ def test_a_median_with_dropped_requests_is_said_to_be_a_lower_bound() -> None:
 
 
 def test_answers_agree_up_to_the_end_of_the_text() -> None:
-    ours = [[1, 2, 3], [1, 0, 9], [4, 5, 6]]
-    assert agreeing(ours, [[1, 2, 3], [1, 0, 7], [4, 5, 7]], ends=(0,)) == 2
-    assert agreeing(ours, [[1, 2, 3], [1, 0, 7], [4, 5, 7]], ends=()) == 1
+    outputs = [[1, 2, 3], [1, 0, 9], [4, 5, 6]]
+    assert count_matching(outputs, [[1, 2, 3], [1, 0, 7], [4, 5, 7]], ends=(0,)) == 2
+    assert count_matching(outputs, [[1, 2, 3], [1, 0, 7], [4, 5, 7]], ends=()) == 1
 
 
 def test_results_of_other_settings_are_not_added_to(tmp_path: Path) -> None:
@@ -146,10 +146,10 @@ def test_our_server_under_a_load(tiny_target_folder: Path, tiny_head_folder: Pat
     assert document["capacity"] > 0
     assert (low["load"], high["load"]) == (0.5, 3.0)
     for level in (low, high):
-        sent = len(arrivals(level["load"] * document["capacity"], 1, ServedConfig.seed))
-        assert level["requests_per_s"] == level["finished"] + level["unfinished"] == sent
+        num_requests = len(arrivals(level["load"] * document["capacity"], 1, ServedConfig.seed))
+        assert level["requests_per_s"] == level["finished"] + level["unfinished"] == num_requests
         assert level["refused"] == 0
-        assert 0 < level["tokens_per_s"] <= 8 * sent
+        assert 0 < level["tokens_per_s"] <= 8 * num_requests
         assert 0 < level["first_token_s"]["p50"] <= level["latency_s"]["p50"]
     assert low["finished"] > 0
     table = make_tables.by_load(document)

@@ -11,7 +11,7 @@ from pathlib import Path
 from infer.config_checks import REPO_ROOT
 
 
-def step_time(*words: str) -> subprocess.CompletedProcess[str]:
+def step_time(*overrides: str) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
         "scripts/step_time.py",
@@ -19,7 +19,7 @@ def step_time(*words: str) -> subprocess.CompletedProcess[str]:
         "head=none",
         "num_prompts=1",
         "max_tokens=8",
-        *words,
+        *overrides,
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(

@@ -12,30 +12,30 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def time_heads(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/train_time.py", *words]
+def time_heads(*overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/train_time.py", *overrides]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
 
 
 @pytest.mark.slow
 def test_two_ways_to_train_a_head_are_timed(tiny_target_folder: Path, tmp_path: Path) -> None:
-    words = [
+    overrides = [
         f"model.path={tiny_target_folder}", f"output_dir={tmp_path}", "data.num_sequences=8", "data.max_new_tokens=12",
         "data.prompt_tokens=12", "sequence_length=32", "batch_size=2", "minutes=null", "steps=4", "eval_prompts=2",
         "eval_max_tokens=8", "precision=fp32", "engine.max_tokens_in_cache=512", "packing=true",
     ]  # fmt: skip
-    result = time_heads("heads=[mlp]", "against=[packing=false]", "rounds=2", *words)
+    result = time_heads("heads=[mlp]", "against=[packing=false]", "rounds=2", *overrides)
     assert result.returncode == 0, result.stderr[-4000:]
-    found = json.loads(result.stdout.splitlines()[-1])["heads"]
-    assert list(found) == ["mlp", "mlp-against"]
-    for own in found.values():
-        assert own["low"] <= own["tokens_per_s"] <= own["high"]
-        assert 0 < own["mfu"] < 1
-        assert own["head_s"] > 0
+    timings = json.loads(result.stdout.splitlines()[-1])["heads"]
+    assert list(timings) == ["mlp", "mlp-against"]
+    for timing in timings.values():
+        assert timing["low"] <= timing["tokens_per_s"] <= timing["high"]
+        assert 0 < timing["mfu"] < 1
+        assert timing["head_s"] > 0
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["batchsize=4"], "error: batchsize: "),
         (["heads=[eagel]"], "error: head=eagel"),
@@ -44,8 +44,8 @@ def test_two_ways_to_train_a_head_are_timed(tiny_target_folder: Path, tmp_path: 
         (["steps=2", "minutes=null"], "error: steps=2: give more than 2, which warm up"),
     ],
 )
-def test_what_training_does_not_take_is_refused_with_no_traceback(words: list[str], message: str) -> None:
-    result = time_heads(*words)
+def test_what_training_does_not_take_is_refused_with_no_traceback(overrides: list[str], message: str) -> None:
+    result = time_heads(*overrides)
     assert result.returncode == 2
     assert result.stderr.startswith(message)
     assert len(result.stderr.splitlines()) == 1

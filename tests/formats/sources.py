@@ -128,7 +128,7 @@ MEDUSA: list[Row] = [
     ("2.1.linear.bias", "blocks.2.layers.1.bias", (64,)),
     ("2.2.weight", "lm_heads.2.weight", (384, 64)),
 ]
-VLLM_MEDUSA: list[Row] = [(ours, ours, shape) for _, ours, shape in MEDUSA]
+VLLM_MEDUSA: list[Row] = [(our_name, our_name, shape) for _, our_name, shape in MEDUSA]
 VLLM_MEDUSA_SMALL: list[Row] = [  # no biases, one LM head for all, over a part of the vocabulary
     ("blocks.0.layers.0.weight", "blocks.0.layers.0.weight", (64, 64)),
     ("blocks.1.layers.0.weight", "blocks.1.layers.0.weight", (64, 64)),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.formats import FORMATS, Given, Verifier, interpret
+from models.formats import FORMATS, ConversionOptions, Verifier, interpret
 from tests.formats.sources import SOURCES
 
 TARGET = Verifier("some/target", "LlamaForCausalLM", 384, 64, 8)
@@ -46,7 +46,7 @@ def edit_tensors(folder: Path, file: str, changes: dict[str, torch.Tensor | None
 
 
 @pytest.fixture
-def given(tmp_path):
+def make_folder(tmp_path):
     def make(name: str, tensors: dict[str, torch.Tensor | None] | None = None, **config: Any) -> Path:
         source = SOURCES[name]
         folder = source.write(tmp_path / "in")
@@ -73,30 +73,30 @@ def test_no_folder_no_config_no_weights(tmp_path, refusal):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "\x00", '"text"'])
-def test_a_config_that_is_no_json_object(given, refusal, content):
-    folder = given(EAGLE)
+def test_a_config_that_is_no_json_object(make_folder, refusal, content):
+    folder = make_folder(EAGLE)
     (folder / "config.json").write_text(content)
     assert re.search(r"config\.json: (not valid JSON|expected a JSON object)", refusal(folder))
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, 5000, -1])
-def test_a_truncated_file(given, refusal, keep):
-    folder = given(SPECULATORS)
+def test_a_truncated_file(make_folder, refusal, keep):
+    folder = make_folder(SPECULATORS)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     assert re.search(r"model\.safetensors: cannot be read \(.*\); copy or download it again", refusal(folder))
 
 
-def test_shards(given, refusal, run, tmp_path):
-    folder = given(SPECULATORS)
+def test_shards(make_folder, refusal, run, tmp_path):
+    folder = make_folder(SPECULATORS)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     half = sorted(tensors)[:8]
     save_file({name: tensors[name] for name in half}, folder / "a.safetensors")
     save_file({name: tensors[name] for name in tensors if name not in half}, folder / "b.safetensors")
-    where = {name: "a.safetensors" if name in half else "b.safetensors" for name in tensors}
+    weight_map = {name: "a.safetensors" if name in half else "b.safetensors" for name in tensors}
     index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": where}))
+    index.write_text(json.dumps({"weight_map": weight_map}))
     run("--from", "auto", "--to", "headway", folder, tmp_path / "whole")
     assert load_file(tmp_path / "whole" / "model.safetensors").keys() == tensors.keys()
 
@@ -108,8 +108,8 @@ def test_shards(given, refusal, run, tmp_path):
     assert "weight_map is missing" in refusal(folder)
 
 
-def test_no_format_fits(given, refusal):
-    folder = given(EAGLE, num_hidden_layers=32)
+def test_no_format_fits(make_folder, refusal):
+    folder = make_folder(EAGLE, num_hidden_layers=32)
     assert "of no format that we know: headway, speculators" in refusal(folder)
 
 
@@ -118,18 +118,18 @@ def test_no_format_fits(given, refusal):
 
 def test_every_tensor_of_every_format_is_needed():
     for source in SOURCES.values():
-        asked = Given(TARGET, **source.chosen)
+        options = ConversionOptions(TARGET, **source.chosen)
         tensors = source.tensors()
-        for theirs in tensors:
-            rest = {key: value for key, value in tensors.items() if key != theirs}
-            if theirs == "embed_tokens.weight":  # shared with the target where it is absent
-                assert theirs not in interpret(FORMATS[source.form], source.config, rest, asked).tensors
-            elif theirs in ("d2t", "t2d"):  # each follows from the other
-                complete = interpret(FORMATS[source.form], source.config, rest, asked)
-                assert torch.equal(complete.tensors[theirs], tensors[theirs])
+        for name in tensors:
+            rest = {key: value for key, value in tensors.items() if key != name}
+            if name == "embed_tokens.weight":  # shared with the target where it is absent
+                assert name not in interpret(FORMATS[source.form], source.config, rest, options).tensors
+            elif name in ("d2t", "t2d"):  # each follows from the other
+                complete = interpret(FORMATS[source.form], source.config, rest, options)
+                assert torch.equal(complete.tensors[name], tensors[name])
             else:
-                with pytest.raises(ValueError, match=re.escape(theirs.removeprefix("speculator.")) + ": missing"):
-                    interpret(FORMATS[source.form], source.config, rest, asked)
+                with pytest.raises(ValueError, match=re.escape(name.removeprefix("speculator.")) + ": missing"):
+                    interpret(FORMATS[source.form], source.config, rest, options)
 
 
 DISAGREEMENTS: list[tuple[str, dict[str, Any], dict[str, torch.Tensor | None], list[str]]] = [
@@ -227,8 +227,8 @@ DISAGREEMENTS: list[tuple[str, dict[str, Any], dict[str, torch.Tensor | None], l
 
 
 @pytest.mark.parametrize(("name", "config", "tensors", "named"), DISAGREEMENTS)
-def test_config_and_weights_that_disagree_are_both_named(given, refusal, name, config, tensors, named):
-    error = refusal(given(name, tensors, **config), "--from", SOURCES[name].form, *SOURCES[name].options)
+def test_config_and_weights_that_disagree_are_both_named(make_folder, refusal, name, config, tensors, named):
+    error = refusal(make_folder(name, tensors, **config), "--from", SOURCES[name].form, *SOURCES[name].options)
     for text in named:
         assert text in error
 
@@ -299,8 +299,8 @@ WRONG_CONFIGS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "config", "message"), WRONG_CONFIGS)
-def test_a_config_that_asks_for_what_we_do_not_have_is_refused(given, refusal, name, config, message):
-    error = refusal(given(name, **config), "--from", SOURCES[name].form)
+def test_a_config_that_asks_for_what_we_do_not_have_is_refused(make_folder, refusal, name, config, message):
+    error = refusal(make_folder(name, **config), "--from", SOURCES[name].form)
     assert message in error
 
 
@@ -312,55 +312,55 @@ def test_nothing_but_a_clear_error_comes_of_any_value():
     tried = 0
     for name in (EAGLE, EAGLE3, SPECULATORS, "speculators p-eagle", MEDUSA, VLLM, MLP):
         source = SOURCES[name]
-        tensors, whole = source.tensors(), source.config
+        tensors, base_config = source.tensors(), source.config
         if name == EAGLE:
-            whole = {**whole, "rope_scaling": scaling}
-            interpret(FORMATS[source.form], whole, tensors, Given(TARGET))
-        for path in paths(whole):
+            base_config = {**base_config, "rope_scaling": scaling}
+            interpret(FORMATS[source.form], base_config, tensors, ConversionOptions(TARGET))
+        for path in paths(base_config):
             for value in odd:
-                config = copy.deepcopy(whole)
+                config = copy.deepcopy(base_config)
                 section: Any = config
                 for part in path[:-1]:
                     section = section[part]
                 section[path[-1]] = value
                 with contextlib.suppress(ValueError):
-                    interpret(FORMATS[source.form], config, tensors, Given(TARGET))
+                    interpret(FORMATS[source.form], config, tensors, ConversionOptions(TARGET))
                 tried += 1
     assert tried > 1000
 
 
 def paths(section: Any, before: tuple = ()) -> list[tuple]:
     items = section.items() if isinstance(section, dict) else enumerate(section) if isinstance(section, list) else ()
-    found = []
+    collected = []
     for key, value in items:
-        found += [(*before, key), *paths(value, (*before, key))]
-    return found
+        collected += [(*before, key), *paths(value, (*before, key))]
+    return collected
 
 
 # ---------------------------------------------------------------- what SpecForge leaves open
 
 
-def test_what_norm_output_means_is_asked_for(given, refusal, run, tmp_path):
-    folder = given(SPECFORGE)
-    asked = ["--layer-ids", "outputs"]
-    assert "--norm-output vllm or --norm-output specforge" in refusal(folder, *asked)
+def test_what_norm_output_means_is_asked_for(make_folder, refusal, run, tmp_path):
+    folder = make_folder(SPECFORGE)
+    options = ["--layer-ids", "outputs"]
+    assert "--norm-output vllm or --norm-output specforge" in refusal(folder, *options)
     for choice, flag in (("vllm", True), ("specforge", False)):
         report = run(
             *("--from", "auto", "--to", "speculators", "--verifier", tiny(tmp_path), folder, tmp_path / choice),
-            *asked,
+            *options,
             *("--norm-output", choice),
         )
         assert json.loads((tmp_path / choice / "config.json").read_text())["norm_output"] is flag
         assert ("SpecForge's of before September 2026" in report) is (choice == "specforge")
     edit_config(folder, norm_output=False)
-    assert "reads the state without a norm" in refusal(folder, *asked, "--norm-output", "specforge")
+    assert "reads the state without a norm" in refusal(folder, *options, "--norm-output", "specforge")
     edit_config(folder, norm_output=None)  # then they agree
-    assert "--norm-output vllm: config.json has no norm_output" in refusal(folder, *asked, "--norm-output", "vllm")
-    run("--from", "auto", "--to", "speculators", "--verifier", tiny(tmp_path), folder, tmp_path / "none", *asked)
+    assert "--norm-output vllm: config.json has no norm_output" in refusal(folder, *options, "--norm-output", "vllm")
+    run("--from", "auto", "--to", "speculators", "--verifier", tiny(tmp_path), folder, tmp_path / "none", *options)
 
 
-def test_layer_ids_are_converted(given, run, tmp_path):
-    folder = given(SPECFORGE)
+def test_layer_ids_are_converted(make_folder, run, tmp_path):
+    folder = make_folder(SPECFORGE)
     for choice, ids in (("outputs", [2, 4, 5]), ("hidden_states", [1, 3, 4])):
         run(
             *("--from", "auto", "--to", "speculators", "--verifier", tiny(tmp_path), folder, tmp_path / choice),
@@ -380,8 +380,8 @@ class Harmful:
 
 
 @pytest.mark.parametrize(("name", "file"), [(EAGLE, "pytorch_model.bin"), (MEDUSA, "medusa_lm_head.pt")])
-def test_a_pickle_is_read_only_with_the_flag(given, refusal, run, tmp_path, name, file):
-    folder, source = given(name), SOURCES[name]
+def test_a_pickle_is_read_only_with_the_flag(make_folder, refusal, run, tmp_path, name, file):
+    folder, source = make_folder(name), SOURCES[name]
     (folder / source.file).unlink()
     torch.save(source.tensors(), folder / file)
     verifier = ["--verifier", str(tiny(tmp_path))]
@@ -395,9 +395,9 @@ def test_a_pickle_is_read_only_with_the_flag(given, refusal, run, tmp_path, name
     assert [path.suffix for path in (tmp_path / "out").iterdir() if path.suffix != ".json"] == [".safetensors"]
 
 
-def test_a_pickle_of_anything_else_is_refused_and_runs_nothing(given, refusal, tmp_path, monkeypatch):
+def test_a_pickle_of_anything_else_is_refused_and_runs_nothing(make_folder, refusal, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    folder = given(EAGLE)
+    folder = make_folder(EAGLE)
     (folder / "model.safetensors").unlink()
     file = folder / "pytorch_model.bin"
     torch.save({"fc.weight": Harmful()}, file)
@@ -412,9 +412,9 @@ def test_a_pickle_of_anything_else_is_refused_and_runs_nothing(given, refusal, t
     assert "holds a Tensor; expected tensors by name" in refusal(folder, "--allow-pickle")
 
 
-def test_a_pickle_of_tensors_that_share_memory(given, run, tmp_path):
+def test_a_pickle_of_tensors_that_share_memory(make_folder, run, tmp_path):
     """FasterDecoding's trainer puts one residual block into every layer of a head."""
-    folder, source = given(MEDUSA), SOURCES[MEDUSA]
+    folder, source = make_folder(MEDUSA), SOURCES[MEDUSA]
     tensors = source.tensors()
     for head in range(3):
         tensors[f"{head}.1.linear.weight"] = tensors[f"{head}.0.linear.weight"]
@@ -448,12 +448,12 @@ def tiny(tmp_path: Path, **changes: Any) -> Path:
         ({"architectures": []}, "architectures is missing"),
     ],
 )
-def test_a_head_of_another_target_is_refused(given, refusal, tmp_path, changes, message):
-    assert message in refusal(given(SPECULATORS), "--verifier", tiny(tmp_path, **changes))
+def test_a_head_of_another_target_is_refused(make_folder, refusal, tmp_path, changes, message):
+    assert message in refusal(make_folder(SPECULATORS), "--verifier", tiny(tmp_path, **changes))
 
 
-def test_a_verifier_that_is_not_there(given, refusal, tmp_path):
-    folder = given(SPECULATORS)
+def test_a_verifier_that_is_not_there(make_folder, refusal, tmp_path):
+    folder = make_folder(SPECULATORS)
     assert "no such folder (a hub id would be written owner/name)" in refusal(folder, "--verifier", tmp_path / "none")
     assert "neither a folder nor reachable" in refusal(folder, "--verifier", "no-such-owner/no-such-model")
     empty = tmp_path / "empty"
@@ -461,15 +461,15 @@ def test_a_verifier_that_is_not_there(given, refusal, tmp_path):
     assert "no config.json in this folder" in refusal(folder, "--verifier", empty)
 
 
-def test_what_a_format_says_of_the_target_must_be_known(given, refusal, tmp_path):
-    assert "the head's target is part of this format and not known; give --verifier" in refusal(given(EAGLE))
+def test_what_a_format_says_of_the_target_must_be_known(make_folder, refusal, tmp_path):
+    assert "the head's target is part of this format and not known; give --verifier" in refusal(make_folder(EAGLE))
     shutil.rmtree(tmp_path / "in")
-    folder = given(MEDUSA, base_model_name_or_path=None)
+    folder = make_folder(MEDUSA, base_model_name_or_path=None)
     assert "base_model_name_or_path: not known" in refusal(folder, "--to", "medusa")
 
 
-def test_a_shared_embedding_is_copied_from_the_target(given, refusal, run, tmp_path, tiny_target_folder):
-    folder = given("safeailab-eagle3 sharing the embedding")
+def test_a_shared_embedding_is_copied_from_the_target(make_folder, refusal, run, tmp_path, tiny_target_folder):
+    folder = make_folder("safeailab-eagle3 sharing the embedding")
     assert "no weights" in refusal(folder, "--verifier", tiny(tmp_path))
     report = run("--from", "auto", "--to", "headway", "--verifier", tiny_target_folder, folder, tmp_path / "out")
     assert re.search(r"^the verifier's +embed_tokens\.weight +\[384, 64\] +float32$", report, re.MULTILINE)

@@ -62,12 +62,12 @@ def test_notes_stand_beside_their_tensor(tmp_path, run):
 
 
 def test_the_losses_of_a_destination_are_said(tmp_path, run, tiny_target_folder):
-    said = {
+    losses = {
         ("safeailab-eagle", "safeailab-eagle"): "vLLM 0.32 builds fc without a bias and refuses fc.bias",
         ("safeailab-eagle3 of SpecForge", "safeailab-eagle3"): "does not know fc_norm, norm_output; vLLM does",
         ("medusa", "medusa"): "FasterDecoding's own loader opens medusa_lm_head.pt alone",
     }
-    for number, ((name, form), text) in enumerate(said.items()):
+    for number, ((name, form), text) in enumerate(losses.items()):
         source = SOURCES[name]
         folder = source.write(tmp_path / f"in{number}")
         words = ["--from", "auto", "--to", form, "--verifier", tiny_target_folder, *source.options]
@@ -134,16 +134,16 @@ def test_heads_and_formats_that_do_not_go_together(tmp_path, refusal):
 @pytest.mark.parametrize("name", ["safeailab-eagle", "speculators", "speculators p-eagle", "medusa", "ibm-mlp"])
 def test_our_own_export_states_every_key_and_no_other(tmp_path, run, refusal, tiny_target_folder, name):
     folder = SOURCES[name].write(tmp_path / "in")
-    ours = tmp_path / "ours"
-    run("--from", "auto", "--to", "headway", "--verifier", tiny_target_folder, folder, ours)
-    config = json.loads((ours / "config.json").read_text())
+    exported = tmp_path / "ours"
+    run("--from", "auto", "--to", "headway", "--verifier", tiny_target_folder, folder, exported)
+    config = json.loads((exported / "config.json").read_text())
     for key in set(config) - {"torch_dtype", "speculators_version"}:
-        (ours / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != key}))
-        assert key in refusal(ours, "--from", "headway")
-    (ours / "config.json").write_text(json.dumps({**config, "extra": 1}))
-    assert "unknown: extra=1" in refusal(ours, "--from", "headway")
-    (ours / "config.json").write_text(json.dumps({**config, "initializer_range": 1}))
-    assert "unknown: initializer_range=1; Headway writes no such key" in refusal(ours, "--from", "headway")
+        (exported / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != key}))
+        assert key in refusal(exported, "--from", "headway")
+    (exported / "config.json").write_text(json.dumps({**config, "extra": 1}))
+    assert "unknown: extra=1" in refusal(exported, "--from", "headway")
+    (exported / "config.json").write_text(json.dumps({**config, "initializer_range": 1}))
+    assert "unknown: initializer_range=1; Headway writes no such key" in refusal(exported, "--from", "headway")
 
 
 def test_the_number_of_drafted_tokens(tmp_path, run, refusal):
@@ -175,11 +175,11 @@ def test_options_that_would_say_nothing_are_refused(tmp_path, refusal):
 
 def test_our_own_export_holds_nothing_that_would_have_to_be_converted(tmp_path, run, refusal):
     source = SOURCES["speculators"]
-    ours = tmp_path / "ours"
-    run("--from", "auto", "--to", "headway", source.write(tmp_path / "in"), ours)
-    tensors = load_file(ours / "model.safetensors")
-    save_file(tensors | {"d2t": tensors["d2t"] + torch.arange(96)}, ours / "model.safetensors")
-    assert "d2t: target ids in the source, made offsets; Headway would not write that" in refusal(ours)
+    exported = tmp_path / "ours"
+    run("--from", "auto", "--to", "headway", source.write(tmp_path / "in"), exported)
+    tensors = load_file(exported / "model.safetensors")
+    save_file(tensors | {"d2t": tensors["d2t"] + torch.arange(96)}, exported / "model.safetensors")
+    assert "d2t: target ids in the source, made offsets; Headway would not write that" in refusal(exported)
 
 
 def test_help_and_wrong_options(capsys):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from models.formats import FORMATS, Given, Verifier, detect, read_checkpoint, write_checkpoint
+from models.formats import FORMATS, ConversionOptions, Verifier, detect, read_checkpoint, write_checkpoint
 from models.heads import HEADS
 from tests.formats.sources import SOURCES
 
@@ -144,12 +144,12 @@ CONFIGS = {
 }
 
 
-def given_for(source):
-    return Given(verifier=TARGET, **source.chosen)
+def options_for(source):
+    return ConversionOptions(verifier=TARGET, **source.chosen)
 
 
 def read(source, folder):
-    return read_checkpoint(FORMATS[source.form], source.write(folder), given_for(source))
+    return read_checkpoint(FORMATS[source.form], source.write(folder), options_for(source))
 
 
 def embedding():
@@ -164,12 +164,12 @@ def test_every_tensor_arrives_under_our_name_with_its_bits(tmp_path, name):
     source = SOURCES[name]
     checkpoint = read(source, tmp_path / "in")
     assert checkpoint.head == source.head
-    assert checkpoint.sources == {ours: theirs for theirs, ours, _ in source.rows}
-    given = source.tensors()
-    for theirs, ours, shape in source.rows:
-        assert tuple(checkpoint.tensors[ours].shape) == shape
-        assert checkpoint.tensors[ours].dtype == given[theirs].dtype
-        assert torch.equal(checkpoint.tensors[ours], given[theirs])
+    assert checkpoint.sources == {our_name: source_name for source_name, our_name, _ in source.rows}
+    tensors = source.tensors()
+    for source_name, our_name, shape in source.rows:
+        assert tuple(checkpoint.tensors[our_name].shape) == shape
+        assert checkpoint.tensors[our_name].dtype == tensors[source_name].dtype
+        assert torch.equal(checkpoint.tensors[our_name], tensors[source_name])
     assert len(checkpoint.tensors) == len(source.rows)
 
 
@@ -179,9 +179,9 @@ def test_every_tensor_leaves_under_their_name_with_its_bits(tmp_path, name):
     checkpoint = read(source, tmp_path / "in")
     (tmp_path / "ours").mkdir()
     write_checkpoint(FORMATS["headway"], checkpoint, tmp_path / "ours", of_target=OF_TARGET)
-    ours = read_checkpoint(FORMATS["headway"], tmp_path / "ours")
+    reloaded = read_checkpoint(FORMATS["headway"], tmp_path / "ours")
     (tmp_path / "out").mkdir()
-    write_checkpoint(form, ours, tmp_path / "out")
+    write_checkpoint(form, reloaded, tmp_path / "out")
     written, wanted = load_file(tmp_path / "out" / source.file), source.tensors()
     if "sharing" in name:
         wanted["embed_tokens.weight"] = embedding()
@@ -211,7 +211,7 @@ def test_a_folder_says_what_it_is(tmp_path, name):
     folder = source.write(tmp_path / "in")
     assert detect(folder).name == source.form
     (tmp_path / "ours").mkdir()
-    checkpoint = read_checkpoint(FORMATS[source.form], folder, given_for(source))
+    checkpoint = read_checkpoint(FORMATS[source.form], folder, options_for(source))
     write_checkpoint(FORMATS["headway"], checkpoint, tmp_path / "ours", of_target=OF_TARGET)
     assert detect(tmp_path / "ours").name == "headway"
 
@@ -245,7 +245,9 @@ def test_names_may_bear_a_prefix_or_none(tmp_path, name, written, other):
     assert not set(changed) & set(source.tensors())
     save_file(changed, folder / source.file)
     checkpoint = read_checkpoint(FORMATS[name], folder)
-    assert checkpoint.sources == {ours: other + theirs.removeprefix(written) for theirs, ours, _ in source.rows}
+    assert checkpoint.sources == {
+        our_name: other + source_name.removeprefix(written) for source_name, our_name, _ in source.rows
+    }
 
 
 def test_tied_copies_are_dropped_and_said(tmp_path):
@@ -264,7 +266,7 @@ def test_tied_copies_are_dropped_and_said(tmp_path):
     }
     save_file(tensors | copies, folder / source.file)
     checkpoint = read_checkpoint(FORMATS["ibm-mlp"], folder)
-    assert set(checkpoint.tensors) == {ours for _, ours, _ in source.rows}
+    assert set(checkpoint.tensors) == {our_name for _, our_name, _ in source.rows}
     assert set(checkpoint.remarks) == set(copies)
     copies["speculator.head.2.weight"][0, 0] += 1
     save_file(tensors | copies, folder / source.file)
@@ -299,8 +301,8 @@ def test_a_vocabulary_that_is_whole_needs_no_maps(tmp_path):
     source = SOURCES["speculators"]
     folder, tensors = source.write(tmp_path / "in"), source.tensors()
     (folder / "config.json").write_text(json.dumps({**source.config, "draft_vocab_size": 384}))
-    whole = {"d2t": torch.zeros(384, dtype=torch.int64), "t2d": torch.ones(384, dtype=torch.bool)}
-    save_file(tensors | whole | {"lm_head.weight": torch.ones(384, 64)}, folder / source.file)
+    identity_maps = {"d2t": torch.zeros(384, dtype=torch.int64), "t2d": torch.ones(384, dtype=torch.bool)}
+    save_file(tensors | identity_maps | {"lm_head.weight": torch.ones(384, 64)}, folder / source.file)
     checkpoint = read_checkpoint(FORMATS["speculators"], folder)
     assert not {"d2t", "t2d"} & set(checkpoint.tensors)
     assert set(checkpoint.remarks) == {"d2t", "t2d"}
@@ -317,19 +319,19 @@ def test_mask_hidden_of_two_dimensions_is_the_same(tmp_path):
 @pytest.mark.parametrize("name", ["safeailab-eagle3", "speculators", "speculators p-eagle"])
 def test_one_map_of_a_draft_vocabulary_says_what_the_other_does(tmp_path, name):
     source = SOURCES[name]
-    whole = read(source, tmp_path / "in")
+    expected = read(source, tmp_path / "in")
     for missing, present in (("t2d", "d2t"), ("d2t", "t2d")):
         folder, tensors = source.write(tmp_path / f"no {missing}"), source.tensors()
         del tensors[missing]
         save_file(tensors, folder / source.file)
-        checkpoint = read_checkpoint(FORMATS[source.form], folder, given_for(source))
-        assert all(torch.equal(checkpoint.tensors[key], value) for key, value in whole.tensors.items())
+        checkpoint = read_checkpoint(FORMATS[source.form], folder, options_for(source))
+        assert all(torch.equal(checkpoint.tensors[key], value) for key, value in expected.tensors.items())
         assert checkpoint.remarks == {missing: f"follows from {present}"}
     ids = tensors_with_target_ids(source)
     save_file(ids, folder / source.file)
-    checkpoint = read_checkpoint(FORMATS[source.form], folder, given_for(source))
-    assert torch.equal(checkpoint.tensors["d2t"], whole.tensors["d2t"])
-    assert torch.equal(checkpoint.tensors["t2d"], whole.tensors["t2d"])
+    checkpoint = read_checkpoint(FORMATS[source.form], folder, options_for(source))
+    assert torch.equal(checkpoint.tensors["d2t"], expected.tensors["d2t"])
+    assert torch.equal(checkpoint.tensors["t2d"], expected.tensors["t2d"])
 
 
 def tensors_with_target_ids(source):
@@ -346,11 +348,11 @@ def tensors_with_target_ids(source):
 )
 def test_the_first_layer_has_two_names(tmp_path, name, theirs, other):
     source = SOURCES[name]
-    whole, folder = read(source, tmp_path / "in"), source.write(tmp_path / "renamed")
+    expected, folder = read(source, tmp_path / "in"), source.write(tmp_path / "renamed")
     tensors = {key.replace(theirs, other): value for key, value in source.tensors().items()}
     save_file(tensors, folder / source.file)
-    checkpoint = read_checkpoint(FORMATS[source.form], folder, given_for(source))
-    assert all(torch.equal(checkpoint.tensors[key], value) for key, value in whole.tensors.items())
+    checkpoint = read_checkpoint(FORMATS[source.form], folder, options_for(source))
+    assert all(torch.equal(checkpoint.tensors[key], value) for key, value in expected.tensors.items())
     assert set(checkpoint.sources.values()) == set(tensors)  # the report names what is in the file
 
 

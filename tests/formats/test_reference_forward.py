@@ -168,8 +168,8 @@ def vllm_medusa(
             x = x + F.silu(F.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias")))
             layer += 1
         lm_head = tensors["lm_head.weight" if config.get("original_lm_head") else f"lm_heads.{head}.weight"]
-        place = int((lm_head @ x).argmax())
-        drafted.append(int(tensors["token_map"][place]) if "token_map" in tensors else place)  # target ids, no offsets
+        index = int((lm_head @ x).argmax())
+        drafted.append(int(tensors["token_map"][index]) if "token_map" in tensors else index)  # target ids, no offsets
     return drafted
 
 
@@ -185,12 +185,12 @@ def ibm_mlp(
     if config["scale_input"]:
         state = state * torch.rsqrt(state.pow(2).mean() + 1e-6) / math.sqrt(2)
     for index in range(count):
-        own = 0 if config["tie_weights"] else index
+        head = 0 if config["tie_weights"] else index
         proj = min(index, 1) if config["tie_weights"] else index
-        z = tensors[f"proj.{proj}.weight"] @ state + emb_weight / state_weight * tensors[f"emb.{own}.weight"][token]
-        normed = z * torch.rsqrt(z.pow(2).mean() + 1e-6) * tensors[f"ln.{own}.weight"] + tensors[f"ln.{own}.bias"]
+        z = tensors[f"proj.{proj}.weight"] @ state + emb_weight / state_weight * tensors[f"emb.{head}.weight"][token]
+        normed = z * torch.rsqrt(z.pow(2).mean() + 1e-6) * tensors[f"ln.{head}.weight"] + tensors[f"ln.{head}.bias"]
         state = 0.5 * normed * (1 + torch.erf(normed / math.sqrt(2)))
-        token = int((tensors[f"head.{own}.weight"] @ state).argmax())
+        token = int((tensors[f"head.{head}.weight"] @ state).argmax())
         drafted.append(token)
     return drafted
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from models.config import RopeConfig, TargetConfig
-from models.formats import FORMATS, Checkpoint, Given, Verifier, read_checkpoint, write_checkpoint
+from models.formats import FORMATS, Checkpoint, ConversionOptions, Verifier, read_checkpoint, write_checkpoint
 from models.formats.matching import expected_tensors
 from models.heads.eagle3_config import Eagle3Config
 from models.heads.eagle_config import EagleConfig
@@ -71,7 +71,7 @@ def layers(draw, *, num_layers: int = 1) -> TargetConfig:
 def eagle3_configs(draw, kind: type[Eagle3Config]) -> Eagle3Config:
     layer = draw(layers(num_layers=draw(st.integers(1, 2))))
     norm = draw(st.sampled_from([{}, {"norm_before_fc": True}, {"fc_norm": True}]))
-    more = (
+    extra = (
         {}
         if kind is Eagle3Config
         else {"mask_token_id": draw(st.integers(0, 4)), "num_depths": draw(st.integers(1, 9))}
@@ -84,7 +84,7 @@ def eagle3_configs(draw, kind: type[Eagle3Config]) -> Eagle3Config:
         norm_before_residual=draw(st.booleans()),
         norm_output=draw(st.booleans()),
         **norm,
-        **more,
+        **extra,
     )
 
 
@@ -129,8 +129,8 @@ CONFIGS = {
 def random_checkpoint(head: str, config, seed: int, dtype: torch.dtype) -> Checkpoint:
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, like in expected_tensors(config).items():
-        tensors[name] = torch.randn(like.shape, generator=generator).to(dtype)
+    for name, template in expected_tensors(config).items():
+        tensors[name] = torch.randn(template.shape, generator=generator).to(dtype)
     if config.draft_vocab_size < config.vocab_size:
         used = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
         marks = torch.zeros(config.vocab_size, dtype=torch.bool)
@@ -149,7 +149,7 @@ def holds(form: str, checkpoint: Checkpoint) -> bool:
     return form != "safeailab-eagle3" or config.layer.num_layers == 1
 
 
-def same(one: Checkpoint, other: Checkpoint) -> None:
+def assert_same(one: Checkpoint, other: Checkpoint) -> None:
     assert one.head == other.head
     assert one.config == other.config
     assert one.tensors.keys() == other.tensors.keys()
@@ -173,25 +173,27 @@ def test_there_and_back_keeps_config_and_bits(head, data):
                 folder = Path(root) / form.name
                 folder.mkdir()
                 write_checkpoint(form, current, folder)
-                asked = Given(verifier, **{option: written[option] for option in form.asks})
-                current = read_checkpoint(form, folder, asked)  # on to the next from what this one gave
-                same(current, checkpoint)
+                options = ConversionOptions(verifier, **{option: written[option] for option in form.asks})
+                current = read_checkpoint(form, folder, options)  # on to the next from what this one gave
+                assert_same(current, checkpoint)
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if "sharing" not in name])
 def test_a_source_comes_back_through_every_other_format(tmp_path, name):
     source = SOURCES[name]
     verifier = Verifier("a/target", "LlamaForCausalLM", 384, 64, 8)
-    first = read_checkpoint(FORMATS[source.form], source.write(tmp_path / "in"), Given(verifier, **source.chosen))
+    first = read_checkpoint(
+        FORMATS[source.form], source.write(tmp_path / "in"), ConversionOptions(verifier, **source.chosen)
+    )
     visited = 0
     for form in (form for form in FORMATS.values() if source.head in form.heads and holds(form.name, first)):
         (tmp_path / form.name).mkdir()
         (tmp_path / f"{form.name} back").mkdir()
         write_checkpoint(form, first, tmp_path / form.name)
-        away = read_checkpoint(form, tmp_path / form.name, Given(verifier))
+        away = read_checkpoint(form, tmp_path / form.name, ConversionOptions(verifier))
         write_checkpoint(FORMATS[source.form], away, tmp_path / f"{form.name} back")
-        back = read_checkpoint(FORMATS[source.form], tmp_path / f"{form.name} back", Given(verifier))
-        same(back, first)
+        back = read_checkpoint(FORMATS[source.form], tmp_path / f"{form.name} back", ConversionOptions(verifier))
+        assert_same(back, first)
         assert back.sources == first.sources
         visited += 1
     assert visited >= 2

@@ -66,7 +66,7 @@ def test_a_shared_embedding_is_the_targets(tmp_path, tiny_target_folder):
         load_head(folder)
 
 
-def whole_vocabulary(folder):
+def full_vocabulary_head(folder):
     """An EAGLE-3 head over the target's vocabulary, which leaves out what it shares and calls its layer layers.0."""
     source = SOURCES["safeailab-eagle3"]
     source.write(folder)
@@ -80,7 +80,7 @@ def whole_vocabulary(folder):
 
 def test_an_lm_head_that_is_not_there_is_the_targets(tmp_path, capsys, make_target_folder, tiny_target_folder):
     target = load_target(str(tiny_target_folder))
-    folder = whole_vocabulary(tmp_path / "in")
+    folder = full_vocabulary_head(tmp_path / "in")
     with pytest.raises(ValueError, match=r"\.weight is not there, the head shares its target's; load it with a target"):
         load_head(folder)
     head = load_head(folder, target=target)

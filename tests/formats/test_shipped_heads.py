@@ -51,5 +51,5 @@ def test_the_engine_takes_it_and_drafts(name: str, tmp_path: Path) -> None:
         finally:
             engine.close()
     plain, drafted = completions
-    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
-    assert sum(one.stats.drafted for one in drafted) > 0
+    assert [completion.token_ids for completion in drafted] == [completion.token_ids for completion in plain]
+    assert sum(completion.stats.drafted for completion in drafted) > 0

@@ -24,11 +24,11 @@ def gemma_rows(dtype: torch.dtype) -> tuple[Tensor, ChoiceParameters, Tensor, Te
     logits[:, -70:] += torch.linspace(8, 12, 70)
     temperature, top_k, top_p = (torch.tensor(column) for column in zip(*ROWS, strict=True))
     seeds = torch.arange(len(ROWS)) * 7919 + 2**40
-    asked = ChoiceParameters(temperature, top_k, top_p, torch.zeros(len(ROWS)), seeds & 0xFFFFFFFF, seeds >> 32)
-    return logits.to(dtype), asked, torch.arange(len(ROWS)) + 100, torch.arange(SIZE).flip(0)
+    parameters = ChoiceParameters(temperature, top_k, top_p, torch.zeros(len(ROWS)), seeds & 0xFFFFFFFF, seeds >> 32)
+    return logits.to(dtype), parameters, torch.arange(len(ROWS)) + 100, torch.arange(SIZE).flip(0)
 
 
-def float64_keys(logits: Tensor, asked: ChoiceParameters, positions: Tensor, ids: Tensor) -> Tensor:
+def float64_keys(logits: Tensor, parameters: ChoiceParameters, positions: Tensor, ids: Tensor) -> Tensor:
     keys = logits.double()
     for row, (temperature, top_k, top_p) in enumerate(ROWS):
         if not temperature:
@@ -41,8 +41,8 @@ def float64_keys(logits: Tensor, asked: ChoiceParameters, positions: Tensor, ids
             p = ordered.softmax(-1)
             count = int((p.cumsum(-1) - p < top_p).sum())
             keys[row, keys[row] < ordered[count - 1]] = -torch.inf
-        one = slice(row, row + 1)
-        keys[row] += gumbel_noise(asked.seed_low[one], asked.seed_high[one], positions[one], ids)[0]
+        index = slice(row, row + 1)
+        keys[row] += gumbel_noise(parameters.seed_low[index], parameters.seed_high[index], positions[index], ids)[0]
     return keys
 
 

@@ -11,7 +11,7 @@ from kernels.cpu.attention import NativeAttention, supported
 from kernels.cpu.library import library
 from kernels.reference import attention as oracle
 from kernels.rows import AttentionRows
-from kernels.tiles import KV_TILE, TiledAttention, places_of_bits
+from kernels.tiles import KV_TILE, TiledAttention, set_bit_positions
 
 PAGE = 16
 CPU = torch.device("cpu")
@@ -39,9 +39,9 @@ def make_case(committed, counts, *, heads, kv_heads, dim, dtype, seed=0):
     return q, k, v, cache, table
 
 
-def run(case, committed, counts, words=None, first=0):
+def run(case, committed, counts, tree_mask=None, first=0):
     q, k, v, cache, table = case
-    rows = AttentionRows.blocks(table, committed, counts, page_size=PAGE, words=words, first=first)
+    rows = AttentionRows.blocks(table, committed, counts, page_size=PAGE, tree_mask=tree_mask, first=first)
     plan = plan_attention(rows, q.shape[1], cache.shape[1], q.shape[2], cache.dtype)
     return plan(q, k, v, cache, q.shape[-1] ** -0.5)
 
@@ -78,7 +78,7 @@ def make_tree():
     return DraftTree.from_parents(torch.arange(14).view(2, 7), parents, torch.tensor([7, 3]))
 
 
-def words_of(tree):
+def tree_mask_of(tree):
     return tree.ancestors[torch.arange(tree.token.shape[1]) < tree.length[:, None]]
 
 
@@ -86,7 +86,7 @@ def test_tree_rows_match_the_oracle(form):
     tree = make_tree()
     committed, counts = [KV_TILE - 2, 30], [7, 3]
     case = make_case(committed, counts, heads=4, kv_heads=2, dim=64, dtype=torch.float32)
-    actual = run(case, committed, counts, words_of(tree))
+    actual = run(case, committed, counts, tree_mask_of(tree))
     assert (actual.double() - expect(case, committed, counts, tree.ancestors)).abs().max() < 1e-5
 
 
@@ -94,8 +94,8 @@ def test_nobody_sees_the_places_before_the_first(form):
     tree = make_tree()
     committed, counts = [KV_TILE + 1, 30], [7, 3]
     case = make_case(committed, counts, heads=4, kv_heads=2, dim=64, dtype=torch.float32)
-    for words, ancestors in ((None, None), (words_of(tree), tree.ancestors)):
-        actual = run(case, committed, counts, words, first=1)
+    for tree_mask, ancestors in ((None, None), (tree_mask_of(tree), tree.ancestors)):
+        actual = run(case, committed, counts, tree_mask, first=1)
         assert (actual.double() - expect(case, committed, counts, ancestors, first=1)).abs().max() < 1e-5
 
 
@@ -108,13 +108,13 @@ def test_a_tree_row_has_the_bits_of_its_path_decoded_alone(form, dtype):
     committed = KV_TILE - 3
     case = make_case([committed], [40], heads=4, kv_heads=2, dim=64, dtype=dtype)
     q, k, v, cache, table = case
-    together = run(case, [committed], [40], words_of(tree))
+    together = run(case, [committed], [40], tree_mask_of(tree))
     for node in range(40):
         path = tree.path(0, node)
         plain = cache.clone()
         for depth, step in enumerate(path):
-            own = (q[step, None], k[step, None], v[step, None], plain, table)
-            alone = run(own, [committed + depth], [1])
+            step_case = (q[step, None], k[step, None], v[step, None], plain, table)
+            alone = run(step_case, [committed + depth], [1])
         assert torch.equal(together[node], alone[0]), f"node {node}, path {path}"
 
 
@@ -122,7 +122,7 @@ def test_a_chain_given_as_ancestor_words_has_the_bits_of_the_causal_path(form):
     tree = DraftTree.chains([1, 2], [[3] * 63, [4] * 5])  # bit 63 included
     committed, counts = [KV_TILE - 30, 17], [64, 6]
     case = make_case(committed, counts, heads=4, kv_heads=2, dim=64, dtype=torch.float32)
-    assert torch.equal(run(case, committed, counts, words_of(tree)), run(case, committed, counts))
+    assert torch.equal(run(case, committed, counts, tree_mask_of(tree)), run(case, committed, counts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -137,26 +137,26 @@ def test_threads_do_not_show_in_the_bits(committed, counts):
         pytest.skip("no C compiler on this machine")
     case = make_case(committed, counts, heads=4, kv_heads=2, dim=64, dtype=torch.float32)
     before = torch.get_num_threads()
-    answers = []
+    outputs = []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            answers.append(run(case, committed, counts))
+            outputs.append(run(case, committed, counts))
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(answers[0], answers[1])
-    assert torch.equal(answers[0], answers[2])
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
 
 
-@pytest.mark.parametrize("words", [None, torch.tensor([1, 3])])
-def test_the_probe_notices_a_kernel_whose_bits_depend_on_company(form, monkeypatch, words):
+@pytest.mark.parametrize("tree_mask", [None, torch.tensor([1, 3])])
+def test_the_probe_notices_a_kernel_whose_bits_depend_on_company(form, monkeypatch, tree_mask):
     """Once by width, once by the shape of the draft alone."""
     exact = {"c": NativeAttention, "torch": TiledAttention}[form]
 
     class Drifting(exact):
         def __init__(self, rows, *sizes):
             super().__init__(rows, *sizes)
-            self.drift = rows.request.shape[0] > 4 if words is None else rows.words is not None
+            self.drift = rows.request.shape[0] > 4 if tree_mask is None else rows.tree_mask is not None
 
         def __call__(self, *tensors):
             return super().__call__(*tensors) * (1 + 1e-6 * self.drift)
@@ -193,7 +193,7 @@ def test_odd_sizes_and_other_dtypes_go_to_the_torch_form():
 
 
 def test_places_of_bits_lists_set_bits_in_order():
-    nth, count = places_of_bits(torch.tensor([0b10110, -(2**63) | 1]))
+    nth, count = set_bit_positions(torch.tensor([0b10110, -(2**63) | 1]))
     assert count.tolist() == [3, 2]
     assert nth[0, :3].tolist() == [1, 2, 4]
     assert nth[1, :2].tolist() == [0, 63]

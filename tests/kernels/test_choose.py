@@ -10,8 +10,8 @@ import torch
 from kernels.choose import ChoiceParameters, choice_keys, choose, choose_best, logprobs, restrict
 from kernels.cpu.library import library
 from kernels.noise import gumbel_noise
+from tests.distributions import Z, chi_square_excess, sampling_probs
 from tests.kernels.gemma_rows import float64_keys, gemma_rows, ranked
-from tests.laws import Z, chi_square_excess, sampling_law
 
 
 def parameters(rows, temperature=1.0, top_k=0, top_p=1.0, seeds=None, min_p=0.0):
@@ -44,13 +44,13 @@ def test_ties_go_to_the_lowest_id():
 )
 def test_sampled_choices_follow_the_processed_distribution(temperature, top_k, top_p, min_p):
     rows, logits = 40_000, torch.tensor([2.0, 1.5, 0.3, 0.0, -1.0, -1.2, 0.9, -3.0])
-    expected = sampling_law(logits, temperature, top_k, top_p, min_p)
+    expected = sampling_probs(logits, temperature, top_k, top_p, min_p)
     for positions, seeds in (
         (torch.full((rows,), 17), torch.arange(rows) * 7919 + 2**40),  # many seeds at one position
         (torch.arange(rows), torch.full((rows,), 12345)),  # one seed along a text
     ):
-        asked = parameters(rows, temperature, top_k, top_p, seeds, min_p)
-        counts = torch.bincount(choose(logits.expand(rows, -1), asked, positions), minlength=len(logits))
+        sampling = parameters(rows, temperature, top_k, top_p, seeds, min_p)
+        counts = torch.bincount(choose(logits.expand(rows, -1), sampling, positions), minlength=len(logits))
         assert chi_square_excess(counts, expected) < Z
 
 
@@ -74,15 +74,15 @@ def test_noise_has_the_moments_of_a_gumbel():
 
 def test_noise_depends_on_seed_position_and_id_alone():
     ids = torch.arange(1000)
-    whole = gumbel_noise(torch.arange(9), torch.arange(9), torch.arange(9) + 100, ids)
-    one = gumbel_noise(torch.tensor([4]), torch.tensor([4]), torch.tensor([104]), ids)
-    assert torch.equal(whole[4], one[0])
+    batch = gumbel_noise(torch.arange(9), torch.arange(9), torch.arange(9) + 100, ids)
+    single = gumbel_noise(torch.tensor([4]), torch.tensor([4]), torch.tensor([104]), ids)
+    assert torch.equal(batch[4], single[0])
     subset = torch.tensor([3, 999, 17])
-    few = gumbel_noise(torch.tensor([4]), torch.tensor([4]), torch.tensor([104]), subset)
-    assert torch.equal(few[0], one[0, subset])
-    for other in ((5, 4, 104), (4, 5, 104), (4, 4, 105)):
-        changed = gumbel_noise(*(torch.tensor([number]) for number in other), ids)
-        assert (changed == one).double().mean() < 0.01
+    subset_noise = gumbel_noise(torch.tensor([4]), torch.tensor([4]), torch.tensor([104]), subset)
+    assert torch.equal(subset_noise[0], single[0, subset])
+    for numbers in ((5, 4, 104), (4, 5, 104), (4, 4, 105)):
+        changed = gumbel_noise(*(torch.tensor([number]) for number in numbers), ids)
+        assert (changed == single).double().mean() < 0.01
 
 
 def test_greedy_and_sampled_rows_mix():
@@ -105,14 +105,14 @@ def test_the_form_in_c_chooses_what_the_rule_written_out_does(dtype, ids):
     mixed.temperature[::4], mixed.restricts = 0, False
     positions = torch.arange(200) * 1000
     assert library() is not None
-    for asked in (mixed, None):
-        keys = choice_keys(logits, asked, positions, ids).float()
-        columns, values = choose_best(logits, asked, positions, ids, 1)
-        assert torch.equal(choose(logits, asked, positions, ids), keys.argmax(-1))
+    for sampling in (mixed, None):
+        keys = choice_keys(logits, sampling, positions, ids).float()
+        columns, values = choose_best(logits, sampling, positions, ids, 1)
+        assert torch.equal(choose(logits, sampling, positions, ids), keys.argmax(-1))
         assert torch.equal(columns[:, 0], keys.argmax(-1))
         torch.testing.assert_close(values[:, 0], keys.log_softmax(-1).amax(-1), atol=1e-5, rtol=1e-5)
         for count in (2, 15, 64):
-            columns, values = choose_best(logits, asked, positions, ids, count)
+            columns, values = choose_best(logits, sampling, positions, ids, count)
             ranked = keys.sort(dim=-1, descending=True, stable=True)  # ties by lowest column
             assert torch.equal(columns, ranked.indices[:, :count])
             torch.testing.assert_close(values, keys.log_softmax(-1).gather(1, columns), atol=1e-4, rtol=1e-5)
@@ -124,12 +124,12 @@ def test_what_the_form_in_c_passes_over_could_not_have_been_chosen(spread):
     """Noise alone decides among equal logits, of a million keys its largest, where its last bits are coarse."""
     rows, size = 24, 2**16
     logits = spread * torch.randn(rows, size, generator=torch.Generator().manual_seed(2))
-    asked = parameters(rows, 0.9, seeds=torch.arange(rows) * 2**33 + 5)
-    asked.restricts = False
-    positions, some = torch.arange(rows) * 77, torch.randperm(size)[: size // 2]
-    assert torch.equal(choose(logits, asked, positions), choice_keys(logits, asked, positions).argmax(-1))
+    sampling = parameters(rows, 0.9, seeds=torch.arange(rows) * 2**33 + 5)
+    sampling.restricts = False
+    positions, ids = torch.arange(rows) * 77, torch.randperm(size)[: size // 2]
+    assert torch.equal(choose(logits, sampling, positions), choice_keys(logits, sampling, positions).argmax(-1))
     half = logits[:, : size // 2]
-    assert torch.equal(choose(half, asked, positions, some), choice_keys(half, asked, positions, some).argmax(-1))
+    assert torch.equal(choose(half, sampling, positions, ids), choice_keys(half, sampling, positions, ids).argmax(-1))
 
 
 def test_a_row_is_chosen_alike_in_any_batch():
@@ -158,18 +158,18 @@ def test_min_p_leaves_out_what_is_less_likely_than_its_share_of_the_likeliest():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_vocabulary_of_gemmas_size(dtype):
-    logits, asked, positions, ids = gemma_rows(dtype)
-    keys = float64_keys(logits, asked, positions, ids)
+    logits, sampling, positions, ids = gemma_rows(dtype)
+    keys = float64_keys(logits, sampling, positions, ids)
     plain = torch.tensor([0, 1, 2])  # rows that nothing restricts, which the kernel in C takes
-    unrestricted = asked.rows(plain)
+    unrestricted = sampling.rows(plain)
     unrestricted.restricts = False
     assert choose(logits[plain], unrestricted, positions[plain], ids).tolist() == ranked(keys[plain])[:, 0].tolist()
-    assert choose(logits, asked, positions, ids).tolist() == ranked(keys)[:, 0].tolist()
+    assert choose(logits, sampling, positions, ids).tolist() == ranked(keys)[:, 0].tolist()
     columns, log_p = choose_best(logits[plain], unrestricted, positions[plain], ids, 8)
     assert torch.equal(columns, ranked(keys[plain])[:, :8])
     torch.testing.assert_close(log_p.double(), keys[plain].log_softmax(-1).gather(1, columns), atol=1e-4, rtol=0)
-    own, rank, top, values = logprobs(logits, columns[0, :1].expand(len(logits)), 5)
-    wanted = logits.double().log_softmax(-1)
-    torch.testing.assert_close(own.double(), wanted[:, columns[0, 0]], atol=1e-4, rtol=0)
-    assert rank.tolist() == ((wanted > wanted[:, columns[0, :1]]).sum(1) + 1).tolist()
-    torch.testing.assert_close(values.double(), wanted.gather(1, top), atol=1e-4, rtol=0)
+    token_logprobs, rank, top, values = logprobs(logits, columns[0, :1].expand(len(logits)), 5)
+    expected = logits.double().log_softmax(-1)
+    torch.testing.assert_close(token_logprobs.double(), expected[:, columns[0, 0]], atol=1e-4, rtol=0)
+    assert rank.tolist() == ((expected > expected[:, columns[0, :1]]).sum(1) + 1).tolist()
+    torch.testing.assert_close(values.double(), expected.gather(1, top), atol=1e-4, rtol=0)

@@ -14,7 +14,7 @@ from kernels.cpu.library import library
 from kernels.rows import AttentionRows
 from models.attention import CausalAttention
 from models.config import ExpertsConfig, RopeConfig, TargetConfig
-from models.fused_decoder import Joined
+from models.fused_decoder import FusedDecoder
 from models.heads.eagle import EagleHead
 from models.heads.eagle3 import Eagle3Head
 from models.heads.eagle3_config import Eagle3Config
@@ -83,10 +83,10 @@ def serve(config, dtype, **options):
     return shard
 
 
-def forward(shard, start, count, tokens, *, request=0, words=None, depths=None):
+def forward(shard, start, count, tokens, *, request=0, tree_mask=None, depths=None):
     """Of `count` rows from place `start` on. A second request's pages lie among the first one's."""
     table = 1 + request + 2 * torch.arange(LENGTH // PAGE + 5)[None]
-    rows = AttentionRows.blocks(table, [start], [count], page_size=PAGE, words=words)
+    rows = AttentionRows.blocks(table, [start], [count], page_size=PAGE, tree_mask=tree_mask)
     positions = rows.places if depths is None else rows.committed + depths
     out = shard.forward(tokens, positions, rows, [0, 2, LAST])
     return [out.last_hidden, out.hidden, *out.aux]
@@ -103,12 +103,12 @@ def tree_rows(shard, tokens):
     path, start = [0, 2, 5, 6], LENGTH - 4
     filled = torch.full((7,), 5)
     filled[path] = tokens[start:]
-    found = forward(shard, start, 7, filled, words=tree.ancestors[0], depths=tree.depth[0].long())
-    return [x[path] for x in found]
+    outputs = forward(shard, start, 7, filled, tree_mask=tree.ancestors[0], depths=tree.depth[0].long())
+    return [x[path] for x in outputs]
 
 
-def joined(target):
-    return Joined().decoder(target.layers, target.norm, packed=target.lm_head.packed is not None)
+def fused_decoder(target):
+    return FusedDecoder().decoder(target.layers, target.norm, packed=target.lm_head.packed is not None)
 
 
 @pytest.fixture
@@ -132,19 +132,19 @@ def test_it_gives_the_bits_of_the_operations_that_it_joins(name, dtype, weights,
     if weights == "int4":  # whose groups are of 32
         config = replace(config, hidden_size=96, intermediate_size=160)
     shard, tokens = serve(config, dtype, weights=weights), tokens_of(config)
-    if joined(shard.target) is None:
+    if fused_decoder(shard.target) is None:
         pytest.skip(f"no kernel reads {weights} weights for rows of {dtype} on this processor")
-    answers = []
-    for at_once in (True, False):
-        if not at_once:
-            monkeypatch.setattr("infer.kvcache.tensors.seam_over", lambda plan: PooledAttention)
-        whole = forward(shard, 0, LENGTH - 1, tokens[:-1]) + forward(shard, LENGTH - 1, 1, tokens[-1:])
+    outputs = []
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr("infer.kvcache.tensors.attention_class_for", lambda plan: PooledAttention)
+        hidden = forward(shard, 0, LENGTH - 1, tokens[:-1]) + forward(shard, LENGTH - 1, 1, tokens[-1:])
         caches = [cache.clone() for cache in shard.kv.caches]
-        answers.append([*whole, *caches])
+        outputs.append([*hidden, *caches])
         for cache in shard.kv.caches:
             cache.zero_()
-    assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
-    assert answers[0][0].abs().max() > 0.1
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+    assert outputs[0][0].abs().max() > 0.1
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)])
@@ -154,10 +154,10 @@ def test_it_matches_a_dense_forward_in_float64(name, dtype, tolerance):
     shard, tokens = serve(config, dtype), tokens_of(config)
     wide = make(config).to(dtype).double()
     expected = wide(tokens[None], torch.arange(LENGTH)[None], CausalAttention(), aux_layers=[0, 2, LAST])
-    for actual, own in zip(
+    for actual, reference in zip(
         forward(shard, 0, LENGTH, tokens), [expected.last_hidden, expected.hidden, *expected.aux], strict=True
     ):
-        assert ((actual.double() - own[0]).norm() / own.norm()) < tolerance
+        assert ((actual.double() - reference[0]).norm() / reference.norm()) < tolerance
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -170,25 +170,25 @@ def test_a_rows_bits_depend_neither_on_the_rows_beside_it_nor_on_threads(name, d
     for count, widths in ((1, range(1, 71)), (2, (1, 2, 5, 7, 13, 70))):
         threads(count)
         for rows in widths:
-            found = forward(shard, LENGTH - rows, rows, tokens[LENGTH - rows :])
-            assert all(torch.equal(a, b[LENGTH - rows :]) for a, b in zip(found, expected, strict=True)), rows
-        other = forward(shard, 0, LENGTH, tokens, request=1)
-        assert all(torch.equal(a, b) for a, b in zip(other, expected, strict=True))
+            actual = forward(shard, LENGTH - rows, rows, tokens[LENGTH - rows :])
+            assert all(torch.equal(a, b[LENGTH - rows :]) for a, b in zip(actual, expected, strict=True)), rows
+        second = forward(shard, 0, LENGTH, tokens, request=1)
+        assert all(torch.equal(a, b) for a, b in zip(second, expected, strict=True))
         if not config.windows:  # its rows count places, of which a tree has more
-            found = tree_rows(shard, tokens)
-            assert all(torch.equal(a, b[-4:]) for a, b in zip(found, expected, strict=True))
+            actual = tree_rows(shard, tokens)
+            assert all(torch.equal(a, b[-4:]) for a, b in zip(actual, expected, strict=True))
             forward(shard, LENGTH - 4, 4, tokens[-4:])
 
 
 def test_what_no_kernel_takes_runs_operation_by_operation():
-    taken = serve(PLAIN, torch.float32).target
-    assert joined(taken) is not None
-    assert joined(make(PLAIN)) is None  # not packed
+    target = serve(PLAIN, torch.float32).target
+    assert fused_decoder(target) is not None
+    assert fused_decoder(make(PLAIN)) is None  # not packed
     for config in (replace(PLAIN, hidden_size=88), replace(PLAIN, head_dim=80), replace(PLAIN, intermediate_size=136)):
-        assert joined(serve(config, torch.float32).target) is None
-    assert joined(serve(PLAIN, torch.float16).target) is None
+        assert fused_decoder(serve(config, torch.float32).target) is None
+    assert fused_decoder(serve(PLAIN, torch.float16).target) is None
     experts = replace(PLAIN, experts=ExpertsConfig(4, 2, 32, normalise=True))
-    assert joined(Shard(make(experts, Qwen3MoeTarget)).target) is None
+    assert fused_decoder(Shard(make(experts, Qwen3MoeTarget)).target) is None
 
 
 def make_head(name, dtype, **options):
@@ -219,26 +219,26 @@ def make_head(name, dtype, **options):
 def test_a_heads_layers_give_the_bits_of_the_operations_too(name, options, dtype, count, threads, monkeypatch):
     threads(count)
     head = make_head(name, dtype, **options)
-    own = head.attention
-    shapes = [LayerShape(own.num_kv_heads, own.head_dim)] * own.layers
+    shape = head.attention
+    shapes = [LayerShape(shape.num_kv_heads, shape.head_dim)] * shape.layers
     kv = KVLayers(shapes, tree_layers=0, num_pages=8, page_size=PAGE, dtype=dtype, device=torch.device("cpu"))
     tokens, generator = tokens_of(PLAIN)[:40], torch.Generator().manual_seed(2)
     features = torch.randn(40, PLAIN.hidden_size, generator=generator).to(dtype)
-    kept, table, answers = features.clone(), 1 + torch.arange(4)[None], []
+    original, table, outputs = features.clone(), 1 + torch.arange(4)[None], []
     calls = 0
-    for at_once in (True, False):
-        if not at_once:
-            monkeypatch.setattr("infer.kvcache.tensors.seam_over", lambda plan: PooledAttention)
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr("infer.kvcache.tensors.attention_class_for", lambda plan: PooledAttention)
         states = []
         for start, end in ((0, 37), (37, 38), (38, 40)):
             rows = AttentionRows.blocks(table, [start], [end - start], page_size=PAGE)
-            attention = kv.attention(rows, own.num_heads, own.num_kv_heads, own.head_dim)
+            attention = kv.attention(rows, shape.num_heads, shape.num_kv_heads, shape.head_dim)
             calls += hasattr(attention, "decode")
             states.append(head.step(tokens[start:end], features[start:end], rows.places, attention, 0))
-        answers.append([*states, head.logits(states[-1], 0), *(cache.clone() for cache in kv.caches)])
+        outputs.append([*states, head.logits(states[-1], 0), *(cache.clone() for cache in kv.caches)])
         for cache in kv.caches:
             cache.zero_()
     assert calls == 3
-    assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
-    assert torch.equal(features, kept)  # a state is another draft's too
-    assert answers[0][0].abs().max() > 0.1
+    assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
+    assert torch.equal(features, original)  # a state is another draft's too
+    assert outputs[0][0].abs().max() > 0.1

@@ -29,9 +29,9 @@ def in_c(monkeypatch):
     native = elementwise._native
 
     def must(*arguments):
-        found = native(*arguments)
-        assert found is not None
-        return found
+        output = native(*arguments)
+        assert output is not None
+        return output
 
     monkeypatch.setattr(elementwise, "_native", must)
 

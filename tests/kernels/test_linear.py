@@ -29,11 +29,11 @@ def test_packed_linear_matches_float64_for_any_leading_shape(dtype, tolerance, i
 @pytest.mark.parametrize(("inputs", "outputs"), [(256, 512), (256, 2048), (640, 256), (2048, 512), (320, 40)])
 def test_row_bits_do_not_depend_on_the_number_of_rows(dtype, inputs, outputs):
     linear = PackedLinear(torch.randn(outputs, inputs).to(dtype))
-    whole = assert_row_invariant(linear, dtype, torch.device("cpu"))
+    full = assert_row_invariant(linear, dtype, torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200, inputs, generator=generator).to(dtype)  # the probe's own rows
     for count in range(1, 40):  # every way in which rows are divided
-        assert torch.equal(linear(x[:count]), whole[:count])
+        assert torch.equal(linear(x[:count]), full[:count])
 
 
 @pytest.mark.parametrize("tiles", [False, True])
@@ -51,28 +51,28 @@ def test_row_bits_do_not_depend_on_the_number_of_rows(dtype, inputs, outputs):
 def test_with_a_processors_tiles_and_without_rows_of_16_bits_are_right_and_alike_for_any_number(
     tiles, weight_format, inputs, outputs
 ):
-    found = library()
-    if found is None or bool(found.linear_tiles(tiles)) is not tiles:
+    native = library()
+    if native is None or bool(native.linear_tiles(tiles)) is not tiles:
         pytest.skip("this processor multiplies no tiles")
     try:
         weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs).bfloat16()
         linear, x = PackedLinear(weight, bias, weight_format=weight_format), torch.randn(600, inputs).bfloat16()
-        whole = linear(x)
-        held = weight if weight_format == "same" else widen(*quantise(weight, weight_format))
-        expected = x.double() @ held.double().T + bias.double()
-        assert ((whole.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-5 * inputs).all()
+        full = linear(x)
+        stored = weight if weight_format == "same" else widen(*quantise(weight, weight_format))
+        expected = x.double() @ stored.double().T + bias.double()
+        assert ((full.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-5 * inputs).all()
         for count in (*range(1, 70), 97, 192, 193, 511, 513):
-            assert torch.equal(linear(x[:count]), whole[:count])
-            assert torch.equal(linear(x[600 - count :]), whole[600 - count :])
+            assert torch.equal(linear(x[:count]), full[:count])
+            assert torch.equal(linear(x[600 - count :]), full[600 - count :])
     finally:
-        found.linear_tiles(True)
+        native.linear_tiles(True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_weight_can_be_taken_out_again(dtype):
     weight = torch.randn(130, 64).to(dtype)
-    assert torch.equal(PackedLinear(weight).whole_weight(), weight)
-    assert PackedLinear(weight, weight_format="int8").whole_weight() is None
+    assert torch.equal(PackedLinear(weight).unpacked_weight(), weight)
+    assert PackedLinear(weight, weight_format="int8").unpacked_weight() is None
 
 
 def test_the_probe_notices_a_linear_whose_bits_depend_on_rows():

@@ -12,19 +12,19 @@ from kernels.cpu.memory import ALIGNED, CHUNK, PAGE, Memory, zeros
 
 def test_tensors_lie_beside_each_other_and_not_on_each_other():
     memory, generator = Memory(), torch.Generator().manual_seed(0)
-    made = []
+    tensors = []
     for index in range(300):
         shape = torch.randint(0, 300, (2,), generator=generator).tolist()
         dtype = (torch.float32, torch.bfloat16, torch.int32, torch.uint8)[index % 4]
-        own = memory.zeros(shape, dtype)
-        assert own.shape == tuple(shape)
-        assert own.dtype == dtype
-        assert not own.any()
-        assert own.is_contiguous()
-        assert own.numel() == 0 or own.data_ptr() % ALIGNED == 0
-        own.fill_(index % 100 + 1)
-        made.append(own)
-    assert all(bool((own == index % 100 + 1).all()) for index, own in enumerate(made))
+        tensor = memory.zeros(shape, dtype)
+        assert tensor.shape == tuple(shape)
+        assert tensor.dtype == dtype
+        assert not tensor.any()
+        assert tensor.is_contiguous()
+        assert tensor.numel() == 0 or tensor.data_ptr() % ALIGNED == 0
+        tensor.fill_(index % 100 + 1)
+        tensors.append(tensor)
+    assert all(bool((tensor == index % 100 + 1).all()) for index, tensor in enumerate(tensors))
 
 
 def test_what_does_not_fit_begins_another_chunk_and_what_is_large_has_one_of_its_own():
@@ -34,28 +34,28 @@ def test_what_does_not_fit_begins_another_chunk_and_what_is_large_has_one_of_its
     assert second.data_ptr() == first.data_ptr() + -(-len(first) // ALIGNED) * ALIGNED
     third = memory.zeros([CHUNK // 2], torch.uint8)
     assert third.data_ptr() % PAGE == 0
-    for own in (first, large, second, third):
-        own[-1] = 1
+    for tensor in (first, large, second, third):
+        tensor[-1] = 1
 
 
 def test_a_tensor_outlives_the_chunk_it_was_cut_from():
-    kept = Memory().zeros([1000], torch.int32).fill_(7)
+    tensor = Memory().zeros([1000], torch.int32).fill_(7)
     gc.collect()
     torch.empty(2**22).fill_(1.0)
-    assert bool((kept == 7).all())
+    assert bool((tensor == 7).all())
 
 
 def test_threads_do_not_get_the_same_memory():
-    made: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def make(value: int) -> None:
         for _ in range(200):
-            made.append(zeros([16], torch.int64).fill_(value))
+            tensors.append(zeros([16], torch.int64).fill_(value))
 
     workers = [threading.Thread(target=make, args=(value,)) for value in range(4)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    assert len({own.data_ptr() for own in made}) == 800
-    assert sorted(int(own[0]) for own in made if bool((own == own[0]).all())) == sorted([0, 1, 2, 3] * 200)
+    assert len({t.data_ptr() for t in tensors}) == 800
+    assert sorted(int(t[0]) for t in tensors if bool((t == t[0]).all())) == sorted([0, 1, 2, 3] * 200)

@@ -86,20 +86,20 @@ def test_it_matches_float64_for_any_leading_shape(kernels, dtype, weight_format,
 def test_a_rows_bits_depend_neither_on_the_rows_beside_it_nor_on_threads(dtype, weight_format):
     linear = PackedLinear(make(1024, 320, dtype)[0], weight_format=weight_format)
     x, before = torch.randn(33, 1024).to(dtype), torch.get_num_threads()
-    answers = []
+    outputs = []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            answers.append(linear(x))
+            outputs.append(linear(x))
             assert_row_invariant(linear, dtype, CPU)
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(*answers)
+    assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize(("weight_format", "bits"), [("int8", 8), ("fp8", 8), ("int4", 4)])
 def test_it_is_held_in_few_bits_where_the_kernel_reads_them(kernels, weight_format, bits):
     weight, _ = make(512, 256, torch.bfloat16)
-    found = PackedLinear(weight, weight_format=weight_format).bytes * 8 / weight.numel()
-    held = kernels == "c" or in_use(weight.device)
-    assert found < bits * 1.1 if held else found == 16
+    bits_per_weight = PackedLinear(weight, weight_format=weight_format).bytes * 8 / weight.numel()
+    packed = kernels == "c" or in_use(weight.device)
+    assert bits_per_weight < bits * 1.1 if packed else bits_per_weight == 16

@@ -21,15 +21,15 @@ from train.objectives.teacher import teach
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def answers(attention: Any, q: Any, keys: Any, values: Any, *where: Any) -> list[torch.Tensor]:
+def output_and_gradients(attention: Any, q: Any, keys: Any, values: Any, *slots_and_starts: Any) -> list[torch.Tensor]:
     """What it answers, and the gradients of all it reads under a random one of the answer."""
-    out = attention(q, keys, values, *where)
+    out = attention(q, keys, values, *slots_and_starts)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     return [out.detach(), *torch.autograd.grad(out, [q, *keys, *values], upstream)]
 
 
 def compare(
-    batch: int, length: int, rows: int | None, heads: tuple[int, int], dim: int, later: int, *, seed: int = 0,
+    batch: int, length: int, rows: int | None, heads: tuple[int, int], dim: int, later_steps: int, *, seed: int = 0,
     packed: bool = True, dtype: torch.dtype = torch.float32, bound: float = 4e-6,
 ) -> None:  # fmt: skip
     """`rows` None: every slot has one, which the callee is not told."""
@@ -38,20 +38,20 @@ def compare(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(DEVICE, dtype).requires_grad_()
 
-    every = torch.arange(length, device=DEVICE).expand(batch, -1)
+    positions = torch.arange(length, device=DEVICE).expand(batch, -1)
     slots = torch.stack([torch.randperm(length, generator=generator)[:rows] for _ in range(batch)]).to(DEVICE)
     begins = torch.rand(batch, length, generator=generator).to(DEVICE) < 0.1
-    starts = torch.where(begins, every, 0).cummax(1).values if packed else torch.zeros_like(every)
+    starts = torch.where(begins, positions, 0).cummax(1).values if packed else torch.zeros_like(positions)
     wide = random(batch, length, 2 * heads[1] + 1, dim)  # keys and values may be views of the projections
     q = random(batch, slots.shape[1], heads[0], dim)
-    keys, values = ([random(batch, slots.shape[1], heads[1], dim) for _ in range(later)] for _ in range(2))
+    keys, values = ([random(batch, slots.shape[1], heads[1], dim) for _ in range(later_steps)] for _ in range(2))
     keys, values = [wide[:, :, 1 : heads[1] + 1], *keys], [wide[:, :, heads[1] + 1 :], *values]
-    where = (None if rows is None else slots, starts if packed else None)
-    true = answers(oracle, q, keys, values, every if rows is None else slots, starts)
-    found = answers(ttt_attention, q, keys, values, *where)
-    assert found[0].dtype == dtype
-    for mine, theirs in zip(found, true, strict=True):
-        error = (mine.double() - theirs.double()).abs().max() / theirs.abs().max().clamp(min=1)
+    slots_and_starts = (None if rows is None else slots, starts if packed else None)
+    expected = output_and_gradients(oracle, q, keys, values, positions if rows is None else slots, starts)
+    actual = output_and_gradients(ttt_attention, q, keys, values, *slots_and_starts)
+    assert actual[0].dtype == dtype
+    for output, reference in zip(actual, expected, strict=True):
+        error = (output.double() - reference.double()).abs().max() / reference.abs().max().clamp(min=1)
         assert error < bound
 
 
@@ -100,7 +100,7 @@ def test_autocast_decides_the_dtype(form: str) -> None:
 def test_an_objective_learns_the_same(monkeypatch: Any, tiny_target: Any, name: str, packed: bool) -> None:
     """Loss and gradients of a head's whole unrolling: prompts left out, and for P-EAGLE fewer slots at each depth."""
     masks = [[True] * 9, [False] * 4 + [True] * 8, [False] * 2 + [True] * 9]
-    documents = Sequences.of([(list(range(7, 7 + len(own))), own) for own in masks])
+    documents = Sequences.of([(list(range(7, 7 + len(mask))), mask) for mask in masks])
     batch = documents.packed([[2, 0], [1]]) if packed else documents.batch(range(3))
     head = make_head(tiny_target, name, **({} if name == "eagle3" else {"num_depths": 3}))
     objective = make_objective(head, OBJECTIVE_OF[head.name], steps=3)
@@ -108,7 +108,7 @@ def test_an_objective_learns_the_same(monkeypatch: Any, tiny_target: Any, name: 
     teacher = teach(tiny_target, features.hidden, batch, head.target_ids)
     launched, losses, gradients = [], [], []
     original = TttAttention.forward
-    monkeypatch.setattr(TttAttention, "forward", lambda ctx, *given: launched.append(1) or original(ctx, *given))
+    monkeypatch.setattr(TttAttention, "forward", lambda ctx, *args: launched.append(1) or original(ctx, *args))
     for switch in ("torch", "triton"):
         monkeypatch.setenv(SWITCH, switch)
         generator = torch.Generator().manual_seed(0)

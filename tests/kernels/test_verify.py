@@ -30,15 +30,15 @@ def walk(token, parent, length, choice):
 @st.composite
 def trees(draw):
     length = draw(st.integers(1, MAX_NODES))
-    parent, token, taken = [-1], [0], set()
+    parent, token, siblings = [-1], [0], set()
     for node in range(1, length):
-        above = draw(st.integers(0, node - 1))
-        word = draw(st.integers(0, 3))
-        while (above, word) in taken:
-            word += 1  # siblings carry distinct tokens
-        taken.add((above, word))
-        parent.append(above)
-        token.append(word)
+        node_parent = draw(st.integers(0, node - 1))
+        node_token = draw(st.integers(0, 3))
+        while (node_parent, node_token) in siblings:
+            node_token += 1  # siblings carry distinct tokens
+        siblings.add((node_parent, node_token))
+        parent.append(node_parent)
+        token.append(node_token)
     return token, parent
 
 
@@ -71,15 +71,15 @@ def test_likely_nodes_are_taken_besides(case, seed):
     generator = torch.Generator().manual_seed(seed)
     tree = DraftTree.from_parents(torch.tensor([token]), torch.tensor([parent]), torch.tensor([len(token)]))
     choice = torch.randint(0, 3, (1, len(token)), generator=generator)
-    likely = torch.rand(1, len(token), generator=generator) < 0.5
+    typical_mask = torch.rand(1, len(token), generator=generator) < 0.5
     depth, best = [0] + [-1] * (len(token) - 1), 0
     for node in range(1, len(token)):
         above = parent[node]
-        if depth[above] >= 0 and (token[node] == choice[0, above] or likely[0, node]):
+        if depth[above] >= 0 and (token[node] == choice[0, above] or typical_mask[0, node]):
             depth[node] = depth[above] + 1
             best = node if depth[node] > depth[best] else best
     parts = tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice
-    assert int(accept(*parts, likely)) == int(accept_in_torch(*parts, likely)) == best
+    assert int(accept(*parts, typical_mask)) == int(accept_in_torch(*parts, typical_mask)) == best
 
 
 def test_chains_equal_trees_made_from_parents():
@@ -98,21 +98,21 @@ def test_rows_and_depths_are_those_of_the_nodes(cases):
     parents = [[*parent, *[0] * (width - len(parent))] for _, parent in cases]
     length = torch.tensor([len(token) for token, _ in cases])
     tree = DraftTree.from_parents(torch.tensor(pad), torch.tensor(parents), length)
-    assert tree.rows(tree.token).tolist() == [token for own, _ in cases for token in own]
-    assert tree.depths() == [int(tree.depth[b, : len(own)].max()) for b, (own, _) in enumerate(cases)]
-    chain = DraftTree.chains([own[0] for own, _ in cases], [own[1:] for own, _ in cases])
+    assert tree.rows(tree.token).tolist() == [token for tokens, _ in cases for token in tokens]
+    assert tree.depths() == [int(tree.depth[b, : len(tokens)].max()) for b, (tokens, _) in enumerate(cases)]
+    chain = DraftTree.chains([tokens[0] for tokens, _ in cases], [tokens[1:] for tokens, _ in cases])
     assert torch.equal(chain.rows(chain.token), tree.rows(tree.token))
-    assert chain.depths() == [len(own) - 1 for own, _ in cases]
+    assert chain.depths() == [len(tokens) - 1 for tokens, _ in cases]
 
 
 def test_some_of_several_chains_go_on():
     table = torch.arange(12).view(3, 4)
     rows = AttentionRows.blocks(table, [5, 9, 2], [1, 1, 1], page_size=4)
-    for kept in ([0, 2], [1], [0, 1, 2], None):
-        after = (rows if kept is None else rows.kept(torch.tensor(kept))).next()
-        left = [0, 1, 2] if kept is None else kept
-        anew = AttentionRows.blocks(table[left], [[6, 10, 3][b] for b in left], [1] * len(left), page_size=4)
+    for survivors in ([0, 2], [1], [0, 1, 2], None):
+        after = (rows if survivors is None else rows.kept(torch.tensor(survivors))).next()
+        chains = [0, 1, 2] if survivors is None else survivors
+        rebuilt = AttentionRows.blocks(table[chains], [[6, 10, 3][b] for b in chains], [1] * len(chains), page_size=4)
         for name in ("table", "request", "committed", "offset", "places", "slots"):
-            assert torch.equal(getattr(after, name), getattr(anew, name)), name
-        assert after.counts == anew.counts
-        assert after.longest >= anew.longest
+            assert torch.equal(getattr(after, name), getattr(rebuilt, name)), name
+        assert after.counts == rebuilt.counts
+        assert after.longest >= rebuilt.longest

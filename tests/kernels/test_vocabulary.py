@@ -40,22 +40,22 @@ def inputs(count: int, drafts: int, size: int, dtype: torch.dtype) -> dict[str, 
 def test_against_float64(shape: tuple[int, int, int], labelled: bool, dtype: torch.dtype, monkeypatch) -> None:
     monkeypatch.setattr(vocabulary, "BLOCK_ELEMENTS", 10 * shape[1])
     monkeypatch.setattr(vocabulary, "KEPT_ELEMENTS", 20 * shape[1])
-    own = inputs(*shape, dtype)
-    teacher, choices = teacher_logits(own["full"], own["ids"])
-    full, ids, rows = own["full"].double(), own["ids"], own["rows"]
+    case = inputs(*shape, dtype)
+    teacher, choices = teacher_logits(case["full"], case["ids"])
+    full, ids, rows = case["full"].double(), case["ids"], case["rows"]
     probs, mass = full[:, ids].softmax(-1), full.softmax(-1)[:, ids].sum(-1)
     assert torch.equal(choices.choice, full.argmax(-1))
     assert torch.equal(choices.draft_choice, full[:, ids].argmax(-1))
     torch.testing.assert_close(teacher.mass.double(), mass, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(teacher.negentropy.double(), torch.xlogy(probs, probs).sum(-1), rtol=1e-5, atol=1e-5)
 
-    label = own["label"] if labelled else None
-    x, weight = own["x"].requires_grad_(), own["weight"].requires_grad_()
-    costs = linear_loss(x, weight, own["weights"], teacher, rows, label, narrow=weight.detach().to(dtype))
+    label = case["label"] if labelled else None
+    x, weight = case["x"].requires_grad_(), case["weight"].requires_grad_()
+    costs = linear_loss(x, weight, case["weights"], teacher, rows, label, narrow=weight.detach().to(dtype))
     (3 * costs.total).backward()
-    others = exact_x, exact_weight = [value.detach().double().requires_grad_() for value in (x, weight)]
+    exact_leaves = exact_x, exact_weight = [value.detach().double().requires_grad_() for value in (x, weight)]
     cost, overlap = oracle(exact_x, exact_weight, probs[rows], mass[rows], label)
-    total = (own["weights"] * cost).sum()
+    total = (case["weights"] * cost).sum()
     (3 * total).backward()
     rtol, atol = (2e-2, 6e-2) if dtype == torch.bfloat16 else (1e-4, 1e-5)
     assert costs.overlap is not None
@@ -63,41 +63,41 @@ def test_against_float64(shape: tuple[int, int, int], labelled: bool, dtype: tor
     torch.testing.assert_close(costs.total.double(), total.detach(), rtol=rtol, atol=atol)
     torch.testing.assert_close(costs.overlap.double(), overlap.detach(), rtol=rtol, atol=atol)
     if dtype == torch.float32:
-        assert torch.equal(costs.best, (others[0] @ others[1].T).argmax(-1))
-    for mine, exact in zip((x, weight), others, strict=True):
-        assert mine.grad is not None and exact.grad is not None  # noqa: PT018
-        error = (mine.grad - exact.grad).norm() / exact.grad.norm()
+        assert torch.equal(costs.best, (exact_leaves[0] @ exact_leaves[1].T).argmax(-1))
+    for actual, exact in zip((x, weight), exact_leaves, strict=True):
+        assert actual.grad is not None and exact.grad is not None  # noqa: PT018
+        error = (actual.grad - exact.grad).norm() / exact.grad.norm()
         assert error < (0.02 if dtype == torch.bfloat16 else 1e-5)
 
 
 def test_a_row_depends_on_itself_alone_and_on_no_threads() -> None:
-    own = inputs(33, 515, 16, torch.float32)
-    teacher, _ = teacher_logits(own["full"], own["ids"])
-    logits = own["x"] @ own["weight"].T
-    before, answers = torch.get_num_threads(), []
+    case = inputs(33, 515, 16, torch.float32)
+    teacher, _ = teacher_logits(case["full"], case["ids"])
+    logits = case["x"] @ case["weight"].T
+    before, outputs = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            made = logits.clone()
-            found = vocabulary.block_costs(made, teacher, own["rows"], None, own["weights"], overlap=True)
-            answers.append([*found, made])
+            gradient = logits.clone()
+            costs = vocabulary.block_costs(gradient, teacher, case["rows"], None, case["weights"], overlap=True)
+            outputs.append([*costs, gradient])
     finally:
         torch.set_num_threads(before)
-    for one, two in zip(*answers, strict=True):
-        assert torch.equal(one, two)
+    for first, second in zip(*outputs, strict=True):
+        assert torch.equal(first, second)
     alone = logits[20:21].clone()
-    found = vocabulary.block_costs(alone, teacher, own["rows"][20:21], None, own["weights"][20:21], overlap=True)
-    for whole, part in zip(answers[0], [*found, alone], strict=True):
-        assert torch.equal(whole[20:21], part)
+    costs = vocabulary.block_costs(alone, teacher, case["rows"][20:21], None, case["weights"][20:21], overlap=True)
+    for batch, part in zip(outputs[0], [*costs, alone], strict=True):
+        assert torch.equal(batch[20:21], part)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_a_number_stays_none(value: float) -> None:
-    own = inputs(7, 37, 24, torch.float32)
-    teacher, _ = teacher_logits(own["full"], own["ids"])
-    logits = own["x"] @ own["weight"].T
+    case = inputs(7, 37, 24, torch.float32)
+    teacher, _ = teacher_logits(case["full"], case["ids"])
+    logits = case["x"] @ case["weight"].T
     logits[2, 30] = value
-    cost, _, both = vocabulary.block_costs(logits, teacher, own["rows"], None, own["weights"], overlap=True)
+    cost, _, both = vocabulary.block_costs(logits, teacher, case["rows"], None, case["weights"], overlap=True)
     wrong = [False, False, True, False, False, False, False]
     assert cost.isnan().tolist() == both.isnan().tolist() == wrong
     assert logits.isnan().all(1).tolist() == logits.isnan().any(1).tolist() == wrong

@@ -19,21 +19,26 @@ from train.data.sequences import Sequences
 @pytest.fixture(scope="session")
 def trained_head_folder(tiny_target, tiny_target_folder, tmp_path_factory, prompts):
     """`trained_head_folder(name)`: an exported head that knows some greedy answers by heart."""
-    made = {}
+    folders = {}
 
     def make(name):
-        if name not in made:
+        if name not in folders:
             engine = Engine(load_target(str(tiny_target_folder)), proposer="none")
-            answers = engine.generate([prompt for prompt in prompts if len(prompt) < 100], GREEDY)
+            completions = engine.generate([prompt for prompt in prompts if len(prompt) < 100], GREEDY)
             rows = [
-                (a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * len(a.token_ids)) for a in answers
+                (a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * len(a.token_ids))
+                for a in completions
             ]
             head = make_head(tiny_target, name, seed=3)
             memorise(head, engine.target, Sequences.of(rows), 5)
-            made[name] = tmp_path_factory.mktemp("head")
-            facts = {"verifier": tiny_target.path, "verifier_architecture": "LlamaForCausalLM", "speculative_tokens": 4}
-            save_head(head, made[name], provenance={"target_fingerprint": tiny_target.fingerprint}, **facts)
-        return made[name]
+            folders[name] = tmp_path_factory.mktemp("head")
+            metadata = {
+                "verifier": tiny_target.path,
+                "verifier_architecture": "LlamaForCausalLM",
+                "speculative_tokens": 4,
+            }
+            save_head(head, folders[name], provenance={"target_fingerprint": tiny_target.fingerprint}, **metadata)
+        return folders[name]
 
     return make
 
@@ -59,21 +64,23 @@ def make_engine(tiny_target_folder, tiny_head_folder, trained_head_folder, make_
         **config,
     ):
         target = load_target(str(tiny_target_folder), dtype=dtype)
-        smaller = None
+        drafter = None
         if draft_model is not None:
             folder = tiny_target_folder if draft_model == "same" else make_target_folder(seed=11, num_hidden_layers=1)
-            smaller = load_target(str(folder), dtype=dtype)
+            drafter = load_target(str(folder), dtype=dtype)
         folder = tiny_head_folder if head is None else trained_head_folder(head)
         head = load_head(folder, dtype=dtype, target=target)
-        drafting = ProposerConfig(name="auto", max_draft_tokens=drafts, ngram_min=1, ngram_max=3, **(shape or {}))
+        proposer_config = ProposerConfig(
+            name="auto", max_draft_tokens=drafts, ngram_min=1, ngram_max=3, **(shape or {})
+        )
         return Engine(
             target,
             tokenizer=tokenizer,
             head=head,
-            draft_model=smaller,
+            draft_model=drafter,
             proposer=proposer,
             config=EngineConfig(**config),
-            proposer_config=drafting,
+            proposer_config=proposer_config,
             timer=timer,
             profile=profile,
         )
@@ -86,19 +93,19 @@ def prompts():
     """Lengths around the page (16), the tile (256) and the chunk; some repeat themselves, so that n-grams match."""
     generator = torch.Generator().manual_seed(0)
     lengths = scaled((1, 2, 15, 16, 17, 70, 255, 256, 300), (1, 2, 3, 5, 6, 7, 15, 16, 17))
-    cut = [torch.randint(1, 384, (n,), generator=generator).tolist() for n in lengths]
-    return [*cut, [5, 6, 7] * scaled(12, 4), [9] * scaled(40, 10)]
+    random_prompts = [torch.randint(1, 384, (n,), generator=generator).tolist() for n in lengths]
+    return [*random_prompts, [5, 6, 7] * scaled(12, 4), [9] * scaled(40, 10)]
 
 
 @pytest.fixture(scope="session")
 def expected(make_engine, prompts):
     """Token ids by plain decoding, one request at a time: by dtype and parameters, in the order of the prompts."""
-    answers = {}
+    token_ids = {}
     for dtype in (torch.float32, torch.bfloat16):
         engine = make_engine(dtype, "none")
         for params in (GREEDY, SAMPLED):
-            answers[dtype, params] = [ids(engine.generate([prompt], params))[0] for prompt in prompts]
-    return answers
+            token_ids[dtype, params] = [ids(engine.generate([prompt], params))[0] for prompt in prompts]
+    return token_ids
 
 
 SMALL = {
@@ -118,7 +125,7 @@ def make_small_engine(make_target_folder, tiny_tokenizer):
     For thousands of requests. `head`: a random one of these VARIANTS; `draft_model` as in `make_engine`.
     """
     folder = make_target_folder(seed=4, num_hidden_layers=3, **SMALL)
-    other = make_target_folder(seed=11, num_hidden_layers=1, **SMALL)
+    other_folder = make_target_folder(seed=11, num_hidden_layers=1, **SMALL)
 
     def make(
         dtype=torch.float32,
@@ -131,15 +138,15 @@ def make_small_engine(make_target_folder, tiny_tokenizer):
     ) -> Engine:
         target = load_target(str(folder), dtype=dtype)
         sources = ["suffix", "head", "draft_model"]
-        drafting = {"max_draft_tokens": 4, "ngram_min": 1, "suffix_nodes": 2000, "acceptance": [0.7, 0.4]}
+        options = {"max_draft_tokens": 4, "ngram_min": 1, "suffix_nodes": 2000, "acceptance": [0.7, 0.4]}
         return Engine(
             target,
             tokenizer=tiny_tokenizer,
             head=make_head(load_target(str(folder)), head),
-            draft_model=load_target(str(folder if draft_model == "same" else other), dtype=dtype),
+            draft_model=load_target(str(folder if draft_model == "same" else other_folder), dtype=dtype),
             proposer=proposer,
             config=EngineConfig(**config),
-            proposer_config=ProposerConfig(name="auto", sources=sources, **drafting | (shape or {})),
+            proposer_config=ProposerConfig(name="auto", sources=sources, **options | (shape or {})),
             clock=clock,
         )
 
@@ -149,12 +156,12 @@ def make_small_engine(make_target_folder, tiny_tokenizer):
 @pytest.fixture(scope="session")
 def make_plain(make_engine, make_small_engine) -> MakePlain:
     """`make_plain(dtype, small=False)`: the oracle for `make_engine`'s target, or for the small one."""
-    made: dict[tuple[torch.dtype, bool], Plain] = {}
+    oracles: dict[tuple[torch.dtype, bool], Plain] = {}
 
     def make(dtype=torch.float32, *, small=False) -> Plain:
-        if (dtype, small) not in made:
+        if (dtype, small) not in oracles:
             factory = make_small_engine if small else make_engine
-            made[dtype, small] = Plain(factory(dtype, proposer="none", max_batch=1, prefix_cache=False))
-        return made[dtype, small]
+            oracles[dtype, small] = Plain(factory(dtype, proposer="none", max_batch=1, prefix_cache=False))
+        return oracles[dtype, small]
 
     return make

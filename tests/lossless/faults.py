@@ -19,8 +19,8 @@ class Fault(Exception):
     pass
 
 
-def install(engine: Engine, doom: Callable[[Request], str | None]) -> None:
-    """`doom(request)`: the moment at which a proposer fails whenever this request is in its hands, or None.
+def install(engine: Engine, fault_of: Callable[[Request], str | None]) -> None:
+    """`fault_of(request)`: the moment at which a proposer fails whenever this request is in its hands, or None.
 
     What `combined` asks its sources for passes through here too. To be called once the engine's proposers are made.
     """
@@ -28,15 +28,15 @@ def install(engine: Engine, doom: Callable[[Request], str | None]) -> None:
     def failing(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         def call(requests: Sequence[Request], *rest: Any) -> Any:
             fail(f"before {name}", requests)
-            done = work(requests, *rest)
+            result = work(requests, *rest)
             fail(f"after {name}", requests)
-            return done
+            return result
 
         return call
 
     def fail(moment: str, requests: Sequence[Request]) -> None:
         for request in requests:
-            if doom(request) == moment:
+            if fault_of(request) == moment:
                 raise Fault(request.request_id)
 
     for proposer, _ in engine._proposers.values():
@@ -46,24 +46,24 @@ def install(engine: Engine, doom: Callable[[Request], str | None]) -> None:
 
 
 @contextmanager
-def said() -> Iterator[list[str]]:
+def failed_requests() -> Iterator[list[str]]:
     """The requests of which the log says that nothing drafts for them any more, instead of the log itself.
 
     A record would keep the exception, and that the frames it passed through with all their tensors.
     """
-    told: list[str] = []
-    log = logging.getLogger("infer.speculation.speculator")
+    request_ids: list[str] = []
+    logger = logging.getLogger("infer.speculation.speculator")
 
-    def note(record: logging.LogRecord) -> bool:
+    def collect(record: logging.LogRecord) -> bool:
         assert isinstance(record.args, tuple)
-        told.append(str(record.args[0]))
+        request_ids.append(str(record.args[0]))
         return False
 
-    log.addFilter(note)
+    logger.addFilter(collect)
     try:
-        yield told
+        yield request_ids
     finally:
-        log.removeFilter(note)
+        logger.removeFilter(collect)
 
 
 class PanicException(BaseException):
@@ -73,20 +73,23 @@ class PanicException(BaseException):
 # Of functions that work for one request, or for several: whether these arguments are of the request.
 Concerns = Callable[[Request, tuple[Any, ...]], bool]
 FUNCTIONS: dict[str, tuple[str, Concerns]] = {
-    "penalty counts": ("infer.sampling.choose.count_tokens", lambda own, args: args[0] is own),
-    "shaping": ("infer.sampling.choose.shape_logits", lambda own, args: args[1] is own.params),
-    "log-probabilities": ("infer.sampling.choose.token_logprobs", lambda own, args: args[2] == own.params.logprobs),
+    "penalty counts": ("infer.sampling.choose.count_tokens", lambda request, args: args[0] is request),
+    "shaping": ("infer.sampling.choose.shape_logits", lambda request, args: args[1] is request.params),
+    "log-probabilities": (
+        "infer.sampling.choose.token_logprobs",
+        lambda request, args: args[2] == request.params.logprobs,
+    ),
     "prompt log-probabilities": (
         "infer.engine.step.token_logprobs",
-        lambda own, args: args[2] == own.params.prompt_logprobs,
+        lambda request, args: args[2] == request.params.prompt_logprobs,
     ),
     "block verification": (
         "infer.speculation.verify.verify_blocks",
-        lambda own, args: own in [args[0][b] for b in args[3]],
+        lambda request, args: request in [args[0][b] for b in args[3]],
     ),
     "typical acceptance": (
-        "infer.speculation.verify.likely_nodes",
-        lambda own, args: own.params.acceptance == "typical",
+        "infer.speculation.verify.typical_nodes",
+        lambda request, args: request.params.acceptance == "typical",
     ),
 }
 METHODS = {
@@ -98,24 +101,28 @@ METHODS = {
 STAGES = (*FUNCTIONS, *METHODS, "choice parameters")
 
 
-def install_at(stage: str, own: Request, monkeypatch: Any, *, late: int, error: type[BaseException] = Fault) -> None:
-    """Work at this stage raises for the request `own`, once it has emitted `late` tokens."""
+def install_at(
+    stage: str, request: Request, monkeypatch: Any, *, late: int, error: type[BaseException] = Fault
+) -> None:
+    """Work at this stage raises for `request`, once it has emitted `late` tokens."""
 
     def failing(work: Callable[..., Any], concerns: Concerns) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            if own.output_length >= late and concerns(own, args):
-                raise error(own.request_id)
+            if request.output_length >= late and concerns(request, args):
+                raise error(request.request_id)
             return work(*args, **options)
 
         return call
 
     if stage in METHODS:
         holder, name = METHODS[stage]
-        part = getattr(own, holder)
-        setattr(part, name, failing(getattr(part, name), lambda own, args: True))
+        part = getattr(request, holder)
+        setattr(part, name, failing(getattr(part, name), lambda request, args: True))
     elif stage in FUNCTIONS:
-        place, concerns = FUNCTIONS[stage]
-        module, name = place.rsplit(".", 1)
-        monkeypatch.setattr(place, failing(getattr(sys.modules[module], name), concerns))
+        path, concerns = FUNCTIONS[stage]
+        module, name = path.rsplit(".", 1)
+        monkeypatch.setattr(path, failing(getattr(sys.modules[module], name), concerns))
     else:
-        object.__setattr__(own.params, "top_k", 2**63)  # no constructor lets it through, and no int64 tensor takes it
+        object.__setattr__(
+            request.params, "top_k", 2**63
+        )  # no constructor lets it through, and no int64 tensor takes it

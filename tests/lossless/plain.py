@@ -28,7 +28,7 @@ class Answer:
 
     @classmethod
     def of(cls, completion: Completion) -> Answer:
-        return cls(**{own.name: getattr(completion, own.name) for own in fields(cls)})
+        return cls(**{f.name: getattr(completion, f.name) for f in fields(cls)})
 
     def take(self, output: StepOutput) -> None:
         assert self.finish_reason is None, f"{output.request_id}: an output after its last one"
@@ -37,12 +37,12 @@ class Answer:
         self.prompt_logprobs += output.prompt_logprobs
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
 
-    def begins(self, whole: Answer) -> bool:
-        """Whether this is what `whole` was at some time, up to how it ended."""
+    def is_prefix_of(self, full: Answer) -> bool:
+        """Whether this is what `full` was at some time, up to how it ended."""
         return (
-            self.token_ids == whole.token_ids[: len(self.token_ids)]
-            and self.logprobs == whole.logprobs[: len(self.logprobs)]
-            and self.prompt_logprobs in ([], whole.prompt_logprobs)
+            self.token_ids == full.token_ids[: len(self.token_ids)]
+            and self.logprobs == full.logprobs[: len(self.logprobs)]
+            and self.prompt_logprobs in ([], full.prompt_logprobs)
         )
 
 
@@ -72,21 +72,21 @@ class Plain:
         assert engine.config.max_batch == 1
         assert not engine.config.prefix_cache
         self._engine = engine
-        self._known: dict[tuple[tuple[int, ...], SamplingParams], Answer] = {}
+        self._cache: dict[tuple[tuple[int, ...], SamplingParams], Answer] = {}
 
     def __call__(self, prompt: Sequence[int], params: SamplingParams) -> Answer:
-        key = tuple(prompt), plainly(params)
-        if key not in self._known:
-            self._known[key] = self.anew(prompt, params)
-        return self._known[key]
+        key = tuple(prompt), plain_params(params)
+        if key not in self._cache:
+            self._cache[key] = self.uncached(prompt, params)
+        return self._cache[key]
 
-    def anew(self, prompt: Sequence[int], params: SamplingParams) -> Answer:
+    def uncached(self, prompt: Sequence[int], params: SamplingParams) -> Answer:
         """The same without remembering it."""
-        (answer,) = answer_all(self._engine, [(prompt, plainly(params))])
+        (answer,) = answer_all(self._engine, [(prompt, plain_params(params))])
         return answer
 
 
-def plainly(params: SamplingParams) -> SamplingParams:
+def plain_params(params: SamplingParams) -> SamplingParams:
     """Without what only decides how a request is served, and not what it is answered."""
     return replace(
         params,

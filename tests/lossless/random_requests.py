@@ -42,26 +42,26 @@ GRAMMARS = (Grammar("regex", "([A-M]{2,9}|[0-9]+)x?"), Grammar("choice", '["AB",
 SHARE = 0.12  # of the requests that ask for any one field
 
 
-def random_params(chance: random.Random) -> SamplingParams:
-    asked: dict = {"max_tokens": chance.choice([1, 2, 5, 9, 20, 200])}
-    if chance.random() < 0.6:
-        asked |= {name: chance.choice(values) for name, values in SAMPLED.items()}
+def random_params(rng: random.Random) -> SamplingParams:
+    options: dict = {"max_tokens": rng.choice([1, 2, 5, 9, 20, 200])}
+    if rng.random() < 0.6:
+        options |= {name: rng.choice(values) for name, values in SAMPLED.items()}
     for name, values in FIELDS.items():
-        if chance.random() < SHARE:
-            asked[name] = chance.choice(values)
-    if chance.random() < SHARE:
+        if rng.random() < SHARE:
+            options[name] = rng.choice(values)
+    if rng.random() < SHARE:
         for name in ("ignore_eos", "bad_words", "allowed_token_ids"):  # a grammar says that itself
-            asked.pop(name, None)
-        asked["grammar"] = chance.choice(GRAMMARS)
-    elif chance.random() < SHARE:
-        asked["min_tokens"] = chance.randrange(1, min(asked["max_tokens"], 12) + 1)
-    return SamplingParams(**asked)
+            options.pop(name, None)
+        options["grammar"] = rng.choice(GRAMMARS)
+    elif rng.random() < SHARE:
+        options["min_tokens"] = rng.randrange(1, min(options["max_tokens"], 12) + 1)
+    return SamplingParams(**options)
 
 
-def random_prompt(chance: random.Random, context: int) -> list[int]:
-    if chance.random() < 0.03:
-        return [chance.randrange(1, VOCAB_SIZE)] * (context - chance.choice([1, 2, 5]))
-    return chance.choice(BEGINNINGS) + [chance.randrange(1, VOCAB_SIZE) for _ in range(chance.randrange(1, 12))]
+def random_prompt(rng: random.Random, context: int) -> list[int]:
+    if rng.random() < 0.03:
+        return [rng.randrange(1, VOCAB_SIZE)] * (context - rng.choice([1, 2, 5]))
+    return rng.choice(BEGINNINGS) + [rng.randrange(1, VOCAB_SIZE) for _ in range(rng.randrange(1, 12))]
 
 
 def singles(params: SamplingParams, seed: int) -> list[SamplingParams]:

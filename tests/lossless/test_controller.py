@@ -16,7 +16,7 @@ from infer.speculation.control.acceptance_model import AcceptanceBucket, Accepta
 from infer.speculation.control.confidence import Confidence, Prices
 from infer.speculation.control.cost_model import CostModel, CostTable, Curve
 from infer.speculation.control.planner import AsAllowed, Controller
-from infer.speculation.proposers.head import KEPT_ROWS, LEAST_SEEN
+from infer.speculation.proposers.head import KEPT_ROWS, MIN_SEEN
 from tests.drafts import chain
 from tests.lossless.leftovers import assert_nothing_left
 from tests.lossless.plain import GREEDY, SAMPLED, ids
@@ -28,25 +28,25 @@ class AtRandom(AsAllowed):
     """
 
     def __init__(self, seed: int, pays: float = 1.0) -> None:
-        self.chance, self.quiet, self.pays = random.Random(seed), 0, pays
+        self.rng, self.quiet, self.pays = random.Random(seed), 0, pays
         self.longest = 0
 
     def should_track(
         self, drafter: str, allowed: Budget, batch: int, ahead: Mapping[AcceptanceBucket, int], unread: int = 0
     ) -> bool:
-        return self.chance.random() < self.pays
+        return self.rng.random() < self.pays
 
     def plan(self, decoding, load, candidates) -> None:
         self.quiet -= 1
         if self.quiet < -20:
-            self.quiet = self.chance.choice([3, KEPT_ROWS + 9])
+            self.quiet = self.rng.choice([3, KEPT_ROWS + 9])
             self.longest = max(self.longest, self.quiet)
 
     def budget(self, request_id: str, allowed: Budget) -> Budget:
-        if self.quiet > 0 or self.chance.random() < 0.3:
+        if self.quiet > 0 or self.rng.random() < 0.3:
             return NOTHING
-        depth = self.chance.randint(1, allowed.depth) if allowed.depth else 0
-        return Budget(min(allowed.nodes, self.chance.choice([depth, allowed.nodes])), depth) if depth else NOTHING
+        depth = self.rng.randint(1, allowed.depth) if allowed.depth else 0
+        return Budget(min(allowed.nodes, self.rng.choice([depth, allowed.nodes])), depth) if depth else NOTHING
 
 
 SHAPES = {
@@ -87,11 +87,11 @@ class AtAnyPrice(AsAllowed):
     """Chains end where made-up prices, other ones in every step, would have them end."""
 
     def __init__(self, seed: int) -> None:
-        self.chance, self.confidence = random.Random(seed), Confidence(AcceptanceModel())
+        self.rng, self.confidence = random.Random(seed), Confidence(AcceptanceModel())
         self.depths: set[int] = set()
 
     def plan(self, decoding, load, candidates) -> None:
-        self.confidence.prices = Prices(*(self.chance.random() ** 3 for _ in range(3)))
+        self.confidence.prices = Prices(*(self.rng.random() ** 3 for _ in range(3)))
 
     def record_draft(self, request_id: str, drafter: str, bucket: AcceptanceBucket, draft: VerifiedDraft) -> None:
         self.confidence.update(request_id, draft.depth, len(draft.path))
@@ -155,18 +155,18 @@ def test_a_drafter_follows_nobody_while_drafting_does_not_pay_and_all_once_it_do
     requests = [engine.request(name) for name in names]
     for _ in range(40):
         engine.step()
-    assert [own.drafter_state for own in requests] == [DrafterState.NONE] * 4
-    assert sum(own.stats.drafted for own in requests) == 0
+    assert [request.drafter_state for request in requests] == [DrafterState.NONE] * 4
+    assert sum(request.stats.drafted for request in requests) == 0
     switch.pays = True
     while engine.has_work:
         engine.step()
-    assert [own.drafter_state for own in requests] == [DrafterState.PARTIAL] * 4
-    assert all(own.stats.drafted > 0 for own in requests)
-    assert sum(own.stats.accepted for own in requests) > 0
+    assert [request.drafter_state for request in requests] == [DrafterState.PARTIAL] * 4
+    assert all(request.stats.drafted > 0 for request in requests)
+    assert sum(request.stats.accepted for request in requests) > 0
     assert engine.stats.proposer_failures == 0
     assert_nothing_left(engine)
     engine.set_proposer("none")
-    assert [own.output_ids for own in requests] == ids(engine.generate(few, long))
+    assert [request.output_ids for request in requests] == ids(engine.generate(few, long))
 
 
 def test_who_is_woken_is_drafted_for_once_its_drafter_has_seen_some_of_it(make_engine, prompts):
@@ -179,7 +179,7 @@ def test_who_is_woken_is_drafted_for_once_its_drafter_has_seen_some_of_it(make_e
     while not request.stats.drafted:
         engine.step()
     seen = len(request.tokens) - woken
-    assert LEAST_SEEN <= seen <= LEAST_SEEN + engine.config.page_size + 8  # a page begins, and the last step emits more
+    assert MIN_SEEN <= seen <= MIN_SEEN + engine.config.page_size + 8  # a page begins, and the last step emits more
     assert request.drafter_state is DrafterState.PARTIAL
 
 
@@ -194,7 +194,7 @@ def test_probes_wake_one_request_and_let_go_of_it(make_engine, prompts, monkeypa
     )  # rows as dear as steps
     controller = Controller(costs, AcceptanceModel({proposer: [0.0]}))
     record_step = controller.record_step  # in steps as long as made-up prices have them, however fast this machine is
-    controller.record_step = lambda batch, rows, drafting, whole: record_step(batch, rows, 0.0, 0.005)
+    controller.record_step = lambda batch, rows, drafting, seconds: record_step(batch, rows, 0.0, 0.005)
     engine.speculator.planner = controller
     names = [engine.add(prompt, long) for prompt in prompts[2:5]]
     requests = [engine.request(name) for name in names]
@@ -202,41 +202,41 @@ def test_probes_wake_one_request_and_let_go_of_it(make_engine, prompts, monkeypa
     while engine.has_work:
         engine.step()
         followed.append(
-            sum(own.drafter_state is not DrafterState.NONE for own in requests if own.finish_reason is None)
+            sum(request.drafter_state is not DrafterState.NONE for request in requests if request.finish_reason is None)
         )
         assert not controller.current.budgets
     assert {0, 1} <= set(followed) <= {0, 1, 2}  # who has drafted is let go of a few steps later
-    assert sum(own.stats.drafted > 0 for own in requests) > 1
+    assert sum(request.stats.drafted > 0 for request in requests) > 1
     assert engine.stats.proposer_failures == 0
     assert_nothing_left(engine)
     engine.set_proposer("none")
-    assert [own.output_ids for own in requests] == ids(engine.generate(prompts[2:5], long))
+    assert [request.output_ids for request in requests] == ids(engine.generate(prompts[2:5], long))
 
 
 def test_few_are_not_drafted_for_while_many_are_about_to_join(make_engine, prompts):
     """In a rush of prompts the first to decode are few for a moment only."""
     engine = make_engine(proposer="head", max_batch=4, prefill_chunk=64, max_rows=64)
-    asked = []
+    counts = []
 
     class Watch(Switch):
         def needs_candidates(self, decoding, load) -> bool:
             return True
 
         def plan(self, decoding, load, candidates) -> None:
-            asked.append((len(decoding), len(candidates)))
+            counts.append((len(decoding), len(candidates)))
 
     engine.speculator.planner = watch = Watch()
     for prompt in [prompts[4], prompts[7], prompts[8]]:  # the first decodes while the others are read
         engine.add(prompt, replace(GREEDY, max_tokens=60))
     while engine.has_work:
         engine.step()
-    early = [own for own in asked if 0 < own[0] < 3]
+    early = [entry for entry in counts if 0 < entry[0] < 3]
     assert (1, 0) in early
-    assert (3, 3) in asked
+    assert (3, 3) in counts
     watch.pays = True
-    asked.clear()
+    counts.clear()
     engine.generate([prompts[4], prompts[7], prompts[8]], replace(GREEDY, max_tokens=60))
-    assert (1, 1) in asked
+    assert (1, 1) in counts
 
 
 def test_pages_are_shared_by_what_fills_them(make_engine, prompts):
@@ -283,7 +283,7 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
 
     before = engine.stats.prompt_tokens
     engine.set_proposer("head", config=ProposerConfig(name="auto", adaptive=True, max_draft_tokens=4))
-    assert "measuring what steps and drafts cost" in capfd.readouterr().err
+    assert "measuring the cost of steps and drafts" in capfd.readouterr().err
     assert engine.stats.prompt_tokens == before
     assert_nothing_left(engine)
     controller = engine.speculator.planner
@@ -297,8 +297,8 @@ def test_the_engines_own_controller(make_engine, prompts, tmp_path, monkeypatch,
     assert [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)] == plain
     assert engine._controller_state.acceptance._requests == {}
 
-    flat = tuple(Curve(own.sizes, (0.2,) * len(own.sizes)) for own in table.verify)
-    free = {"head": tuple(Curve(own.sizes, (0.0,) * len(own.sizes)) for own in table.drafts["head"])}
+    flat = tuple(Curve(c.sizes, (0.2,) * len(c.sizes)) for c in table.verify)
+    free = {"head": tuple(Curve(c.sizes, (0.0,) * len(c.sizes)) for c in table.drafts["head"])}
     controller.costs = CostModel(replace(table, verify=flat, drafts=free))  # drafting pays
     timer.tick = 0.1  # of steps that take so long, scoring a chain is a small part
     for _ in range(100):
@@ -324,13 +324,13 @@ def test_a_machine_that_cannot_be_measured_begins_plain_and_learns(make_engine, 
     engine = make_engine(proposer="none", max_batch=2, timer=timer)
     plain = [ids(engine.generate(few, params)) for params in (GREEDY, SAMPLED)]
     engine.set_proposer("ngram", config=ProposerConfig(name="auto", adaptive=True, max_draft_tokens=4))
-    assert re.search(r"not measured \(.*\): nothing is drafted until steps have shown", capfd.readouterr().err)
+    assert re.search(r"costs not measured \(.*\): no drafts until trial steps have shown", capfd.readouterr().err)
     assert list(tmp_path.rglob("costs-*")) == []
     assert not engine.profile_due  # it was tried
     costs = engine.speculator.planner.costs
     assert costs.guessed
     assert engine.costs is None
-    assert ids(engine.generate(few, replace(GREEDY, max_tokens=4))) == [own[:4] for own in plain[0]]
+    assert ids(engine.generate(few, replace(GREEDY, max_tokens=4))) == [token_ids[:4] for token_ids in plain[0]]
     assert engine.stats.speculation.drafted == 0
 
     for _ in range(40):
@@ -392,14 +392,14 @@ def test_reading_again_fills_a_drafters_layers(make_engine, prompts):
     engine = make_engine(proposer="head")
     profiled = engine.profiled()
     (request,) = profiled.start([prompts[5]], replace(GREEDY, max_tokens=8))
-    own = engine._pool.layers.caches[engine._head._first_layer :]
-    for cache in own:
+    caches = engine._pool.layers.caches[engine._head._first_layer :]
+    for cache in caches:
         cache.zero_()
     profiled.prefill_drafter([request])
     size = engine.config.page_size
-    slots = [request.pages[place // size] * size + place % size for place in range(1, request.computed + 1)]
+    slots = [request.pages[position // size] * size + position % size for position in range(1, request.computed + 1)]
     assert len(slots) >= len(prompts[5])
-    assert all(bool((cache[:, :, slots] != 0).any(-1).all()) for cache in own)
+    assert all(bool((cache[:, :, slots] != 0).any(-1).all()) for cache in caches)
     profiled.discard([request])
     assert_nothing_left(engine)
 
@@ -414,6 +414,6 @@ def test_a_context_too_short_to_measure_in(make_small_engine):
 def test_requests_that_ask_for_less_are_planned_within_it(make_engine, prompts):
     engine = make_engine(proposer="head", max_batch=4)
     engine.speculator.planner = AtRandom(seed=1)
-    asked = SamplingParams(max_tokens=30, ignore_eos=True, max_draft_tokens=1)
-    for completion in engine.generate(prompts[:3], asked):
+    params = SamplingParams(max_tokens=30, ignore_eos=True, max_draft_tokens=1)
+    for completion in engine.generate(prompts[:3], params):
         assert 0 < completion.stats.drafted <= completion.stats.steps

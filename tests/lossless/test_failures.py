@@ -29,22 +29,22 @@ LATE = 6  # tokens after which it comes about
 @pytest.fixture(scope="module")
 def requests():
     """Each under a salt of its own: what others say is nothing to them, so their drafts are theirs alone."""
-    chance = random.Random(5)
+    rng = random.Random(5)
     sampled = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.8, seed=3)
     greedy = SamplingParams(max_tokens=30, ignore_eos=True)
-    asked = [greedy if index % 2 else sampled for index in range(7)]
-    return [(random_prompt(chance, 60), replace(own, cache_salt=str(index))) for index, own in enumerate(asked)]
+    params = [greedy if index % 2 else sampled for index in range(7)]
+    return [(random_prompt(rng, 60), replace(base, cache_salt=str(index))) for index, base in enumerate(params)]
 
 
 def run(engine, requests):
     drafted: dict[str, int] = {}
     forget = engine.speculator.forget
 
-    def noting(request):
+    def recorded_forget(request):
         drafted[request.request_id] = request.stats.drafted
         forget(request)
 
-    engine.speculator.forget = noting
+    engine.speculator.forget = recorded_forget
     return [answer.token_ids for answer in answer_all(engine, requests)], drafted
 
 
@@ -57,19 +57,19 @@ def test_failures_cost_no_token_and_no_other_requests_drafts(make_small_engine, 
     faults.install(
         engine, lambda r: moment if r.request_id in DOOMED and len(r.tokens) >= len(r.prompt_ids) + LATE else None
     )
-    with faults.said() as told:
+    with faults.failed_requests() as failed:
         answers, drafted = run(engine, requests)
     assert answers == [plain(*request).token_ids for request in requests]
-    assert len(told) == len(set(told)), "said twice"
-    assert engine.stats.proposer_failures == len(told)
+    assert len(failed) == len(set(failed)), "said twice"
+    assert engine.stats.proposer_failures == len(failed)
     if "propose" in moment:
-        assert sorted(told) == sorted(DOOMED)
-        for own in drafted:
-            if own not in DOOMED:
-                assert drafted[own] == unharmed[own]
+        assert sorted(failed) == sorted(DOOMED)
+        for request_id in drafted:
+            if request_id not in DOOMED:
+                assert drafted[request_id] == unharmed[request_id]
     else:  # what was kept of anyone it was told of cannot be trusted
-        assert set(DOOMED) <= set(told)
-    assert all(drafted[own] < unharmed[own] for own in DOOMED)
+        assert set(DOOMED) <= set(failed)
+    assert all(drafted[request_id] < unharmed[request_id] for request_id in DOOMED)
     engine._pool.invariants([])
 
 
@@ -82,14 +82,14 @@ def test_answers_to_one_prompt_do_not_begin_with_pages_that_a_failed_proposer_le
         engine = make_small_engine(page_size=4, max_batch=8, **ENGINES[name])
         faults.install(engine, lambda r, doomed=doomed: "before commit" if r.request_id == doomed else None)
         requests = []
-        with faults.said() as told:
-            for index, own in enumerate(("first", "second", "third")):
+        with faults.failed_requests() as failed:
+            for index, request_id in enumerate(("first", "second", "third")):
                 parent = "first" if index else None
-                engine.add(prompt, replace(params, seed=index), request_id=own, parent=parent)
-                requests.append(engine._requests[own])
+                engine.add(prompt, replace(params, seed=index), request_id=request_id, parent=parent)
+                requests.append(engine._requests[request_id])
             while engine.has_work:
                 engine.step()
-        assert told == ([doomed] if doomed == "first" else [])
+        assert failed == ([doomed] if doomed == "first" else [])
         accepted.append([request.stats.accepted for request in requests[1:]])
     assert accepted[0] == accepted[1]
     assert min(accepted[0]) > 0

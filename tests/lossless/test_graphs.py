@@ -35,34 +35,34 @@ TREE = {"tree_width": 3, "tree_nodes": 9}
 @pytest.fixture
 def replays(monkeypatch):
     """How often graphs were replayed, by what was recorded."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     replay = Graph.__call__
 
     def counted(self):
         kind = repr(self._run)
-        seen["draft" if "DraftGraphs" in kind else "round" if "RoundGraphs" in kind else "verify"] += 1
+        counts["draft" if "DraftGraphs" in kind else "round" if "RoundGraphs" in kind else "verify"] += 1
         return replay(self)
 
     monkeypatch.setattr(Graph, "__call__", counted)
-    return seen
+    return counts
 
 
 @pytest.fixture(scope="module")
 def expected(make_small_engine):
     """By kind of draft: answers without graphs, and what was drafted and accepted for them."""
-    made = {}
+    results = {}
 
     def make(dtype, proposer, shape, head):
         key = dtype, proposer, shape is None, head
-        if key not in made:
-            made[key] = answers(make_small_engine(dtype, proposer, shape, head=head, threads=1))
-        return made[key]
+        if key not in results:
+            results[key] = responses(make_small_engine(dtype, proposer, shape, head=head, threads=1))
+        return results[key]
 
     return make
 
 
-def answers(engine):
-    return [(own.token_ids, own.logprobs, own.stats) for own in engine.generate(PROMPTS, PARAMS)]
+def responses(engine):
+    return [(c.token_ids, c.logprobs, c.stats) for c in engine.generate(PROMPTS, PARAMS)]
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_graphs_change_nothing(make_small_engine, expected, replays, dtype, prop
         dtype, proposer, shape, head=head, threads=1, graphs="on", graph_batches=batches, graph_rows=rows, max_batch=6
     )
     assert engine.graphs.count > 0
-    assert answers(engine) == expected(dtype, proposer, shape, head)
+    assert responses(engine) == expected(dtype, proposer, shape, head)
     assert replays["verify"] > 3
     assert (replays["draft"] > 3) == (proposer in ("head", "combined"))
     engine._pool.invariants([])
@@ -95,7 +95,7 @@ def test_graphs_change_nothing(make_small_engine, expected, replays, dtype, prop
 
 def test_what_fits_no_graph_runs_without(make_small_engine, expected, replays):
     """More requests, more rows and longer ones than recorded; and then drafts that begin with many unread rows."""
-    plain = [own for own, *_ in expected(torch.float32, "none", None, "eagle3, whole vocabulary")]
+    plain = [token_ids for token_ids, *_ in expected(torch.float32, "none", None, "eagle3, whole vocabulary")]
     sizes = [{"graph_batches": [2]}, {"graph_rows": [3]}, {"graph_context": 45}]
     for limits in sizes:
         engine = make_small_engine(torch.float32, "head", threads=1, max_batch=5, graphs="on", **limits)
@@ -113,11 +113,11 @@ def test_what_fits_no_graph_runs_without(make_small_engine, expected, replays):
 
 def test_a_head_that_was_woken_late(make_small_engine, replays):
     """Its layers begin with a page in the middle of the text, and no graph drafts what the steps do not."""
-    found = []
-    ways = ({"graphs": "on"}, {"graphs": "on", "rounds_ahead": 1}, {"graphs": "off"})
-    for way in ways:
+    results = []
+    configs = ({"graphs": "on"}, {"graphs": "on", "rounds_ahead": 1}, {"graphs": "off"})
+    for config in configs:
         for shape in (None, TREE):
-            engine = make_small_engine(torch.float32, "head", shape, threads=1, max_batch=2, page_size=4, **way)
+            engine = make_small_engine(torch.float32, "head", shape, threads=1, max_batch=2, page_size=4, **config)
             engine.speculator.planner = switch = Switch()
             requests = [engine.request(engine.add(prompt, replace(GREEDY, max_tokens=72))) for prompt in PROMPTS[:2]]
             for _ in range(10):
@@ -126,12 +126,12 @@ def test_a_head_that_was_woken_late(make_small_engine, replays):
             switch.pays = True
             while engine.has_work:
                 engine.step()
-            assert [own.drafter_state for own in requests] == [DrafterState.PARTIAL, DrafterState.PARTIAL]
-            found.append([(own.output_ids, own.stats) for own in requests])
-            assert (replays["draft"] > 0, replays["round"] > 9) == (way != ways[2], way == ways[1])
+            assert [item.drafter_state for item in requests] == [DrafterState.PARTIAL, DrafterState.PARTIAL]
+            results.append([(item.output_ids, item.stats) for item in requests])
+            assert (replays["draft"] > 0, replays["round"] > 9) == (config != configs[2], config == configs[1])
             replays.clear()
-    assert found[:2] == found[4:]
-    assert [own for own, _ in found[2] + found[3]] == [own for own, _ in found[4] + found[5]]
+    assert results[:2] == results[4:]
+    assert [item for item, _ in results[2] + results[3]] == [item for item, _ in results[4] + results[5]]
 
 
 def test_new_proposers_are_recorded(make_small_engine, replays):
@@ -165,7 +165,7 @@ def test_buckets():
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("options", "message"),
     [
         ({"graphs": "maybe"}, "engine.graphs=maybe"),
         ({"graph_rows": []}, r"engine.graph_rows=\[\]"),
@@ -173,9 +173,9 @@ def test_buckets():
         ({"graphs": "on", "tensor_parallel": 2}, "engine.graphs=on: not with engine.tensor_parallel"),
     ],
 )
-def test_what_cannot_be_asked_for(asked, message):
+def test_what_cannot_be_asked_for(options, message):
     with pytest.raises(ValueError, match=message):
-        EngineConfig(**asked)
+        EngineConfig(**options)
 
 
 def test_sizes_of_which_none_is_left(make_small_engine):
@@ -195,10 +195,10 @@ def test_what_is_replaced_is_let_go_of_at_once(make_engine, monkeypatch):
     """Graphs, heads and the pool, gigabytes of a GPU, without waiting for a collection; a recorded graph has dropped
     what it ran.
     """
-    made, pools = [], []
+    graph_refs, pools = [], []
 
     def recorded(self, run, memory):
-        made.append(weakref.ref(self))
+        graph_refs.append(weakref.ref(self))
         self._run = self._recorded = None
 
     monkeypatch.setattr(Graph, "__init__", recorded)
@@ -209,13 +209,13 @@ def test_what_is_replaced_is_let_go_of_at_once(make_engine, monkeypatch):
     gc.disable()
     try:
         for head in heads:
-            held = [*made, weakref.ref(engine._runner.graphs), weakref.ref(engine.head)]
+            old_refs = [*graph_refs, weakref.ref(engine._runner.graphs), weakref.ref(engine.head)]
             pools.append(weakref.ref(engine._pool))
-            made.clear()
+            graph_refs.clear()
             engine.set_proposer("head", head)
-            assert made
-            assert [own() for own in held if own() is not None] == []
+            assert graph_refs
+            assert [ref() for ref in old_refs if ref() is not None] == []
             assert pools[-1]() in (None, engine._pool)
-        assert [own() for own in pools].count(None) >= 2  # heads that keep other layers have a pool of their own
+        assert [ref() for ref in pools].count(None) >= 2  # heads that keep other layers have a pool of their own
     finally:
         gc.enable()

@@ -27,15 +27,15 @@ def test_trainer_logits_equal_the_engines(tiny_target_folder, tmp_path, variant)
     head = make_head(target, variant)
     steps = min(STEPS, head.config.max_depth or STEPS)
     provenance = {"target_fingerprint": target.fingerprint}
-    facts = {"verifier": target.path, "verifier_architecture": "LlamaForCausalLM", "speculative_tokens": steps}
-    save_head(head, tmp_path, provenance=provenance, **facts)
+    metadata = {"verifier": target.path, "verifier_architecture": "LlamaForCausalLM", "speculative_tokens": steps}
+    save_head(head, tmp_path, provenance=provenance, **metadata)
     generator = torch.Generator().manual_seed(9)
     prompt = torch.randint(1, 384, (37,), generator=generator).tolist()
 
-    drafting = ProposerConfig(name="head", max_draft_tokens=steps)
-    small = EngineConfig(prefill_chunk=16, max_rows=64)
-    served = load_head(tmp_path, name=head.name, target=target)
-    engine = Engine(target, head=served, proposer="none", config=small, proposer_config=drafting)
+    proposer_config = ProposerConfig(name="head", max_draft_tokens=steps)
+    engine_config = EngineConfig(prefill_chunk=16, max_rows=64)
+    served_head = load_head(tmp_path, name=head.name, target=target)
+    engine = Engine(target, head=served_head, proposer="none", config=engine_config, proposer_config=proposer_config)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     sequence = prompt + engine.generate([prompt], params)[0].token_ids
 

@@ -32,7 +32,7 @@ DOOMED = {
     "stop text": BESIDE["stop"],
     "choice parameters": replace(SAMPLED, top_k=5),
 }
-AT_ONCE = {"prompt log-probabilities"}
+IMMEDIATE = {"prompt log-probabilities"}
 LATE = 4  # tokens after which it comes about
 
 
@@ -64,11 +64,11 @@ def run(engine, requests, on_add=None):
 @pytest.mark.parametrize("stage", faults.STAGES)
 def test_a_failure_at_any_stage_is_one_request_s(engine, chains, make_plain, monkeypatch, caplog, stage):
     engine = chains if stage == "block verification" else engine
-    chance = random.Random(stage)
+    rng = random.Random(stage)
     params = DOOMED.get(stage, BESIDE["grammar"])
-    requests = {name: (random_prompt(chance, 60), replace(own, cache_salt=name)) for name, own in BESIDE.items()}
-    requests["doomed"] = (random_prompt(chance, 60), replace(params, cache_salt="doomed"))
-    late = 0 if stage in AT_ONCE else LATE
+    requests = {name: (random_prompt(rng, 60), replace(base, cache_salt=name)) for name, base in BESIDE.items()}
+    requests["doomed"] = (random_prompt(rng, 60), replace(params, cache_salt="doomed"))
+    late = 0 if stage in IMMEDIATE else LATE
     plain = {name: make_plain(small=True)(*request) for name, request in requests.items()}
     answers, ends = run(
         engine,
@@ -81,7 +81,7 @@ def test_a_failure_at_any_stage_is_one_request_s(engine, chains, make_plain, mon
     if params.acceptance == "exact":
         assert answers["doomed"].token_ids == plain["doomed"].token_ids[: len(answers["doomed"].token_ids)]
     assert {name: answers[name] for name in BESIDE} == {name: plain[name] for name in BESIDE}
-    assert "doomed: an exception in work for this request alone" in caplog.text
+    assert "doomed: exception while processing this request; it ends with an error" in caplog.text
     nothing_is_held(engine)
 
 
@@ -92,8 +92,8 @@ def nothing_is_held(engine):
 
 
 def test_a_panic_in_rust_is_one_request_s_too(engine, make_plain, monkeypatch):
-    chance = random.Random(1)
-    requests = {name: (random_prompt(chance, 60), replace(own, cache_salt=name)) for name, own in BESIDE.items()}
+    rng = random.Random(1)
+    requests = {name: (random_prompt(rng, 60), replace(base, cache_salt=name)) for name, base in BESIDE.items()}
     panic = faults.PanicException
     answers, ends = run(
         engine,

@@ -45,12 +45,12 @@ class Both:
     def __init__(self, native, plain, caches, notes):
         self.native, self.plain, self._caches, self._notes = native, plain, caches, notes
 
-    def draft(self, *, likely):
-        tokens, values = self.native.draft(likely=likely)
-        kept = [cache.clone() for cache in self._caches]
-        theirs, expected = self.plain.draft(likely=likely)
-        same = tokens == theirs and all(torch.equal(a, b) for a, b in zip(kept, self._caches, strict=True))
-        if likely:
+    def draft(self, *, return_log_probs):
+        tokens, values = self.native.draft(return_log_probs=return_log_probs)
+        copies = [cache.clone() for cache in self._caches]
+        plain_tokens, expected = self.plain.draft(return_log_probs=return_log_probs)
+        same = tokens == plain_tokens and all(torch.equal(a, b) for a, b in zip(copies, self._caches, strict=True))
+        if return_log_probs:
             same = same and values == pytest.approx(expected, abs=1e-3) and max(values) <= 1e-6
         self._notes.append((len(tokens), same))
         return tokens, values
@@ -68,7 +68,7 @@ def folder(make_target_folder):
 def serve(folder, kind, dtype, weights, shape=None, **settings):
     target, (variant, options) = load_target(str(folder)), KINDS[kind]
     head = make_head(target, variant, **options)
-    drafting = ProposerConfig(name="head", **(shape or {"max_draft_tokens": 4}))
+    proposer_config = ProposerConfig(name="head", **(shape or {"max_draft_tokens": 4}))
     target = load_target(str(folder), dtype=dtype)
     config = EngineConfig(prefill_chunk=16, max_rows=64, max_batch=8, head_weights=weights, **settings)
     return Engine(
@@ -76,7 +76,7 @@ def serve(folder, kind, dtype, weights, shape=None, **settings):
         head=head.to(dtype),
         proposer="head",
         config=config,
-        proposer_config=drafting,
+        proposer_config=proposer_config,
         tokenizer=Tokenizer.load(folder),
     )
 
@@ -90,9 +90,9 @@ def compare(engine):
     def both(requests, deepest):
         native = levels(requests, deepest)
         assert isinstance(native, NativeChains)
-        kept, proposer._native = proposer._native, None
+        saved, proposer._native = proposer._native, None
         plain = levels(requests, deepest)
-        proposer._native = kept
+        proposer._native = saved
         assert isinstance(plain, StepByStep)
         return Both(native, plain, proposer._caches, notes)
 
@@ -108,12 +108,12 @@ class BothTrees:
 
     def children(self, level, fan_out):
         tokens, values = self.native[0](level, fan_out)
-        kept = [cache.clone() for cache in self._caches]
+        copies = [cache.clone() for cache in self._caches]
         if level > 1:
             self.plain[1](*self._next)
-        theirs, expected = self.plain[0](level, fan_out)
-        same = torch.equal(tokens, theirs) and torch.equal(values, expected)
-        self._notes.append((len(tokens), same and all(map(torch.equal, kept, self._caches))))
+        plain_tokens, expected = self.plain[0](level, fan_out)
+        same = torch.equal(tokens, plain_tokens) and torch.equal(values, expected)
+        self._notes.append((len(tokens), same and all(map(torch.equal, copies, self._caches))))
         return tokens, values
 
     def run(self, level, parent, token):
@@ -129,9 +129,9 @@ def compare_trees(engine):
 
     def both(requests, budgets):
         native = growing(requests, budgets)
-        kept, proposer._native = proposer._native, None
+        saved, proposer._native = proposer._native, None
         trees = BothTrees(native, growing(requests, budgets), proposer._caches, notes)
-        proposer._native = kept
+        proposer._native = saved
         assert isinstance(native[0].__self__, NativeTrees)
         return trees.children, trees.run
 
@@ -152,10 +152,10 @@ def check(engine, compare):
         for b in range(4)
     ]
     engine.set_proposer("none")
-    plain = [own.token_ids for own in engine.generate(prompts, params)]
+    plain = [completion.token_ids for completion in engine.generate(prompts, params)]
     engine.set_proposer("head")
     notes = compare(engine)
-    assert [own.token_ids for own in engine.generate(prompts, params)] == plain
+    assert [completion.token_ids for completion in engine.generate(prompts, params)] == plain
     assert all(same for _, same in notes)
     assert {count for count, _ in notes} == {1, 2, 3, 4}  # drafts that end as texts do leave the others
     assert engine.speculator.failures == 0
@@ -189,7 +189,7 @@ def test_in_one_call_a_level_it_grows_the_same_trees(folder, kind, shape, dtype,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_of_a_prompt_only_keys_and_values_are_made_and_they_are_the_same(folder, kind, dtype, weights, threads):
-    kept = []
+    caches = []
     for native in (True, False):
         engine = serve(folder, kind, dtype, weights, threads=threads)
         proposer = engine._head
@@ -197,12 +197,12 @@ def test_of_a_prompt_only_keys_and_values_are_made_and_they_are_the_same(folder,
         if not native:
             proposer._native = None
         states, run = [], proposer.module.step
-        proposer.module.step = lambda *own, states=states, run=run: states.append(own) or run(*own)
+        proposer.module.step = lambda *args, states=states, run=run: states.append(args) or run(*args)
         engine.generate(prompts_of(4), SamplingParams(max_tokens=2, ignore_eos=True))
         assert bool(states) is not native
-        kept.append([cache.clone() for cache in proposer._caches])
-    assert any(cache.any() for cache in kept[0])
-    assert all(map(torch.equal, *kept))
+        caches.append([cache.clone() for cache in proposer._caches])
+    assert any(cache.any() for cache in caches[0])
+    assert all(map(torch.equal, *caches))
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -221,7 +221,7 @@ def test_judged_chains_too_which_end_at_any_level(folder, count):
             return [ExitDecision(True, continue_) for continue_ in going.tolist()]
 
         def __getattr__(self, name):
-            return lambda *given: None
+            return lambda *args: None
 
     engine._head.confidence = Judge()
     params = SamplingParams(max_tokens=24, temperature=0.5, seed=5, ignore_eos=True)
@@ -254,12 +254,12 @@ def test_what_looks_at_logits_goes_step_by_step(folder):
     kinds, levels = [], engine._head._levels
 
     def noted(requests, deepest):
-        own = levels(requests, deepest)
-        kinds.append(type(own))
-        return own
+        item = levels(requests, deepest)
+        kinds.append(type(item))
+        return item
 
     engine._head._levels = noted
-    for own, kind in (
+    for item, kind in (
         ({}, NativeChains),
         ({"temperature": 1.0}, NativeChains),
         ({"temperature": 1.0, "top_k": 5}, StepByStep),
@@ -268,6 +268,6 @@ def test_what_looks_at_logits_goes_step_by_step(folder):
         ({"grammar": Grammar("regex", "(ab)+")}, StepByStep),
     ):
         kinds.clear()
-        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=6, ignore_eos="grammar" not in own, **own))
+        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=6, ignore_eos="grammar" not in item, **item))
         assert kinds
-        assert set(kinds) == {kind}, own
+        assert set(kinds) == {kind}, item

@@ -48,8 +48,8 @@ DRAFTS = {
 }
 DISTURBANCES = ("abort", "abort", *faults.MOMENTS, "time", "take pages", "give pages back")
 NUMBERS = st.integers(0, 2**16)  # each stands for something drawn by it: evenly, which hypothesis' own draws are not
-CROWD = 10  # requests at a time; beyond it they would only wait longer
-DIFFERENT = 150  # requests; so few that plain decoding need not answer each anew
+MAX_ALIVE = 10  # requests at a time; beyond it they would only wait longer
+NUM_DISTINCT = 150  # requests; so few that plain decoding need not answer each anew
 
 
 class Lives(RuleBasedStateMachine):
@@ -66,25 +66,25 @@ class Lives(RuleBasedStateMachine):
 
     @initialize(number=NUMBERS)
     def start(self, number):
-        chance = random.Random(number)
-        chunk, max_batch = chance.choice([5, 40]), chance.choice([1, 3, 5, 8])
-        drafts, dtype = chance.choice(sorted(self.drafts)), chance.choice([torch.float32, torch.bfloat16])
+        rng = random.Random(number)
+        chunk, max_batch = rng.choice([5, 40]), rng.choice([1, 3, 5, 8])
+        drafts, dtype = rng.choice(sorted(self.drafts)), rng.choice([torch.float32, torch.bfloat16])
         self.now = 0.0
-        self.max_rows = max(chunk, max_batch) + chance.choice([0, 3, 60])
+        self.max_rows = max(chunk, max_batch) + rng.choice([0, 3, 60])
         self.engine = self.make_engine(
             dtype,
-            page_size=chance.choice([1, 4, 16]),
-            max_tokens_in_cache=chance.choice([96, 128, 300]),
+            page_size=rng.choice([1, 4, 16]),
+            max_tokens_in_cache=rng.choice([96, 128, 300]),
             max_batch=max_batch,
             prefill_chunk=chunk,
             max_rows=self.max_rows,
-            prefix_cache=chance.random() < 0.7,
+            prefix_cache=rng.random() < 0.7,
             clock=lambda: self.now,
             **self.drafts[drafts],
             **self.config,
         )
         self.plain = self.make_plain(dtype, small=True)
-        self.whole: dict[str, Answer] = {}  # by plain decoding
+        self.expected: dict[str, Answer] = {}  # by plain decoding
         self.exact: dict[str, bool] = {}
         self.answers: dict[str, Answer] = {}  # so far
         self.alive: set[str] = set()
@@ -93,10 +93,12 @@ class Lives(RuleBasedStateMachine):
         self.hogged: list[int] = []
         self.doomed: dict[str, str] = {}
         if drafts == "thicket":
-            thicket = Thicket(lambda request: self.whole[request.request_id].token_ids, seed=0, vocab_size=VOCAB_SIZE)
+            thicket = Thicket(
+                lambda request: self.expected[request.request_id].token_ids, seed=0, vocab_size=VOCAB_SIZE
+            )
             self.engine.add_proposer(thicket, Budget(12, 5))
         faults.install(self.engine, lambda request: self.doomed.get(request.request_id))
-        self.told = self.stack.enter_context(faults.said())
+        self.failed = self.stack.enter_context(faults.failed_requests())
         self.listen()
 
     def listen(self) -> None:
@@ -131,20 +133,20 @@ class Lives(RuleBasedStateMachine):
     @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=4))
     def add(self, numbers):
         for number in numbers:
-            if len(self.alive) < CROWD:
-                self.add_answers(number % DIFFERENT)
+            if len(self.alive) < MAX_ALIVE:
+                self.add_requests(number % NUM_DISTINCT)
         self.step(1)
 
-    def add_answers(self, number: int) -> None:
-        chance = random.Random(number)
-        prompt, asked = random_prompt(chance, self.engine.context), self.random_params(chance)
+    def add_requests(self, number: int) -> None:
+        rng = random.Random(number)
+        prompt, request_params = random_prompt(rng, self.engine.context), self.random_params(rng)
         if number % 5 == 0:
-            asked = replace(asked, deadline_s=0.01)
+            request_params = replace(request_params, deadline_s=0.01)
         names = []
-        for params in singles(asked, seed=number):
-            name = f"{PREFIX}{len(self.whole)}"
+        for params in singles(request_params, seed=number):
+            name = f"{PREFIX}{len(self.expected)}"
             # Known before it is added: a proposer may ask.
-            self.whole[name], self.exact[name] = self.plain(prompt, params), is_exact(params)
+            self.expected[name], self.exact[name] = self.plain(prompt, params), is_exact(params)
             self.engine.add(prompt, params, request_id=name, parent=names[0] if names else None)
             self.records.append(weakref.ref(self.engine.request(name)))
             if params.deadline_s is not None:
@@ -167,36 +169,36 @@ class Lives(RuleBasedStateMachine):
     def disturb(self, number):
         """One rule for all, which brings a request of its own: hypothesis leaves rules out of runs at random."""
         self.add([number])
-        chance, pages = random.Random(number), self.engine._pool.pages
-        what = chance.choice(DISTURBANCES)
-        if what == "time":
-            self.now += chance.choice([0.02, 1.0])
-        elif what == "take pages":
-            self.hogged += pages.take(min(chance.randrange(40), pages.free))
-        elif what == "give pages back":
+        rng, pages = random.Random(number), self.engine._pool.pages
+        disturbance = rng.choice(DISTURBANCES)
+        if disturbance == "time":
+            self.now += rng.choice([0.02, 1.0])
+        elif disturbance == "take pages":
+            self.hogged += pages.take(min(rng.randrange(40), pages.free))
+        elif disturbance == "give pages back":
             pages.drop(self.hogged)
             self.hogged = []
         elif self.alive:
             running, waiting = self.engine._scheduler.running, self.engine._scheduler.waiting
-            name = chance.choice(running if running and chance.random() < 0.8 else [*running, *waiting]).request_id
-            if what == "abort":
+            name = rng.choice(running if running and rng.random() < 0.8 else [*running, *waiting]).request_id
+            if disturbance == "abort":
                 self.engine.abort(name)
                 self.engine.abort(name)  # it may just have ended, so that is no error
                 self.alive.discard(name)
                 self.seen["abort"] += 1
             else:
-                self.doomed.setdefault(name, what)
+                self.doomed.setdefault(name, disturbance)
 
     def take(self, output):
         name = output.request_id
         assert name in self.alive, "an output after the end"
-        answer, whole = self.answers[name], self.whole[name]
+        answer, expected = self.answers[name], self.expected[name]
         answer.take(output)
         assert len(output.accepted) == len(output.token_ids)
         if self.exact[name]:
-            assert answer.begins(whole)
+            assert answer.is_prefix_of(expected)
             if output.finish_reason in ("stop", "length"):
-                assert answer == whole
+                assert answer == expected
         if output.finish_reason == "deadline":
             assert self.deadlines[name] < self.now
         if output.finish_reason is not None:
@@ -207,7 +209,9 @@ class Lives(RuleBasedStateMachine):
     def adds_up(self):
         engine, scheduler, pool = self.engine, self.engine._scheduler, self.engine._pool
         running, waiting = scheduler.running, scheduler.waiting
-        pool.pages.invariants(page for held in (*(request.pages for request in running), self.hogged) for page in held)
+        pool.pages.invariants(
+            page for pages in (*(request.pages for request in running), self.hogged) for page in pages
+        )
         if not self.hogged:
             pool.invariants(running)
         assert sorted([*scheduler._free_slots, *(request.slot for request in running)]) == list(
@@ -220,9 +224,9 @@ class Lives(RuleBasedStateMachine):
             assert request.computed == len(request.tokens) - 1 or request.phase is Phase.PREFILL
         assert not any(request.pages for request in waiting)
         assert kept(engine) <= self.alive
-        assert len(self.told) == len(set(self.told)), "a failure is said once"
+        assert len(self.failed) == len(set(self.failed)), "a failure is said once"
         if not any("commit" in moment for moment in self.doomed.values()):
-            assert set(self.told) <= set(self.doomed), "someone else's drafts were lost"
+            assert set(self.failed) <= set(self.doomed), "someone else's drafts were lost"
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -244,7 +248,7 @@ class Lives(RuleBasedStateMachine):
         assert_nothing_left(engine)
         assert not any(record() for record in self.records), "a request outlives its end"
         self.seen["pre-empted"] += engine.stats.preemptions
-        self.seen["failed"] += len(self.told)
+        self.seen["failed"] += len(self.failed)
         self.seen["accepted"] += engine.stats.speculation.accepted
 
 
@@ -277,4 +281,4 @@ def test_lives(make_small_engine, make_plain, request):
         "forked",
         "known pages",
     )
-    assert all(seen[what] > 0 for what in happened), seen
+    assert all(seen[event] > 0 for event in happened), seen

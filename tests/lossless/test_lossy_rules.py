@@ -10,11 +10,11 @@ import torch
 from infer.request import SamplingParams
 from infer.speculation import lossy
 from infer.speculation.tree import DraftTree
-from kernels.acceptance import block_of, coin, draw, likely, stream
+from kernels.acceptance import coin, draw, stream, typical_mask, verify_block
 from kernels.noise import MASK32, gumbel_noise
 from kernels.verify import accept
+from tests.distributions import Z, chi_square_excess
 from tests.interpreted import scaled
-from tests.laws import Z, chi_square_excess
 
 TOKENS = scaled(30, 8)
 
@@ -32,15 +32,15 @@ def drawn_chain(draft, root_token, seed, root, length):
 
 
 def generate(target, draft, seed, count, *, certain=False, length=3):
-    """Tokens and how many each step emitted, from token 0 on; laws are functions of the last token."""
+    """Tokens and how many each step emitted, from token 0 on; distributions are functions of the last token."""
     text, steps = [0], []
     while len(text) <= count:
         root = len(text) - 1
         tokens = [int(draft(text[-1]).argmax())] * 1 if certain else drawn_chain(draft, text[-1], seed, root, length)
         path = [text[-1], *tokens]
-        laws = torch.stack([target(token) for token in path])
-        drafts = None if certain else torch.stack([draft(token) for token in path[:-1]])
-        accepted, bonus = block_of(laws, drafts, tokens, seed, root)
+        target_probs = torch.stack([target(token) for token in path])
+        draft_probs = None if certain else torch.stack([draft(token) for token in path[:-1]])
+        accepted, bonus = verify_block(target_probs, draft_probs, tokens, seed, root)
         text += [*tokens[:accepted], bonus]
         steps.append(1 + accepted)
     return text[1 : count + 1], steps
@@ -60,12 +60,12 @@ def test_block_verification_follows_the_targets_law(temperature, certain):
         text, _ = generate(lambda t: p[t], lambda t: q[t], seed=run * 7_919 + (run << 33), count=3, certain=certain)
         for place in range(2):
             pairs[place][text[place], text[place + 1]] += 1
-    law = p[0]
+    probs = p[0]
     for counts in pairs:
-        joint = law[:, None] * p
-        assert chi_square_excess(counts.sum(1), law) < Z
+        joint = probs[:, None] * p
+        assert chi_square_excess(counts.sum(1), probs) < Z
         assert chi_square_excess(counts.flatten(), joint.flatten()) < Z
-        law = law @ p
+        probs = probs @ p
 
 
 @pytest.mark.parametrize(("V", "runs"), [(100, 1500), (8193, 600), (151936, 150)])
@@ -105,11 +105,11 @@ def test_block_runs_are_longer_than_rejection_by_token():
         seed = run * 7_919 + (run << 33)
         tokens = drawn_chain(lambda t: q[t], 0, seed, 0, 4)
         path = [0, *tokens]
-        laws, drafts = p[torch.tensor(path)], q[torch.tensor(path[:-1])]
-        block.append(1 + block_of(laws, drafts, tokens, seed, 0)[0])
+        target_probs, draft_probs = p[torch.tensor(path)], q[torch.tensor(path[:-1])]
+        block.append(1 + verify_block(target_probs, draft_probs, tokens, seed, 0)[0])
         run_length = 1
         for index, token in enumerate(tokens):
-            if coin(seed, 0, index + 1) > float(laws[index, token] / drafts[index, token]):
+            if coin(seed, 0, index + 1) > float(target_probs[index, token] / draft_probs[index, token]):
                 break
             run_length += 1
         by_token.append(run_length)
@@ -120,20 +120,22 @@ def test_typical_acceptance_asks_less_where_the_target_is_uncertain():
     V = 50
     certain, uncertain = torch.full((V,), 0.02 / (V - 1)), torch.full((V,), 1 / V)
     certain[7] = 0.98
-    law = torch.stack([uncertain, certain, certain, certain])
+    probs = torch.stack([uncertain, certain, certain, certain])
 
-    def last(law, tokens, choice):
+    def last(probs, tokens, choice):
         """The last accepted node of a chain after token 0."""
         tree = DraftTree.chains([0], [tokens])
-        found = torch.tensor([[False, *likely(law, torch.arange(len(tokens)), torch.tensor(tokens)).tolist()]])
+        accepted = torch.tensor(
+            [[False, *typical_mask(probs, torch.arange(len(tokens)), torch.tensor(tokens)).tolist()]]
+        )
         parts = tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, torch.tensor([choice])
-        return int(accept(*parts, found))
+        return int(accept(*parts, accepted))
 
     # any token after the uncertain root, then only the sure one
-    assert last(law, [3, 7, 9], [5, 7, 7, 7]) == 2
-    assert last(law, [3, 8, 7], [5, 7, 7, 7]) == 1
+    assert last(probs, [3, 7, 9], [5, 7, 7, 7]) == 2
+    assert last(probs, [3, 8, 7], [5, 7, 7, 7]) == 1
     # the target's own choice is always good enough
-    assert last(law[1:], [9, 7], [9, 7, 4]) == 2
+    assert last(probs[1:], [9, 7], [9, 7, 4]) == 2
 
 
 @pytest.mark.parametrize("rule", ["block", "typical"])
@@ -160,10 +162,10 @@ def test_beside_other_requests_nothing_changes(make_engine, prompts):
     block = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.9, seed=5, acceptance="block")
     expected = [c.token_ids for c in make_engine(proposer="none").generate(prompts, exact)]
     engine = make_engine(shape={"tree_width": 3}, max_batch=8)
-    asked = [block if index % 2 else exact for index in range(len(prompts))]
-    completions = engine.generate(prompts, asked)
+    params = [block if index % 2 else exact for index in range(len(prompts))]
+    completions = engine.generate(prompts, params)
     for index, completion in enumerate(completions):
-        assert completion.acceptance == asked[index].acceptance
+        assert completion.acceptance == params[index].acceptance
         if index % 2 == 0:
             assert completion.token_ids == expected[index]
 
@@ -174,8 +176,8 @@ def test_block_verification_in_the_engine_follows_the_targets_law(make_engine, p
     engine = make_engine(proposer="head", drafts=3, max_batch=32)
     plain = make_engine(proposer="none", max_batch=32)
     counts = {}
-    for name, own, rule in (("block", engine, "block"), ("plain", plain, "exact")):
-        asked = [
+    for name, source, rule in (("block", engine, "block"), ("plain", plain, "exact")):
+        params = [
             SamplingParams(
                 max_tokens=3,
                 ignore_eos=True,
@@ -185,14 +187,14 @@ def test_block_verification_in_the_engine_follows_the_targets_law(make_engine, p
             )
             for seed in range(runs)
         ]
-        completions = own.generate([prompts[1]] * runs, asked)
+        completions = source.generate([prompts[1]] * runs, params)
         counts[name] = torch.zeros(2, cells, dtype=torch.double)
         for completion in completions:
             for place in (1, 2):
                 counts[name][place - 1, completion.token_ids[place] * cells // 384] += 1
     for place in range(2):
-        both = counts["block"][place] + counts["plain"][place]
-        statistic = float(((counts["block"][place] - counts["plain"][place]) ** 2 / both.clamp(min=1)).sum())
+        pooled = counts["block"][place] + counts["plain"][place]
+        statistic = float(((counts["block"][place] - counts["plain"][place]) ** 2 / pooled.clamp(min=1)).sum())
         assert (statistic - (cells - 1)) / math.sqrt(2 * (cells - 1)) < Z
 
 

@@ -81,11 +81,11 @@ def cases(prompts) -> list[tuple[str, list[int], SamplingParams]]:
 
 @pytest.fixture(scope="module")
 def expected(make_small_engine, cases):
-    answers = {}
+    completions = {}
     for dtype in (torch.float32, torch.bfloat16):
         engine = make_small_engine(dtype, "none", max_batch=1, prefix_cache=False)
-        answers[dtype] = [engine.generate([prompt], params)[0] for _, prompt, params in cases]
-    return answers
+        completions[dtype] = [engine.generate([prompt], params)[0] for _, prompt, params in cases]
+    return completions
 
 
 def controlled(engine: Engine) -> Engine:
@@ -117,8 +117,8 @@ def test_in_one_batch_under_every_proposer(make_small_engine, cases, expected, m
     accepted = sum(completion.stats.accepted for completion in completions)
     assert 0 < accepted < drafted
     if adaptive:  # there is somebody for whom nothing was drafted, though it could have been
-        free = [own for (*_, params), own in zip(cases, completions, strict=True) if params.speculate]
-        assert any(own.stats.drafted == 0 for own in free if own.stats.steps > 3)
+        speculating = [c for (*_, params), c in zip(cases, completions, strict=True) if params.speculate]
+        assert any(c.stats.drafted == 0 for c in speculating if c.stats.steps > 3)
     engine._pool.invariants([])
     for (_, _, params), completion in zip(cases, completions, strict=True):
         if not params.speculate:
@@ -152,13 +152,13 @@ CASES_EACH = 14
 def test_whatever_happens_to_it(make_small_engine, cases, expected, turn):
     """Every two values of two factors, each under some of the cases, of which each has its turn at least once."""
     factors = COMBINATIONS[turn]
-    chance = random.Random(turn)
+    rng = random.Random(turn)
     order = random.Random(SEED).sample(range(len(cases)), len(cases))
-    dealt = [order[(turn * CASES_EACH + index) % len(order)] for index in range(CASES_EACH)]
-    chance.shuffle(dealt)
-    requests = [cases[index][1:] for index in dealt]
+    case_indices = [order[(turn * CASES_EACH + index) % len(order)] for index in range(CASES_EACH)]
+    rng.shuffle(case_indices)
+    requests = [cases[index][1:] for index in case_indices]
     if factors["drafts"] == "mixed":
-        requests = [(prompt, replace(own, proposer=chance.choice(MIXED))) for prompt, own in requests]
+        requests = [(prompt, replace(params, proposer=rng.choice(MIXED))) for prompt, params in requests]
     engine = make_small_engine(
         factors["dtype"],
         max_batch=factors["max_batch"],
@@ -173,9 +173,9 @@ def test_whatever_happens_to_it(make_small_engine, cases, expected, turn):
     if factors["prefix"] == "warm":
         engine.generate([prompt for prompt, _ in requests], SamplingParams(max_tokens=2, ignore_eos=True))
     scattered = factors["arrival"] == "scattered"
-    arrivals = sorted(chance.randrange(40) for _ in requests) if scattered else ()
+    arrivals = sorted(rng.randrange(40) for _ in requests) if scattered else ()
     answers = answer_all(engine, requests, arrivals)
-    for index, answer in zip(dealt, answers, strict=True):
+    for index, answer in zip(case_indices, answers, strict=True):
         assert answer == Answer.of(expected[factors["dtype"]][index]), f"turn {turn}: {factors}: {cases[index]}"
     if factors["pages"] == "tight" and factors["max_batch"] == 16 and not scattered:
         assert engine.stats.preemptions > 0
@@ -183,10 +183,10 @@ def test_whatever_happens_to_it(make_small_engine, cases, expected, turn):
 
 
 def test_the_combinations_cover_what_they_should():
-    met = {pair for own in COMBINATIONS for pair in itertools.combinations(own.items(), 2)}
+    covered = {pair for combination in COMBINATIONS for pair in itertools.combinations(combination.items(), 2)}
     for first, second in itertools.combinations(FACTORS, 2):
         for pair in itertools.product(FACTORS[first], FACTORS[second]):
-            assert ((first, pair[0]), (second, pair[1])) in met
+            assert ((first, pair[0]), (second, pair[1])) in covered
     assert len(COMBINATIONS) * CASES_EACH > len(PARAMETERS) * (len(PARAMETERS) + 3) / 2  # every case has a turn
 
 
@@ -224,12 +224,12 @@ def test_logprobs_are_the_targets_own(make_engine, tiny_target_folder, prompts):
     ids = prompts[5] + completion.token_ids
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(tiny_target_folder)(torch.tensor([ids])).logits[0]
-    law = logits.double().log_softmax(-1)
+    log_probs = logits.double().log_softmax(-1)
     scored = [*completion.prompt_logprobs, *completion.logprobs]
     assert len(scored) == len(ids) - 1
-    for place, entry in enumerate(scored):
-        assert entry.token == ids[place + 1]
-        assert abs(entry.logprob - law[place, entry.token].item()) < 1e-4
-    for place, entry in enumerate(completion.logprobs, start=len(prompts[5]) - 1):
-        assert [token for token, _ in entry.top] == law[place].topk(2).indices.tolist()
+    for position, entry in enumerate(scored):
+        assert entry.token == ids[position + 1]
+        assert abs(entry.logprob - log_probs[position, entry.token].item()) < 1e-4
+    for position, entry in enumerate(completion.logprobs, start=len(prompts[5]) - 1):
+        assert [token for token, _ in entry.top] == log_probs[position].topk(2).indices.tolist()
         assert entry.rank == 1

@@ -34,17 +34,17 @@ def make_prompts():
     return [base[:length] + others[index] for index, length in enumerate(lengths)] + [base, base[: 4 * PAGE], base]
 
 
-def params(**more):
-    return SamplingParams(**{"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.8, "seed": 3} | more)
+def params(**overrides):
+    return SamplingParams(**{"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.8, "seed": 3} | overrides)
 
 
 @pytest.fixture(scope="module")
 def expected(make_engine):
-    answers = {}
+    token_ids = {}
     for dtype in (torch.float32, torch.bfloat16):
         engine = make_engine(dtype, "none", max_batch=1, prefix_cache=False)
-        answers[dtype] = [engine.generate([prompt], params())[0].token_ids for prompt in make_prompts()]
-    return answers
+        token_ids[dtype] = [engine.generate([prompt], params())[0].token_ids for prompt in make_prompts()]
+    return token_ids
 
 
 def count_prefilled(engine):

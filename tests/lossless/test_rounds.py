@@ -24,7 +24,7 @@ from tests.lossless.plain import answer_all, ids
 from tests.lossless.random_requests import random_params
 from tests.lossless.test_controller import Switch
 
-WHOLE = "eagle3, whole vocabulary"
+EAGLE3 = "eagle3, whole vocabulary"
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.9, seed=3)
 CUT = replace(SAMPLED, top_k=20, top_p=0.9, min_p=0.01)
@@ -36,38 +36,39 @@ AHEAD = {"graphs": "on", "rounds_ahead": 1, "threads": 1}
 @pytest.fixture
 def rounds(monkeypatch):
     """What was launched and read, and how often a round was read after the next one had been launched."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     launch, read = RoundGraphs.launch, Launched.read
 
-    def launched(self):
-        seen["launched"] += 1
+    def counted_launch(self):
+        counts["launched"] += 1
         return launch(self)
 
-    def reads(self):
-        seen["read"] += 1
-        seen["late"] += seen["launched"] > seen["read"]
+    def counted_read(self):
+        counts["read"] += 1
+        counts["late"] += counts["launched"] > counts["read"]
         return read(self)
 
-    monkeypatch.setattr(RoundGraphs, "launch", launched)
-    monkeypatch.setattr(Launched, "read", reads)
-    return seen
+    monkeypatch.setattr(RoundGraphs, "launch", counted_launch)
+    monkeypatch.setattr(Launched, "read", counted_read)
+    return counts
 
 
 @pytest.mark.parametrize(
-    ("proposer", "head"), [("none", WHOLE), *(("head", head) for head in (WHOLE, "eagle", "mlp", "p-eagle, one layer"))]
+    ("proposer", "head"),
+    [("none", EAGLE3), *(("head", head) for head in (EAGLE3, "eagle", "mlp", "p-eagle, one layer"))],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounds_ahead_change_nothing(make_small_engine, rounds, dtype, proposer, head):
     """Nor what is drafted and accepted."""
     engine = make_small_engine(dtype, proposer, head=head, max_batch=6, **AHEAD)
-    ahead = [(own.token_ids, own.stats) for own in engine.generate(PROMPTS, PARAMS)]
+    ahead = [(completion.token_ids, completion.stats) for completion in engine.generate(PROMPTS, PARAMS)]
     assert rounds["late"] > 10
     assert rounds["launched"] == rounds["read"]
     engine._pool.invariants([])
     engine.config.rounds_ahead = 0
     engine.set_proposer(proposer)
     rounds.clear()
-    assert [(own.token_ids, own.stats) for own in engine.generate(PROMPTS, PARAMS)] == ahead
+    assert [(completion.token_ids, completion.stats) for completion in engine.generate(PROMPTS, PARAMS)] == ahead
     assert not rounds
 
 
@@ -82,46 +83,46 @@ def test_rounds_ahead_change_nothing(make_small_engine, rounds, dtype, proposer,
 )
 def test_drafts_that_are_often_right(make_engine, expected, prompts, rounds, head, shape):
     """The host hears what it would of steps, but of the last drafts, which rounds make as deep as any."""
-    engine, told = make_engine(head=head, shape=shape, max_batch=4, graph_batches=[4], **AHEAD), []
+    engine, reports = make_engine(head=head, shape=shape, max_batch=4, graph_batches=[4], **AHEAD), []
     for ahead in (1, 0):
         engine.config.rounds_ahead = ahead
         engine.set_proposer("head")
-        told.append(heard(engine))
+        reports.append(record_verified(engine))
         for params in (plain.GREEDY, plain.SAMPLED):
-            found = engine.generate(prompts[2:5], params)
-            assert ids(found) == expected[torch.float32, params][2:5]
+            completions = engine.generate(prompts[2:5], params)
+            assert ids(completions) == expected[torch.float32, params][2:5]
         assert (rounds["late"] > 10) == ahead
         rounds.clear()
     assert engine.stats.speculation.accepted > 100
-    assert told[0] == told[1]
-    assert max(len(path) for drafts in told[0].values() for *_, path in drafts) > 2
+    assert reports[0] == reports[1]
+    assert max(len(path) for drafts in reports[0].values() for *_, path in drafts) > 2
 
 
-def heard(engine):
+def record_verified(engine):
     """What is said of drafts from now on, by prompt and temperature."""
-    drafts, tell = defaultdict(list), engine.speculator.verified
+    drafts, verified = defaultdict(list), engine.speculator.verified
 
-    def hear(request, draft):
+    def record(request, draft):
         if request.remaining > 8:
-            own = tuple(request.prompt_ids), request.params.temperature
-            drafts[own].append((draft.nodes, draft.depth, [*draft.path]))
-        tell(request, draft)
+            key = tuple(request.prompt_ids), request.params.temperature
+            drafts[key].append((draft.nodes, draft.depth, [*draft.path]))
+        verified(request, draft)
 
-    engine.speculator.verified = hear
+    engine.speculator.verified = record
     return drafts
 
 
 def test_who_comes_and_what_ends_a_request(make_small_engine, make_plain, rounds):
     """Prompts in the middle, stops that are found while the next round runs, and some that need the host."""
     engine = make_small_engine(proposer="head", head="eagle", max_batch=4, page_size=4, **AHEAD)
-    whole = make_plain(small=True)
-    stop = whole([5, 6, 7], SAMPLED).token_ids[11]
+    oracle = make_plain(small=True)
+    stop = oracle([5, 6, 7], SAMPLED).token_ids[11]
     text = replace(SAMPLED, max_tokens=60, stop=("e", "AB"))
-    asked = [replace(SAMPLED, stop_token_ids=(stop,)), text, *PARAMS, replace(SAMPLED, logprobs=1)]
-    asked.append(replace(SAMPLED, ignore_eos=False, grammar=Grammar("regex", "[A-M]{9}")))
-    requests = list(zip([PROMPTS[index % 5] for index in range(len(asked))], asked, strict=True))
-    answers = answer_all(engine, requests, arrivals=range(0, 4 * len(asked), 4))
-    assert answers == [whole(*request) for request in requests]
+    params = [replace(SAMPLED, stop_token_ids=(stop,)), text, *PARAMS, replace(SAMPLED, logprobs=1)]
+    params.append(replace(SAMPLED, ignore_eos=False, grammar=Grammar("regex", "[A-M]{9}")))
+    requests = list(zip([PROMPTS[index % 5] for index in range(len(params))], params, strict=True))
+    answers = answer_all(engine, requests, arrivals=range(0, 4 * len(params), 4))
+    assert answers == [oracle(*request) for request in requests]
     assert answers[0].finish_reason == "stop"
     assert rounds["late"] > 5
     assert rounds["launched"] == rounds["read"] + 1  # nobody was left for the last one
@@ -137,14 +138,14 @@ def test_an_abort_while_a_round_runs(make_small_engine, make_plain, rounds):
     while not rounds["late"]:
         engine.step()
     second = engine.add(PROMPTS[0], long)
-    kept = engine.request(second)
+    survivor = engine.request(second)
     for _ in range(2):  # the round in flight is read, and the prompt
         engine.step()
-    assert kept.output_length == 1
+    assert survivor.output_length == 1
     while rounds["late"] < 3:
         engine.step()
     assert rounds["launched"] == rounds["read"] + 1
-    held = set(engine.request(first).pages)
+    old_pages = set(engine.request(first).pages)
     engine.abort(first)
     third = engine.request(engine.add(PROMPTS[2], replace(SAMPLED, max_tokens=9)))
     engine.step()
@@ -152,35 +153,37 @@ def test_an_abort_while_a_round_runs(make_small_engine, make_plain, rounds):
     while engine.has_work:
         engine.step()
         engine._pool.invariants(engine._scheduler.running)
-        held -= set(third.pages)
-    assert held != set(range(1, 17))
-    whole = make_plain(small=True)
-    assert kept.output_ids == whole(PROMPTS[0], long).token_ids
-    assert third.output_ids == whole(PROMPTS[2], replace(SAMPLED, max_tokens=9)).token_ids
+        old_pages -= set(third.pages)
+    assert old_pages != set(range(1, 17))
+    oracle = make_plain(small=True)
+    assert survivor.output_ids == oracle(PROMPTS[0], long).token_ids
+    assert third.output_ids == oracle(PROMPTS[2], replace(SAMPLED, max_tokens=9)).token_ids
 
 
 def test_pages_are_known_by_the_same_features(make_small_engine, rounds):
     """What a request that begins with a page's text goes on from, though the host meets it a round later."""
-    found = []
+    runs = []
     for ahead in (1, 0):
         engine = make_small_engine(proposer="head", page_size=4, **AHEAD | {"rounds_ahead": ahead})
-        publish, known = engine._pool.pages.publish, []
-        engine._pool.pages.publish = lambda *own, publish=publish, known=known: (known.append(own), publish(*own))
+        publish, calls = engine._pool.pages.publish, []
+        engine._pool.pages.publish = lambda *args, publish=publish, calls=calls: (calls.append(args), publish(*args))
         engine.generate(PROMPTS[:1], replace(SAMPLED, max_tokens=40))
-        found.append(known)
+        runs.append(calls)
     assert rounds["late"] > 10
-    assert len(found[0]) > 7
-    for (page, _, ours), (same, _, theirs) in zip(*found, strict=True):
-        assert page == same
-        assert torch.equal(ours, theirs)
+    assert len(runs[0]) > 7
+    for (page, _, features), (other_page, _, other_features) in zip(*runs, strict=True):
+        assert page == other_page
+        assert torch.equal(features, other_features)
 
 
 def test_scarce_pages(make_small_engine, make_plain, rounds):
     """Rounds ahead take no page from anyone: the last ones are given out step by step, and pre-empted for."""
     engine = make_small_engine(proposer="head", max_batch=5, page_size=4, max_tokens_in_cache=72, **AHEAD)
-    whole = make_plain(small=True)
-    params = [replace(own, max_tokens=25) for own in PARAMS]
-    assert ids(engine.generate(PROMPTS, params)) == [whole(*own).token_ids for own in zip(PROMPTS, params, strict=True)]
+    oracle = make_plain(small=True)
+    params = [replace(item, max_tokens=25) for item in PARAMS]
+    assert ids(engine.generate(PROMPTS, params)) == [
+        oracle(*item).token_ids for item in zip(PROMPTS, params, strict=True)
+    ]
     assert engine.stats.preemptions > 0
     assert rounds["late"] > 0
 
@@ -197,8 +200,8 @@ def test_up_to_the_end_of_the_context(make_small_engine, make_plain, rounds):
 
 def test_what_the_host_has_a_hand_in_goes_step_by_step(make_small_engine, rounds):
     engine = make_small_engine(proposer="head", max_batch=2, **AHEAD)
-    for asked in ({"logprobs": 0}, {"presence_penalty": 0.1}, {"min_tokens": 2}, {"acceptance": "typical"}):
-        engine.generate(PROMPTS[:1], replace(SAMPLED, **asked))
+    for options in ({"logprobs": 0}, {"presence_penalty": 0.1}, {"min_tokens": 2}, {"acceptance": "typical"}):
+        engine.generate(PROMPTS[:1], replace(SAMPLED, **options))
     engine.generate(PROMPTS[:1], replace(GREEDY, max_draft_tokens=2))
     engine.generate(PROMPTS[:1], replace(GREEDY, speculate=False))
     assert not rounds
@@ -216,30 +219,32 @@ def test_where_drafting_does_not_pay_plain_rounds_go_ahead(
     engine = make_small_engine(max_batch=6, **AHEAD)
     engine.set_proposer(proposer, config=replace(engine.proposer_config, adaptive=True))
     assert not rounds  # nor are steps measured in them
-    told = []
+    records = []
 
-    class Told(Switch):
+    class Recorder(Switch):
         def skips(self, request_id) -> bool:
             return not self.pays
 
-        def record_step(self, batch, rows, drafting, whole) -> None:
-            told.append((rounds["read"], batch, rows, drafting, whole > 0))
+        def record_step(self, batch, rows, drafting, seconds) -> None:
+            records.append((rounds["read"], batch, rows, drafting, seconds > 0))
 
-    engine.speculator.planner = switch = Told()
-    names = [engine.add(*own) for own in zip(PROMPTS, [replace(own, max_tokens=80) for own in PARAMS], strict=True)]
+    engine.speculator.planner = switch = Recorder()
+    names = [engine.add(*item) for item in zip(PROMPTS, [replace(item, max_tokens=80) for item in PARAMS], strict=True)]
     requests = [engine.request(name) for name in names]
     for _ in range(20):
         engine.step()
     ahead = rounds["late"]
     assert ahead > 10
-    assert [own for own in told if own[0]] == [(2 + number, 5, 5, None, True) for number in range(ahead - 1)]
-    assert not any(own.stats.drafted for own in requests)
+    assert [item for item in records if item[0]] == [(2 + number, 5, 5, None, True) for number in range(ahead - 1)]
+    assert not any(item.stats.drafted for item in requests)
     switch.pays = True
     while engine.has_work:
         engine.step()
-    assert any(own.stats.drafted for own in requests)
+    assert any(item.stats.drafted for item in requests)
     plain = make_plain(small=True)
-    assert [own.output_ids for own in requests] == [plain(own.prompt_ids, own.params).token_ids for own in requests]
+    assert [item.output_ids for item in requests] == [
+        plain(item.prompt_ids, item.params).token_ids for item in requests
+    ]
     engine._pool.invariants([])
 
 
@@ -252,15 +257,15 @@ def test_probes_find_out_between_rounds_ahead(make_small_engine, make_plain, rou
     costs = CostModel(CostTable((1, 4), (curve, curve), (0.0, 0.0), {"head": (curve, curve)}))
     engine.speculator.planner = controller = Controller(costs, AcceptanceModel({"head": [0.0]}))
     record_step = controller.record_step
-    controller.record_step = lambda batch, rows, drafting, whole: record_step(batch, rows, drafting, 0.005 * rows)
+    controller.record_step = lambda batch, rows, drafting, seconds: record_step(batch, rows, drafting, 0.005 * rows)
     params = replace(GREEDY, max_tokens=150)
     requests = [engine.request(engine.add(prompt, params)) for prompt in PROMPTS[:3]]
     while engine.has_work:
         engine.step()
     assert rounds["late"] > 20
-    assert any(own.stats.drafted for own in requests)
+    assert any(request.stats.drafted for request in requests)
     plain = make_plain(small=True)
-    assert [own.output_ids for own in requests] == [plain(prompt, params).token_ids for prompt in PROMPTS[:3]]
+    assert [request.output_ids for request in requests] == [plain(prompt, params).token_ids for prompt in PROMPTS[:3]]
 
 
 class Lives(test_lives.Lives):
@@ -278,11 +283,11 @@ class Lives(test_lives.Lives):
     config = AHEAD
 
     @staticmethod
-    def random_params(chance):
-        asked, plain = random_params(chance), SamplingParams(max_tokens=1)
-        if chance.random() < 0.1:
-            return asked
-        kept = (
+    def random_params(rng):
+        params, base = random_params(rng), SamplingParams(max_tokens=1)
+        if rng.random() < 0.1:
+            return params
+        field_names = (
             "max_tokens",
             "temperature",
             "seed",
@@ -294,27 +299,27 @@ class Lives(test_lives.Lives):
             "stop_token_ids",
             "ignore_eos",
         )
-        return replace(plain, **{name: getattr(asked, name) for name in kept})
+        return replace(base, **{name: getattr(params, name) for name in field_names})
 
 
 @pytest.mark.slow
 def test_lives_with_rounds_ahead(make_small_engine, make_plain, rounds, request):
     seen: Counter = Counter()
     test_lives.live(partial(Lives, make_small_engine, make_plain, seen), request.config.getoption("--soak") // 100)
-    assert all(seen[what] > 0 for what in ("stop", "length", "abort", "pre-empted", "accepted", "adopted pages")), seen
+    assert all(seen[name] > 0 for name in ("stop", "length", "abort", "pre-empted", "accepted", "adopted pages")), seen
     assert rounds["late"] > 50
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("options", "message"),
     [
         ({"rounds_ahead": 2}, "engine.rounds_ahead=2: must be 0 or 1"),
         ({"rounds_ahead": 1, "graphs": "off"}, "engine.rounds_ahead=1: .* engine.graphs=off"),
     ],
 )
-def test_what_cannot_be_asked_for(asked, message):
+def test_what_cannot_be_asked_for(options, message):
     with pytest.raises(ValueError, match=message):
-        EngineConfig(**asked)
+        EngineConfig(**options)
 
 
 def test_no_rounds_without_graphs(make_small_engine):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from infer.request import SamplingParams
-from tests.laws import Z, chi_square_excess, sampling_law
+from tests.distributions import Z, chi_square_excess, sampling_probs
 from tests.lossless.plain import ids
 
 RUNS = 1000
@@ -45,17 +45,17 @@ def logits_after(engine):
 @pytest.fixture(scope="module")
 def pairs(engine):
     """The two tokens that RUNS seeds choose under each setting, all in one run, in random order."""
-    asked = [(name, seed) for name in SETTINGS for seed in range(RUNS)]
-    random.Random(0).shuffle(asked)
+    cases = [(name, seed) for name in SETTINGS for seed in range(RUNS)]
+    random.Random(0).shuffle(cases)
     params = [
         SamplingParams(max_tokens=2, ignore_eos=True, seed=seed * 7919 + (seed << 33), **SETTINGS[name])
-        for name, seed in asked
+        for name, seed in cases
     ]
     chosen = ids(engine.generate([PROMPT] * len(params), params))
-    answers: dict[str, list] = {name: [None] * RUNS for name in SETTINGS}
-    for (name, seed), own in zip(asked, chosen, strict=True):
-        answers[name][seed] = own
-    return answers
+    token_pairs: dict[str, list] = {name: [None] * RUNS for name in SETTINGS}
+    for (name, seed), tokens in zip(cases, chosen, strict=True):
+        token_pairs[name][seed] = tokens
+    return token_pairs
 
 
 def excess(pairs, logits_after, **setting) -> float:
@@ -63,10 +63,10 @@ def excess(pairs, logits_after, **setting) -> float:
     V = 96
     index = torch.tensor(pairs)
     counts = torch.bincount(index[:, 0] * V + index[:, 1], minlength=V * V).view(V, V)
-    first = sampling_law(logits_after([PROMPT])[0, -1], **setting)
+    first = sampling_probs(logits_after([PROMPT])[0, -1], **setting)
     rows = logits_after([[*PROMPT, token] for token in range(V)])[:, -1]
-    law = first[:, None] * torch.stack([sampling_law(row, **setting) for row in rows])
-    views = ((counts.sum(1), law.sum(1)), (counts.sum(0), law.sum(0)), (counts.flatten(), law.flatten()))
+    probs = first[:, None] * torch.stack([sampling_probs(row, **setting) for row in rows])
+    views = ((counts.sum(1), probs.sum(1)), (counts.sum(0), probs.sum(0)), (counts.flatten(), probs.flatten()))
     return max(chi_square_excess(*view) for view in views)
 
 
@@ -98,15 +98,15 @@ def test_along_a_text(engine, logits_after, name):
     length, texts = 90, 12
     params = [SamplingParams(max_tokens=length, ignore_eos=True, seed=seed, **SETTINGS[name]) for seed in range(texts)]
     chosen = ids(engine.generate([PROMPT] * texts, params))
-    logits = logits_after([PROMPT + own for own in chosen])
+    logits = logits_after([PROMPT + tokens for tokens in chosen])
     generator = torch.Generator().manual_seed(1)
-    places = []
-    for own, rows in zip(chosen, logits, strict=True):
-        for token, row in zip(own, rows[len(PROMPT) - 1 :], strict=False):
-            law = sampling_law(row, **SETTINGS[name])
+    quantiles = []
+    for tokens, rows in zip(chosen, logits, strict=True):
+        for token, row in zip(tokens, rows[len(PROMPT) - 1 :], strict=False):
+            probs = sampling_probs(row, **SETTINGS[name])
             share = float(torch.rand((), generator=generator))
-            places.append(float(law[:token].sum() + share * law[token]))
-    counts = torch.histc(torch.tensor(places), bins=30, min=0, max=1)
+            quantiles.append(float(probs[:token].sum() + share * probs[token]))
+    counts = torch.histc(torch.tensor(quantiles), bins=30, min=0, max=1)
     assert counts.sum() == texts * length
     assert chi_square_excess(counts, torch.full((30,), 1 / 30)) < Z
 

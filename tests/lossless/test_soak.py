@@ -30,8 +30,8 @@ from tests.lossless.plain import Answer, Plain
 from tests.lossless.random_requests import FIELDS, is_exact, random_params, random_prompt, singles
 
 SEED = 1
-PRESENT = 30  # requests at any time, at most
-GROWTH_MIB = 16  # beyond the first quarter; measured: see LOG.md
+MAX_PRESENT = 30  # requests at any time, at most
+MAX_GROWTH_MIB = 16  # beyond the first quarter; measured: see LOG.md
 # What suffix decoding remembers of its tenants: bounded, asserted by itself. And an engine's compiler of grammars: one,
 # made when the first grammar comes.
 MEMORY = (Node, CountedTrie, Earlier, Constraints)
@@ -40,20 +40,20 @@ MEMORY = (Node, CountedTrie, Earlier, Constraints)
 class Soak:
     """Keeps some requests in the engine, each with what it was answered so far."""
 
-    def __init__(self, engine: Engine, chance: random.Random, now: list[float]) -> None:
-        self.engine, self.chance, self.now = engine, chance, now
+    def __init__(self, engine: Engine, rng: random.Random, now: list[float]) -> None:
+        self.engine, self.rng, self.now = engine, rng, now
         self.present: dict[str, tuple[list[int], SamplingParams, Answer]] = {}
         self.ended: list[tuple[list[int], SamplingParams, Answer]] = []  # since someone looked last
         self.added = self.steps = self.tokens = 0
         self.reasons: Counter[str] = Counter()
-        self.asked: set[str] = set()  # fields that some request gave another value than the default
+        self.fields_set: set[str] = set()  # fields that some request gave another value than the default
         self.moments: dict[str, str] = {}  # at which a request's proposer fails
         faults.install(engine, lambda request: self.moments.get(request.request_id))
 
     def add(self) -> None:
-        chance = self.chance
-        prompt, params = random_prompt(chance, self.engine.context), random_params(chance)
-        self.asked |= {own.name for own in fields(params) if getattr(params, own.name) != own.default}
+        rng = self.rng
+        prompt, params = random_prompt(rng, self.engine.context), random_params(rng)
+        self.fields_set |= {f.name for f in fields(params) if getattr(params, f.name) != f.default}
         parent = None
         for single in [params] if params.n == 1 else singles(params, seed=self.added):
             name = f"{PREFIX}{self.added}"
@@ -63,14 +63,14 @@ class Soak:
             (seeded,) = singles(single, seed=self.engine.request(name).seed)
             self.present[name] = prompt, seeded, Answer()
             parent = parent or name
-            if chance.random() < 0.03:
-                self.moments[name] = chance.choice(faults.MOMENTS)
+            if rng.random() < 0.03:
+                self.moments[name] = rng.choice(faults.MOMENTS)
 
     def step(self) -> None:
-        if self.present and self.chance.random() < 0.04:
-            self.engine.abort(victim := self.chance.choice(list(self.present)))
+        if self.present and self.rng.random() < 0.04:
+            self.engine.abort(victim := self.rng.choice(list(self.present)))
             self.end(victim, "abort")
-        self.now[0] += self.chance.choice([0.0, 0.001, 0.004])
+        self.now[0] += self.rng.choice([0.0, 0.001, 0.004])
         for output in self.engine.step():
             self.present[output.request_id][2].take(output)
             self.tokens += len(output.token_ids)
@@ -86,57 +86,57 @@ class Soak:
     def serve(self, until: int, plain) -> None:
         """Until that many were added and all have ended. Every tenth answer is compared with plain decoding's."""
         while self.added < until or self.present:
-            while self.added < until and len(self.present) < PRESENT and self.chance.random() < 0.7:
+            while self.added < until and len(self.present) < MAX_PRESENT and self.rng.random() < 0.7:
                 self.add()
             self.step()
             if self.steps % 50 == 0:
                 self.engine._pool.invariants(self.engine._scheduler.running)
                 assert kept(self.engine) <= set(self.present)
             for prompt, params, answer in self.ended:
-                if self.chance.random() < 0.1 and is_exact(params):
-                    whole = plain.anew(prompt, params)
-                    assert answer.begins(whole), (prompt, params)
-                    assert answer == whole or answer.finish_reason not in ("stop", "length"), (prompt, params)
+                if self.rng.random() < 0.1 and is_exact(params):
+                    full = plain.uncached(prompt, params)
+                    assert answer.is_prefix_of(full), (prompt, params)
+                    assert answer == full or answer.finish_reason not in ("stop", "length"), (prompt, params)
             self.ended.clear()
 
 
 def tensors() -> Counter[str]:
     """All that are alive, by dtype and shape: which ones a leak is made of."""
-    alive = (thing for thing in gc.get_objects() if type(thing) is torch.Tensor)
-    return Counter(f"{thing.dtype} {list(thing.shape)}" for thing in alive)
+    alive = (tensor for tensor in gc.get_objects() if type(tensor) is torch.Tensor)
+    return Counter(f"{tensor.dtype} {list(tensor.shape)}" for tensor in alive)
 
 
-def held() -> tuple[float, Counter[str]]:
+def snapshot() -> tuple[float, Counter[str]]:
     """Resident MiB; and how many there are of the engine's own objects and of tensors, by class."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what was freed is not held, though the allocator may keep it
-    kinds = [type(thing) for thing in gc.get_objects()]
-    ours = [kind for kind in kinds if str(kind.__module__).startswith("infer.") or kind is torch.Tensor]
+    classes = [type(thing) for thing in gc.get_objects()]
+    counted = [kind for kind in classes if str(kind.__module__).startswith("infer.") or kind is torch.Tensor]
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20, Counter(kind.__name__ for kind in ours if kind not in MEMORY)
+    return pages * resource.getpagesize() / 2**20, Counter(kind.__name__ for kind in counted if kind not in MEMORY)
 
 
 @torch.inference_mode()
-def meet_every_number_of_rows(engine: Engine) -> None:
+def warm_up_row_counts(engine: Engine) -> None:
     """Where oneDNN multiplies, it compiles a kernel for each and keeps it: up to a tenth of a MiB, which is no leak."""
     modules = (engine.target, engine.head, engine._draft_model.module)
-    linears = [own.packed for module in modules for own in module.modules() if isinstance(own, Linear)]
-    for linear in {(own.in_features, own.out_features): own for own in linears}.values():
+    linears = [layer.packed for module in modules for layer in module.modules() if isinstance(layer, Linear)]
+    for linear in {(layer.in_features, layer.out_features): layer for layer in linears}.values():
         for rows in range(1, engine.config.max_rows + 1):
             linear(torch.zeros(rows, linear.in_features))
 
 
-def meet_every_proposer(engine: Engine, plain: Plain) -> None:
+def warm_up_proposers(engine: Engine, plain: Plain) -> None:
     """A model makes its table of rotary angles when it is first run, and requests may choose its proposer late."""
     for name in FIELDS["proposer"]:
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8, proposer=name))
-    plain.anew([1, 2, 3], SamplingParams(max_tokens=8))
+    plain.uncached([1, 2, 3], SamplingParams(max_tokens=8))
 
 
 @pytest.mark.slow
 def test_soak(make_small_engine, make_plain, request):
-    count, began = request.config.getoption("--soak"), time.perf_counter()
-    others = held()[1][Request.__name__]  # of earlier tests of this process, kept by something of theirs
+    count, start = request.config.getoption("--soak"), time.perf_counter()
+    earlier_requests = snapshot()[1][Request.__name__]  # of earlier tests of this process, kept by something of theirs
     now = [0.0]
     engine = make_small_engine(
         proposer="head",
@@ -149,39 +149,39 @@ def test_soak(make_small_engine, make_plain, request):
         clock=lambda: now[0],
     )
     plain = make_plain(small=True)
-    meet_every_proposer(engine, plain)
+    warm_up_proposers(engine, plain)
     soak = Soak(engine, random.Random(SEED), now)
-    meet_every_number_of_rows(engine)
+    warm_up_row_counts(engine)
     for width in range(1, MAX_NODES + 1):
         chain_fields(width)  # which are kept: a chain of a new width is no leak
-    with faults.said() as told:
+    with faults.failed_requests() as failed:
         soak.serve(count // 4, plain)
         assert_nothing_left(engine)
-        before, files, shapes = held(), open_files(), tensors()
+        before, files, shapes = snapshot(), open_files(), tensors()
         soak.serve(count, plain)
         assert_nothing_left(engine)
-        after = held()
+        after = snapshot()
     numbers = {
         "requests": soak.added,
-        "seconds": round(time.perf_counter() - began, 1),
+        "seconds": round(time.perf_counter() - start, 1),
         "steps": soak.steps,
         "tokens": soak.tokens,
         "ended": dict(soak.reasons),
         "pre-emptions": engine.stats.preemptions,
-        "proposer failures": len(told),
+        "proposer failures": len(failed),
         "drafted, accepted": (engine.stats.speculation.drafted, engine.stats.speculation.accepted),
         "MiB": (round(before[0], 1), round(after[0], 1)),
         "files": (files, open_files()),
         "objects": (before[1].total(), after[1].total()),
     }
     print(numbers)
-    assert soak.asked == {own.name for own in fields(SamplingParams)}
+    assert soak.fields_set == {f.name for f in fields(SamplingParams)}
     assert all(soak.reasons[reason] for reason in ("stop", "length", "abort", "deadline")), numbers
     assert engine.stats.preemptions > 0
-    assert len(told) > 0
+    assert len(failed) > 0
     assert (after[1] - before[1], before[1] - after[1]) == (Counter(), Counter()), tensors() - shapes
-    assert after[1][Request.__name__] == others
-    assert after[0] - before[0] < GROWTH_MIB, numbers
+    assert after[1][Request.__name__] == earlier_requests
+    assert after[0] - before[0] < MAX_GROWTH_MIB, numbers
     assert open_files() == files
     tenants = engine._proposers["suffix"][0]._tenants
     assert set(tenants) <= {"", *FIELDS["cache_salt"]}

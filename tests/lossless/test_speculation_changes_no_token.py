@@ -43,9 +43,9 @@ def test_every_head(make_engine, prompts, expected, dtype, head):
         completions = engine.generate(prompts, params)
         assert ids(completions) == expected[dtype, params]
         stats = [completion.stats for completion in completions]
-        assert 0 < sum(own.accepted for own in stats) < sum(own.drafted for own in stats)
+        assert 0 < sum(stat.accepted for stat in stats) < sum(stat.drafted for stat in stats)
         if params is GREEDY:
-            assert sum(own.emitted for own in stats) / sum(own.steps for own in stats) > 1.3
+            assert sum(stat.emitted for stat in stats) / sum(stat.steps for stat in stats) > 1.3
     assert engine.stats.preemptions > 0
     engine._pool.invariants([])
 
@@ -109,9 +109,9 @@ def test_seeds_tell_requests_apart_and_are_returned(make_engine, prompts):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 def test_every_length_of_accepted_run(make_engine, prompts, expected, dtype, params):
-    answers = {tuple(p): a for p, a in zip(prompts, expected[dtype, params], strict=True)}
+    responses = {tuple(p): a for p, a in zip(prompts, expected[dtype, params], strict=True)}
     engine = make_engine(dtype, "ngram", drafts=9, max_batch=5)
-    engine.add_proposer(WrongThenRight(lambda request: answers[tuple(request.prompt_ids)]), Budget(9, 9))
+    engine.add_proposer(WrongThenRight(lambda request: responses[tuple(request.prompt_ids)]), Budget(9, 9))
     completions = engine.generate(prompts, params)
     assert ids(completions) == expected[dtype, params]
     stats = engine.stats.speculation

@@ -48,11 +48,11 @@ def load(folder, dtype, ranks, proposer, head=None, **drafting):
     )
 
 
-def answer(engine):
+def generate_twice(engine):
     """Everything at once, twice: the second time the prefix cache knows prompts."""
-    answers = [*engine.generate(*make_requests()), *engine.generate(*make_requests())]
+    completions = [*engine.generate(*make_requests()), *engine.generate(*make_requests())]
     engine._pool.invariants([])
-    return [(a.token_ids, a.logprobs, a.prompt_logprobs) for a in answers]
+    return [(a.token_ids, a.logprobs, a.prompt_logprobs) for a in completions]
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -63,7 +63,7 @@ def dtype(request):
 @pytest.fixture(scope="module")
 def expected(tiny_target_folder, dtype):
     """Plain decoding in this process."""
-    return answer(load(tiny_target_folder, dtype, 1, "none"))
+    return generate_twice(load(tiny_target_folder, dtype, 1, "none"))
 
 
 @pytest.mark.parametrize("shape", [{}, {"tree_width": 4}], ids=["chain", "tree"])
@@ -72,7 +72,7 @@ def test_two_ranks_answer_like_one(tiny_target_folder, tiny_head_folder, dtype, 
     engine = load(tiny_target_folder, dtype, 2, "head", head, **shape)
     try:
         with counted(engine) as calls:
-            assert answer(engine) == expected
+            assert generate_twice(engine) == expected
         assert calls["copy"] == 2, "each time one of the two answers began with the other's pages"
         assert (calls["move"] > 0) == bool(shape), "accepted paths of trees, and only these, are moved"
         assert calls["rows of prompts"] < 2 * sum(map(len, make_requests()[0])), "known pages were shared"
@@ -87,13 +87,13 @@ def test_a_head_that_borrows_the_lm_head(tiny_target, tiny_target_folder, tmp_pa
     head = EagleHead(EagleConfig.for_target(tiny_target.config))
     head.initialise(tiny_target, from_target=True)
     provenance = {"target_fingerprint": tiny_target.fingerprint}
-    names = {"verifier": tiny_target.path, "verifier_architecture": "LlamaForCausalLM"}
-    save_head(head, tmp_path, **names, speculative_tokens=4, provenance=provenance)
+    metadata = {"verifier": tiny_target.path, "verifier_architecture": "LlamaForCausalLM"}
+    save_head(head, tmp_path, **metadata, speculative_tokens=4, provenance=provenance)
     config = EagleHeadConfig(name="eagle", path=str(tmp_path))
-    wanted = answer(load(tiny_target_folder, "float32", 1, "head", config))
+    wanted = generate_twice(load(tiny_target_folder, "float32", 1, "head", config))
     engine = load(tiny_target_folder, "float32", 2, "head", config)
     try:
-        assert answer(engine) == wanted
+        assert generate_twice(engine) == wanted
         assert engine.stats.speculation.drafted > 0
     finally:
         engine.close()
@@ -137,10 +137,10 @@ FAMILIES = {
 @pytest.mark.parametrize(("family", "dtype"), [*zip(FAMILIES, ("float32", "bfloat16", "bfloat16"), strict=True)])
 def test_other_families(tiny_target_folder, tmp_path, family, dtype):
     folder = make_family(family, tiny_target_folder, tmp_path)
-    wanted = answer(load(folder, dtype, 1, "none"))
+    wanted = generate_twice(load(folder, dtype, 1, "none"))
     engine = load(folder, dtype, 2, "ngram")
     try:
-        assert answer(engine) == wanted
+        assert generate_twice(engine) == wanted
         assert engine.stats.speculation.accepted > 0
     finally:
         engine.close()

@@ -26,12 +26,12 @@ SHAPES = {
 @pytest.mark.parametrize("batch", [1, 8])
 def test_head_trees(make_engine, prompts, expected, dtype, shape, batch):
     engine = make_engine(dtype, "head", drafts=5, shape=SHAPES[shape], max_batch=batch)
-    some = slice(1, None, 2) if batch == 1 else slice(None)  # alone they take long
+    subset = slice(1, None, 2) if batch == 1 else slice(None)  # alone they take long
     for params in (GREEDY, SAMPLED):
-        completions = engine.generate(prompts[some], params)
-        assert ids(completions) == expected[dtype, params][some]
+        completions = engine.generate(prompts[subset], params)
+        assert ids(completions) == expected[dtype, params][subset]
         stats = [completion.stats for completion in completions]
-        assert 0 < sum(own.accepted for own in stats) < sum(own.drafted for own in stats)
+        assert 0 < sum(stat.accepted for stat in stats) < sum(stat.drafted for stat in stats)
     engine._pool.invariants([])
 
 
@@ -47,19 +47,19 @@ def torch_kernels(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_chains_and_trees_without_the_c_kernels(make_engine, prompts, torch_kernels, dtype):
-    some = prompts[1::3]  # after the edge of a page, at that of a tile, and one that repeats itself
-    both = {"sources": ["head", "draft_model"]}
+    subset = prompts[1::3]  # after the edge of a page, at that of a tile, and one that repeats itself
+    two_sources = {"sources": ["head", "draft_model"]}
     plain = make_engine(dtype, "none", max_batch=1)
     for params in (replace(GREEDY, max_tokens=16), replace(SAMPLED, max_tokens=16)):
-        wanted = [ids(plain.generate([prompt], params))[0] for prompt in some]
+        expected = [ids(plain.generate([prompt], params))[0] for prompt in subset]
         accepted = 0
-        for proposer, shape in (("head", None), ("head", SHAPES["few nodes"]), ("combined", both)):
+        for proposer, shape in (("head", None), ("head", SHAPES["few nodes"]), ("combined", two_sources)):
             engine = make_engine(dtype, proposer, drafts=4, shape=shape, draft_model="same", prefill_chunk=100)
-            completions = engine.generate(some, params)
-            assert ids(completions) == wanted
+            completions = engine.generate(subset, params)
+            assert ids(completions) == expected
             assert all(completion.stats.drafted > 0 for completion in completions)
             accepted += sum(completion.stats.accepted for completion in completions)
-        assert accepted > len(some) * 6  # the draft model is the target itself
+        assert accepted > len(subset) * 6  # the draft model is the target itself
 
 
 @pytest.mark.parametrize("shape", ["wide", "fixed"])
@@ -70,7 +70,7 @@ def test_trees_of_every_head(make_engine, prompts, expected, head, shape):
         completions = engine.generate(prompts, params)
         assert ids(completions) == expected[torch.float32, params]
         stats = [completion.stats for completion in completions]
-        assert 0 < sum(own.accepted for own in stats) < sum(own.drafted for own in stats)
+        assert 0 < sum(stat.accepted for stat in stats) < sum(stat.drafted for stat in stats)
     engine._pool.invariants([])
 
 
@@ -97,9 +97,9 @@ def test_trees_at_the_end_of_the_context(make_engine):
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_any_valid_tree(make_engine, prompts, expected, dtype, params, seed):
-    answers = {tuple(p): a for p, a in zip(prompts, expected[dtype, params], strict=True)}
+    responses = {tuple(p): a for p, a in zip(prompts, expected[dtype, params], strict=True)}
     engine = make_engine(dtype, "ngram", drafts=12, max_batch=5)
-    engine.add_proposer(Thicket(lambda request: answers[tuple(request.prompt_ids)], seed), Budget(12, 12))
+    engine.add_proposer(Thicket(lambda request: responses[tuple(request.prompt_ids)], seed), Budget(12, 12))
     completions = engine.generate(prompts, params)
     assert ids(completions) == expected[dtype, params]
     assert engine.stats.speculation.acceptance_length > 1.5

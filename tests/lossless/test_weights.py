@@ -22,8 +22,8 @@ def test_drafts_change_no_token_of_a_target_with_narrow_weights(make_small_engin
         completions = engine.generate(prompts, params)
         assert ids(completions) == plain
         assert all(completion.stats.drafted > 0 for completion in completions)
-    own, other = (make_small_engine(weights=format).target.logits(torch.ones(1, 32)) for format in (weights, "same"))
-    assert 0 < (own - other).abs().max() < error * other.abs().max()
+    logits, reference = (make_small_engine(weights=fmt).target.logits(torch.ones(1, 32)) for fmt in (weights, "same"))
+    assert 0 < (logits - reference).abs().max() < error * reference.abs().max()
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -32,7 +32,7 @@ def test_a_head_in_fewer_bits_drafts_a_little_otherwise_and_changes_no_token(
     make_engine, prompts, expected, head, weights
 ):
     few = prompts[2:5]
-    engines = [make_engine(head=head, head_weights=own, max_batch=4) for own in ("same", weights)]
+    engines = [make_engine(head=head, head_weights=fmt, max_batch=4) for fmt in ("same", weights)]
     for params in (GREEDY, SAMPLED):
         plain = expected[torch.float32, params][2:5]
         assert [ids(engine.generate(few, params)) for engine in engines] == [plain, plain]
@@ -40,8 +40,8 @@ def test_a_head_in_fewer_bits_drafts_a_little_otherwise_and_changes_no_token(
     assert accepted[1] > accepted[0] / 2 > 0
     modules = [engine.head for engine in engines]
     state = torch.randn(3, modules[0].config.hidden_size, generator=torch.Generator().manual_seed(0))
-    whole, narrow = (module.logits(state, 0) for module in modules)
-    assert 0 < (whole - narrow).abs().max() < {"int8": 0.05, "int4": 0.5}[weights] * whole.abs().max()
+    full, narrow = (module.logits(state, 0) for module in modules)
+    assert 0 < (full - narrow).abs().max() < {"int8": 0.05, "int4": 0.5}[weights] * full.abs().max()
 
 
 @pytest.mark.parametrize("key", ["weights", "head_weights"])
@@ -54,9 +54,9 @@ def test_drafts_change_no_token_over_keys_and_values_of_8_bits(make_small_engine
     """One request alone and all together, in chains and trees, through graphs and after pre-emptions."""
     dtype, prompts = torch.bfloat16, [[5, 6, 7] * 6, list(range(30, 60)), [5, 6, 7] * 6 + [9]]
     plain = make_small_engine(dtype, kv_dtype="fp8", max_batch=1, prefix_cache=False)
-    whole = make_small_engine(dtype, max_batch=1)
+    unquantized = make_small_engine(dtype, max_batch=1)
     assert {cache.dtype for cache in plain._pool.layers.caches} == {torch.float8_e4m3fn}
-    assert plain.memory.kv * dtype.itemsize == whole.memory.kv
+    assert plain.memory.kv * dtype.itemsize == unquantized.memory.kv
     engines = [
         make_small_engine(dtype, "head", {"tree_width": 3, "tree_nodes": 9}, kv_dtype="fp8", graphs="on"),
         make_small_engine(dtype, "draft_model", kv_dtype="fp8", max_tokens_in_cache=96, prefill_chunk=16),
@@ -67,7 +67,7 @@ def test_drafts_change_no_token_over_keys_and_values_of_8_bits(make_small_engine
             completions = engine.generate(prompts, params)
             assert ids(completions) == expected
             assert all(completion.stats.drafted > 0 for completion in completions)
-    asked = replace(GREEDY, max_tokens=2, logprobs=0)
-    in_8, in_16 = (engine.generate(prompts, asked) for engine in (plain, whole))
-    seen = [own.logprobs != other.logprobs for own, other in zip(in_8, in_16, strict=True)]
-    assert all(seen), "8 bits are too few to leave a probability what it was"
+    short_params = replace(GREEDY, max_tokens=2, logprobs=0)
+    in_8, in_16 = (engine.generate(prompts, short_params) for engine in (plain, unquantized))
+    differs = [narrow.logprobs != wide.logprobs for narrow, wide in zip(in_8, in_16, strict=True)]
+    assert all(differs), "8 bits are too few to leave a probability what it was"

@@ -47,7 +47,7 @@ def make_talking_target(make_target_folder: Callable[..., Path], folder: Path) -
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.add_special_tokens(list(SPECIAL))
     backend.save(str(folder / "tokenizer.json"))
-    learn(folder, [(prompt(style), answer) for style, answer in CALL.items()], steps=160)
+    learn(folder, [(prompt(style), response) for style, response in CALL.items()], steps=160)
     return folder
 
 

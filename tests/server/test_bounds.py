@@ -18,7 +18,7 @@ from infer.server.protocol.completions import CompletionRequest, GenerationReque
 from infer.server.protocol.errors import ApiError
 from infer.server.protocol.messages import MessagesRequest
 from infer.server.protocol.responses import ResponsesRequest
-from kernels.choose import choose, law
+from kernels.choose import choose, warped_log_probs
 from tests.server.test_extremes import EXTREMES, RAW
 
 VOCABULARY = 384
@@ -38,12 +38,12 @@ def request_of(params: SamplingParams) -> Request:
 
 def compute(params: list[SamplingParams]) -> torch.Tensor:
     """What the engine makes of them: tokens chosen, all rows in one batch."""
-    requests = [request_of(own) for own in params]
+    requests = [request_of(item) for item in params]
     logits = torch.linspace(-65504, 65504, VOCABULARY).roll(100).repeat(len(requests), 1)
-    shaped = torch.cat([shape_rows(own, row[None], [[]]) for own, row in zip(requests, logits, strict=True)])
+    shaped = torch.cat([shape_rows(item, row[None], [[]]) for item, row in zip(requests, logits, strict=True)])
     parameters = choice_parameters(requests, torch.device("cpu"))
-    assert not bool(law(shaped, parameters).isnan().any())
-    assert bool((law(shaped, parameters).amax(-1).isfinite()).all())
+    assert not bool(warped_log_probs(shaped, parameters).isnan().any())
+    assert bool((warped_log_probs(shaped, parameters).amax(-1).isfinite()).all())
     return choose(shaped, parameters, torch.arange(len(requests)))
 
 
@@ -70,16 +70,16 @@ def test_what_the_wire_lets_through_can_be_computed_with(kind: type[GenerationRe
 
 def test_numbers_of_the_python_interface_are_bounded_by_name() -> None:
     messages: list[tuple[str, str]] = []
-    for name, (least, most, _) in {**INTEGERS, **FLOATS}.items():
-        for value in [*NO_NUMBERS, least - 1, most * 2 + 1]:
+    for name, (minimum, maximum, _) in {**INTEGERS, **FLOATS}.items():
+        for value in [*NO_NUMBERS, minimum - 1, maximum * 2 + 1]:
             try:
                 params = SamplingParams(**{"max_tokens": MAX_INT, name: value})
             except ValueError as error:
                 messages.append((name, str(error)))
             else:
-                got = getattr(params, name)
-                assert got is None or least <= got <= most
-                assert isinstance(got, float | None if name in FLOATS else int | None)
+                actual = getattr(params, name)
+                assert actual is None or minimum <= actual <= maximum
+                assert isinstance(actual, float | None if name in FLOATS else int | None)
     assert all(message.startswith(f"{name}=") and len(message) < 200 for name, message in messages)
     assert {name for name, _ in messages} == {*INTEGERS, *FLOATS}
 
@@ -87,8 +87,8 @@ def test_numbers_of_the_python_interface_are_bounded_by_name() -> None:
 def test_extremes_of_the_python_interface_can_be_computed_with() -> None:
     params = [
         SamplingParams(**{"temperature": 1.0, "seed": 1, "max_tokens": MAX_INT, name: type(edge)(edge)})
-        for name, (least, most, _) in {**INTEGERS, **FLOATS}.items()
-        for edge in (least, most)
+        for name, (minimum, maximum, _) in {**INTEGERS, **FLOATS}.items()
+        for edge in (minimum, maximum)
         if name not in ("top_p", "deadline_s", "max_tokens", "min_tokens", "n") or edge
     ]
     params += [SamplingParams(temperature=1.0, seed=1, top_p=1e-320, min_p=1e-320, repetition_penalty=1e-10)]

@@ -61,12 +61,12 @@ def events_of(text: str) -> list[Any]:
 def chat_message(server: Server, *, stream: bool, **fields: Any) -> tuple[Json, str]:
     """As the client has it, and the reason it ended for."""
     body = FIELDS | {"messages": MESSAGES, "tools": [ADD], "stream": stream} | fields
-    answer = server.post("/v1/chat/completions", body)
-    assert answer.status_code == 200, answer.text
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
     if not stream:
-        (choice,) = strictly(answer.text)["choices"]
+        (choice,) = strictly(response.text)["choices"]
         return choice["message"], choice["finish_reason"]
-    deltas = [event["choices"][0] for event in events_of(answer.text)]
+    deltas = [event["choices"][0] for event in events_of(response.text)]
     message: Json = {"role": "assistant", "content": "".join(delta["delta"].get("content") or "" for delta in deltas)}
     calls = [call for delta in deltas for call in delta["delta"].get("tool_calls", [])]
     assert [call.pop("index") for call in calls] == list(range(len(calls)))
@@ -74,23 +74,23 @@ def chat_message(server: Server, *, stream: bool, **fields: Any) -> tuple[Json, 
 
 
 def response_items(server: Server, *, stream: bool, **fields: Any) -> list[Json]:
-    answer = server.post("/v1/responses", FIELDS | {"input": ASKED, "tools": [TOOL], "stream": stream} | fields)
-    assert answer.status_code == 200, answer.text
+    response = server.post("/v1/responses", FIELDS | {"input": ASKED, "tools": [TOOL], "stream": stream} | fields)
+    assert response.status_code == 200, response.text
     if not stream:
-        return strictly(answer.text)["output"]
-    events = events_of(answer.text)
+        return strictly(response.text)["output"]
+    events = events_of(response.text)
     assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == (
         events[-1]["response"]["output"]
     )
     return events[-1]["response"]["output"]
 
 
-def said(message: Json) -> tuple[str, list[tuple[str, str]]]:
+def content_of(message: Json) -> tuple[str, list[tuple[str, str]]]:
     calls = [call["function"] for call in message.get("tool_calls", [])]
     return message["content"] or "", [(call["name"], call["arguments"]) for call in calls]
 
 
-def said_in(items: list[Json]) -> tuple[str, list[tuple[str, str]]]:
+def content_of_items(items: list[Json]) -> tuple[str, list[tuple[str, str]]]:
     text = "".join(part["text"] for item in items if item["type"] == "message" for part in item["content"])
     return text, [(item["name"], item["arguments"]) for item in items if item["type"] == "function_call"]
 
@@ -106,8 +106,8 @@ def send_back(server: Server, message: Json, items: list[Json]) -> None:
     chat = FIELDS | {"messages": [*MESSAGES, message, *results], "tools": [ADD], "max_tokens": 1}
     responses = FIELDS | {"input": [*MESSAGES, *items, *outputs], "tools": [TOOL], "max_output_tokens": 1}
     for path, body in zip(PATHS, (chat, responses), strict=True):
-        answer = server.post(path, body)
-        assert answer.status_code == 200, answer.text
+        response = server.post(path, body)
+        assert response.status_code == 200, response.text
     if not items:
         return  # an empty message is none in a response
     rendered = [
@@ -124,16 +124,16 @@ def send_back(server: Server, message: Json, items: list[Json]) -> None:
 
 @pytest.mark.parametrize("style", WRITTEN)
 def test_whatever_a_model_writes_as_a_call(talking: dict[str, Server], style: str) -> None:
-    for number, (written, sent) in enumerate(ARGUMENTS.items()):
+    for number, (written, returned) in enumerate(ARGUMENTS.items()):
         text = WRITTEN[style].format(written)
         fields = written_exactly(talking[style], text)
         content = "So." if text.startswith("So.") else ""
-        wanted = (text, []) if sent is None else (content, [("add", written if sent == "=" else sent)])
+        expected = (text, []) if returned is None else (content, [("add", written if returned == "=" else returned)])
         stream = bool(number % 2)
         message, reason = chat_message(talking[style], stream=stream, **fields)
-        assert (said(message), reason) == (wanted, "stop" if sent is None else "tool_calls")
+        assert (content_of(message), reason) == (expected, "stop" if returned is None else "tool_calls")
         items = response_items(talking[style], stream=not stream, **fields)
-        assert said_in(items) == wanted
+        assert content_of_items(items) == expected
         send_back(talking[style], message, items)
 
 
@@ -149,14 +149,14 @@ def test_a_call_that_max_tokens_cut(talking: dict[str, Server], style: str) -> N
         free = written_exactly(server, written)
         message, reason = chat_message(server, stream=False, max_tokens=count, **free)
         streamed, _ = chat_message(server, stream=True, max_tokens=count, **free)
-        assert said(message) == said(streamed)
-        assert said(message)[0] == content
-        for name, arguments in said(message)[1]:
+        assert content_of(message) == content_of(streamed)
+        assert content_of(message)[0] == content
+        for name, arguments in content_of(message)[1]:
             assert (name, reason) == ("add", "length")
             assert ADD_ALL.startswith(arguments)
             complete.add(arguments == ADD_ALL)
         items = response_items(server, stream=False, max_output_tokens=count, **free)
-        assert said_in(items) == said(message)
+        assert content_of_items(items) == content_of(message)
         for item in items:
             if item["type"] == "function_call":
                 assert (item["status"] == "completed") == (item["arguments"] == ADD_ALL)
@@ -166,14 +166,14 @@ def test_a_call_that_max_tokens_cut(talking: dict[str, Server], style: str) -> N
     for count in (2, 12, 40):
         forced: Json = {"tool_choice": named, "temperature": 1.5, "seed": count}
         message, reason = chat_message(server, stream=False, max_tokens=count, **forced)
-        assert said(message) == said(chat_message(server, stream=True, max_tokens=count, **forced)[0])
+        assert content_of(message) == content_of(chat_message(server, stream=True, max_tokens=count, **forced)[0])
         assert (message["content"] or "", reason) in (("", "length"), ("", "tool_calls"))
-        calls = said(message)[1]
+        calls = content_of(message)[1]
         assert len(calls) <= 1
         begun.add(len(calls))
         forced |= {"tool_choice": {"type": "function", "name": "add"}, "max_output_tokens": count}
         items = response_items(server, stream=True, **forced)
-        assert said_in(items) == said(message)
+        assert content_of_items(items) == content_of(message)
         send_back(server, message, items)
     assert begun == {0, 1}
 
@@ -188,10 +188,10 @@ def test_reasoning_goes_back(talking: dict[str, Server]) -> None:
         message.pop("refusal")
         chat = FIELDS | {"messages": [*MESSAGES, message, *MESSAGES], "max_tokens": 1}
         body = FIELDS | {"input": [*MESSAGES, *items, *MESSAGES], "max_output_tokens": 1}
-        answers = [
+        responses = [
             talking["think"].post(path, body)
             for path, body in (("/v1/chat/completions", chat), ("/v1/responses", body))
         ]
-        assert [answer.status_code for answer in answers] == [200, 200]
-        wanted = [normalise_message(Message.model_validate(turn).for_template()) for turn in chat["messages"]]
-        assert [normalise_message(turn.for_template()) for turn in ResponsesRequest(**body).messages] == wanted
+        assert [response.status_code for response in responses] == [200, 200]
+        expected = [normalise_message(Message.model_validate(turn).for_template()) for turn in chat["messages"]]
+        assert [normalise_message(turn.for_template()) for turn in ResponsesRequest(**body).messages] == expected

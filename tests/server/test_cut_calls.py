@@ -15,8 +15,8 @@ from infer.server.parsing.tool_styles import STYLES, Call
 from models.json_text import read
 
 TOOLS = ["add", "add_all", "weather"]
-SAY = {"a": 1, "b": {"c": 'x </tool_call> "\\ \U0001f600'}}
-ARGUMENTS = json.dumps(SAY, ensure_ascii=False)
+PAYLOAD = {"a": 1, "b": {"c": 'x </tool_call> "\\ \U0001f600'}}
+ARGUMENTS = json.dumps(PAYLOAD, ensure_ascii=False)
 # style -> a text, what of it is content, and how many calls it makes
 TEXTS = {
     "hermes": (
@@ -70,8 +70,8 @@ def test_wherever_it_is_cut_no_markup_is_content(case: str, forced: bool) -> Non
     style = style_of(case)
     complete = parse(ChatParser(style, TOOLS), [text], cut=False).calls
     assert [call.name for call in complete] == ["add", "add_all"]
-    begins = [place for place in range(len(text)) if text.startswith(style.begin, place)] or [0]
-    seen = set()
+    begins = [position for position in range(len(text)) if text.startswith(style.begin, position)] or [0]
+    prefixes = set()
     for end in range(len(text) + 1):
         parts = ChatParser(style, TOOLS, forced=forced).all_of(text[:end], cut=True)
         if forced:
@@ -80,15 +80,15 @@ def test_wherever_it_is_cut_no_markup_is_content(case: str, forced: bool) -> Non
             assert parts.content == text[:end]
         elif all(not begin < end < begin + len(style.begin) for begin in begins):  # half a mark is no mark
             assert parts.content == content
-        whole, (last,) = parts.calls[:-1], parts.calls[-1:] or [None]
-        assert whole == complete[: len(whole)]
+        finished, (last,) = parts.calls[:-1], parts.calls[-1:] or [None]
+        assert finished == complete[: len(finished)]
         if last is not None:
-            wanted = complete[len(whole)]
-            assert last.name == wanted.name
-            assert wanted.arguments.startswith(last.arguments)
-            assert last.complete == (last.arguments == wanted.arguments)
-            seen.add((len(whole), last.arguments))
-    assert {(0, ""), (0, ARGUMENTS[:5]), (0, ARGUMENTS), (1, ARGUMENTS)} <= seen
+            expected = complete[len(finished)]
+            assert last.name == expected.name
+            assert expected.arguments.startswith(last.arguments)
+            assert last.complete == (last.arguments == expected.arguments)
+            prefixes.add((len(finished), last.arguments))
+    assert {(0, ""), (0, ARGUMENTS[:5]), (0, ARGUMENTS), (1, ARGUMENTS)} <= prefixes
 
 
 @pytest.mark.parametrize("case", TEXTS)
@@ -144,7 +144,7 @@ def test_arguments_that_break_off(text: str, arguments: str) -> None:
 def test_one_call_at_most(case: str) -> None:
     text, content = TEXTS[case]
     for chunks in ([text], list(text)):
-        parts = parse(ChatParser(style_of(case), TOOLS, most_calls=1), chunks, cut=False)
+        parts = parse(ChatParser(style_of(case), TOOLS, max_calls=1), chunks, cut=False)
         assert [call.name for call in parts.calls] == ["add"]
         assert parts.content == content
 
@@ -170,7 +170,7 @@ FRAGMENTS = (
             "thinking": st.booleans(),
             "inside": st.booleans(),
             "forced": st.booleans(),
-            "most_calls": st.sampled_from([None, 1]),
+            "max_calls": st.sampled_from([None, 1]),
         }
     ),
 )
@@ -179,15 +179,15 @@ def test_a_stream_says_what_a_whole_says(
 ) -> None:
     """Of any text, in any pieces; and every complete call is a JSON object that can be sent and read again."""
     text = "".join(fragments)
-    places = sorted({0, len(text), *(place % (len(text) + 1) for place in cuts)})
-    chunks = [text[start:end] for start, end in itertools.pairwise(places)]
-    whole = parse(ChatParser(STYLES[style], TOOLS, **options), [text], cut=cut)
+    positions = sorted({0, len(text), *(cut_at % (len(text) + 1) for cut_at in cuts)})
+    chunks = [text[start:end] for start, end in itertools.pairwise(positions)]
+    expected = parse(ChatParser(STYLES[style], TOOLS, **options), [text], cut=cut)
     streamed = parse(ChatParser(STYLES[style], TOOLS, **options), chunks, cut=cut)
-    assert in_order(streamed) == in_order(whole)
+    assert in_order(streamed) == in_order(expected)
     if not options["forced"]:
-        for call in whole.calls:
+        for call in expected.calls:
             call.arguments.encode()
             if call.complete:
                 assert isinstance(read(call.arguments), dict)
-    if not (whole.calls or cut or options["forced"] or options["thinking"]):
-        assert whole.content == text
+    if not (expected.calls or cut or options["forced"] or options["thinking"]):
+        assert expected.content == text

@@ -40,30 +40,30 @@ def ending(choice: dict[str, Any]) -> tuple[str, Any]:
 @pytest.mark.parametrize("end", ENDS)
 def test_any_of_them_ends_an_answer(instruct: Server, end: int) -> None:
     """null at the tokenizer's eos_token, the id at any other."""
-    wanted = "stop", None if end == OF_TOKENIZER else end
+    expected = "stop", None if end == OF_TOKENIZER else end
     forced = {"allowed_token_ids": [end], "max_tokens": 9}
     for send in (instruct.complete, lambda **fields: chat(instruct, **fields)):
-        answer = send(**forced).json()
-        (choice,) = answer["choices"]
-        assert ending(choice) == wanted
+        response = send(**forced).json()
+        (choice,) = response["choices"]
+        assert ending(choice) == expected
         assert (choice["text"] if "text" in choice else choice["message"]["content"]) == ""
-        assert answer["usage"]["completion_tokens"] == 1
+        assert response["usage"]["completion_tokens"] == 1
         last = read_events(send(**forced, stream=True).text)[-1]["choices"][0]
-        assert ending(last) == wanted
+        assert ending(last) == expected
 
 
 @pytest.mark.parametrize("end", ENDS)
 def test_what_heeds_them_heeds_all(instruct: Server, end: int) -> None:
-    likely: dict[str, Any] = {"logit_bias": {str(end): 100}, "temperature": 0, "return_token_ids": True}
-    forced = likely | {"allowed_token_ids": [end, WORD], "max_tokens": 6}
+    favoured: dict[str, Any] = {"logit_bias": {str(end): 100}, "temperature": 0, "return_token_ids": True}
+    forced = favoured | {"allowed_token_ids": [end, WORD], "max_tokens": 6}
     (choice,) = instruct.complete(**forced, min_tokens=2).json()["choices"]
     assert choice["token_ids"] == [WORD, WORD, end]
     (choice,) = instruct.complete(**forced, ignore_eos=True).json()["choices"]
     assert (choice["token_ids"], ending(choice)) == ([end] * 6, ("length", None))
     (choice,) = instruct.complete(**forced, ignore_eos=True, stop_token_ids=[end]).json()["choices"]
     assert (choice["token_ids"], ending(choice)) == ([end], ("stop", end))
-    unlikely = {str(other): -100 for other in ENDS if other != end}
-    structured = likely | {"logit_bias": {str(end): 100} | unlikely, "structured_outputs": {"regex": "[ab]{2,5}"}}
+    unlikely = {str(token): -100 for token in ENDS if token != end}
+    structured = favoured | {"logit_bias": {str(end): 100} | unlikely, "structured_outputs": {"regex": "[ab]{2,5}"}}
     (choice,) = instruct.complete(**structured, max_tokens=9).json()["choices"]
     assert (choice["token_ids"][-1], choice["finish_reason"], len(choice["text"])) == (end, "stop", 2)
 

@@ -61,7 +61,7 @@ def blocks(role: str, block: dict[str, Any]) -> dict[str, Any]:
 # A request, a place in it, and the model of what is there: its fields are given wrong values.
 TURN_OF_CALLS = CHAT | {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}
 WITH_TOOL = CHAT | {"tools": [{"type": "function", "function": FUNCTION}]}
-PLACES: list[tuple[type[Strict], dict[str, Any], tuple[str | int, ...], type[Strict]]] = [
+LOCATIONS: list[tuple[type[Strict], dict[str, Any], tuple[str | int, ...], type[Strict]]] = [
     (CompletionRequest, COMPLETION, (), CompletionRequest),
     (CompletionRequest, COMPLETION | {"stream": True, "stream_options": {}}, ("stream_options",), StreamOptions),
     (CompletionRequest, COMPLETION | {"speculative": {}}, ("speculative",), Speculative),
@@ -162,23 +162,23 @@ def names_of_models() -> set[str]:
     return names - {"Message", "Tool", "Reasoning"}  # words of English
 
 
-def at(document: Any, place: tuple[str | int, ...]) -> Any:
-    for part in place:
+def at(document: Any, location: tuple[str | int, ...]) -> Any:
+    for part in location:
         document = document[part]
     return document
 
 
-def path_of(place: tuple[str | int, ...]) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+def path_of(location: tuple[str | int, ...]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
 
 
 @pytest.mark.parametrize(
-    ("kind", "body", "place", "model"),
-    PLACES,
-    ids=[f"{kind.__name__}-{path_of(place)}" for kind, _, place, _ in PLACES],
+    ("kind", "body", "location", "model"),
+    LOCATIONS,
+    ids=[f"{kind.__name__}-{path_of(location)}" for kind, _, location, _ in LOCATIONS],
 )
 def test_a_wrong_value_is_a_sentence_about_its_field(
-    kind: type[Strict], body: dict[str, Any], place: tuple[str | int, ...], model: type[Strict]
+    kind: type[Strict], body: dict[str, Any], location: tuple[str | int, ...], model: type[Strict]
 ) -> None:
     refused = set()
     hidden = names_of_models()
@@ -186,28 +186,28 @@ def test_a_wrong_value_is_a_sentence_about_its_field(
     for name in sorted(names | set(model.refused)):
         for value in WRONG:
             document = copy.deepcopy(body)
-            at(document, place)[name] = value
+            at(document, location)[name] = value
             try:
                 kind.model_validate(document)
             except ValidationError as caught:
                 error = from_validation(caught.errors(), document)
-                check(error.message, error.param, path_of((*place, name)), path_of(place))
+                check(error.message, error.param, path_of((*location, name)), path_of(location))
                 assert not [word for word in hidden if word in error.message]
                 refused.add(name)
     assert refused == names | set(model.refused)
 
 
 def check(message: str, param: str | None, path: str, around: str) -> None:
-    where = (path, param, message)
-    assert param is not None, where
-    assert message.startswith(f"{param}: "), where
-    assert len(message) < 400, where
-    assert "\n" not in message, where
-    assert not [word for word in VALIDATORS if word in message], where
+    context = (path, param, message)
+    assert param is not None, context
+    assert message.startswith(f"{param}: "), context
+    assert len(message) < 400, context
+    assert "\n" not in message, context
+    assert not [word for word in VALIDATORS if word in message], context
     inside = param == path or param.startswith((f"{path}.", f"{path}["))
     beside = "missing" in message or "not together" in message or "only " in message or "one of" in message
     # A field may also be wrong because of another one in the same object, which is then the one that is named.
-    assert inside or (param.startswith(around) and (beside or "goes with" in message or "needs" in message)), where
+    assert inside or (param.startswith(around) and (beside or "goes with" in message or "needs" in message)), context
 
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -255,9 +255,9 @@ def turns(content: Any, role: str = "user") -> dict[str, Any]:
 )
 def test_what_a_client_reads(server: Server, path: str, body: dict[str, Any], param: str, message: str) -> None:
     base = {COMPLETIONS: COMPLETION, CHATS: CHAT, RESPONSES: RESPONSE}.get(path, {})
-    answer = server.post(path, base | body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
+    response = server.post(path, base | body)
+    assert response.status_code == 400
+    error = response.json()["error"]
     assert (error["message"], error["param"]) == (f"{param}: {message}", param)
 
 
@@ -281,8 +281,8 @@ def test_paths_may_end_in_a_slash(server: Server) -> None:
     assert server.post("/v1/completions/", body).status_code == 200
     assert httpx.get(f"{server.url}/v1/models/").json() == httpx.get(f"{server.url}/v1/models").json()
     assert httpx.get(f"{server.url}/v1/models/{MODEL}/").json()["id"] == MODEL
-    other = httpx.get(f"{server.url}/v1/models/owner/name")
-    assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
+    unknown = httpx.get(f"{server.url}/v1/models/owner/name")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models", f"/v1/models/{MODEL}", "/version", "/metrics"])

@@ -30,19 +30,19 @@ def reference(tiny_target_folder: Path) -> Any:
     return LlamaForCausalLM.from_pretrained(tiny_target_folder, dtype=torch.float32)
 
 
-def own_loglikelihood(reference: Any, ids: list[int], start: int) -> tuple[float, bool]:
+def reference_loglikelihood(reference: Any, ids: list[int], start: int) -> tuple[float, bool]:
     """Of `ids[start:]` after what comes before, by transformers; and whether it is the greedy continuation."""
     with torch.inference_mode():
         logprobs = reference(torch.tensor([ids])).logits[0, start - 1 : -1].log_softmax(-1)
-    wanted = torch.tensor(ids[start:])
-    return float(logprobs.gather(1, wanted[:, None]).sum()), bool((logprobs.argmax(-1) == wanted).all())
+    targets = torch.tensor(ids[start:])
+    return float(logprobs.gather(1, targets[:, None]).sum()), bool((logprobs.argmax(-1) == targets).all())
 
 
 def greedy_pair(server: Server, tokenizer: Any) -> tuple[str, str]:
     """A context and the target's own next token, which the tokenizer reads back as that token."""
     for context in string.ascii_lowercase:
-        asked = {"max_tokens": 1, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        (choice,) = server.complete(prompt=context, **asked).json()["choices"]
+        options = {"max_tokens": 1, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        (choice,) = server.complete(prompt=context, **options).json()["choices"]
         if tokenizer.encode(context + choice["text"]) == [*tokenizer.encode(context), *choice["token_ids"]]:
             return context, choice["text"]
     raise AssertionError("no such token")
@@ -65,16 +65,16 @@ def test_lm_eval_s_loglikelihoods(
     )
     assert client.tokenizer_backend == ("remote" if tokenizer == "auto" else tokenizer)
     pairs = [*PAIRS, greedy_pair(server, tiny_tokenizer)]
-    asked = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
-    answers = client.loglikelihood(asked, disable_tqdm=True)
-    for (context, text), (found, is_greedy) in zip(pairs, answers, strict=True):
+    instances = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+    results = client.loglikelihood(instances, disable_tqdm=True)
+    for (context, text), (actual, is_greedy) in zip(pairs, results, strict=True):
         before = tiny_tokenizer.encode(context) if context else [0]  # lm-eval puts the first token there itself
         ids = tiny_tokenizer.encode(context + text)
         ids = ids if context else [0, *ids]
-        own, own_is_greedy = own_loglikelihood(reference, ids, len(before))
-        assert found == pytest.approx(own, abs=1e-3)
-        assert is_greedy == own_is_greedy
-    assert answers[-1][1]
+        expected, expected_is_greedy = reference_loglikelihood(reference, ids, len(before))
+        assert actual == pytest.approx(expected, abs=1e-3)
+        assert is_greedy == expected_is_greedy
+    assert results[-1][1]
 
 
 def test_lm_eval_generates(server: Server, tiny_target_folder: Path) -> None:
@@ -83,15 +83,15 @@ def test_lm_eval_generates(server: Server, tiny_target_folder: Path) -> None:
         base_url=f"{server.url}/v1/completions", model=MODEL, tokenizer=str(tiny_target_folder), max_retries=1
     )
     (text,) = client.generate_until([Instance("generate_until", {}, arguments, 0)], disable_tqdm=True)
-    own = server.complete(prompt=arguments[0], max_tokens=24, temperature=0, stop=["\n"])
-    assert text == own.json()["choices"][0]["text"]
+    response = server.complete(prompt=arguments[0], max_tokens=24, temperature=0, stop=["\n"])
+    assert text == response.json()["choices"][0]["text"]
     chat = LocalChatCompletion(base_url=f"{server.url}/v1/chat/completions", model=MODEL, max_retries=1)
     messages = chat.apply_chat_template([{"role": "user", "content": "wrap"}])
-    asked = Instance("generate_until", {}, (messages, arguments[1]), 0)
-    (text,) = chat.generate_until([asked], disable_tqdm=True)
+    instance = Instance("generate_until", {}, (messages, arguments[1]), 0)
+    (text,) = chat.generate_until([instance], disable_tqdm=True)
     body = {"model": MODEL, "messages": [{"role": "user", "content": "wrap"}], "temperature": 0, "max_tokens": 24}
-    own = server.post("/v1/chat/completions", body | {"stop": ["\n"]})
-    assert text == own.json()["choices"][0]["message"]["content"]
+    response = server.post("/v1/chat/completions", body | {"stop": ["\n"]})
+    assert text == response.json()["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -109,10 +109,10 @@ def test_what_vllm_bench_serve_sends(server: Server, chat: bool, sampling: dict[
     drafts = "vllm:spec_decode_num_drafts_total"
     before = server.metrics()[drafts]
     headers = {"x-request-id": "bench-17", "authorization": "Bearer none"}
-    answer = httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=300)
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["x-request-id"] == "bench-17"
-    messages = answer.text.removesuffix("\n\n").split("\n\n")
+    response = httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=300)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-request-id"] == "bench-17"
+    messages = response.text.removesuffix("\n\n").split("\n\n")
     assert messages.pop() == "data: [DONE]"
     chunks = [json.loads(message.removeprefix("data: ")) for message in messages]
     usage = chunks.pop()

@@ -42,25 +42,25 @@ SLOW = [HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_t
 TIMEOUT = "timeout_s"  # a request that asks for no time gets a 504
 
 
-def resolved(schema: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+def resolved(schema: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
     while "$ref" in schema:
-        schema = whole["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]]
+        schema = document["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]]
     return schema
 
 
-def paths_in(schema: dict[str, Any], whole: dict[str, Any], depth: int = 3) -> Iterator[tuple[str | int, ...]]:
+def paths_in(schema: dict[str, Any], document: dict[str, Any], depth: int = 3) -> Iterator[tuple[str | int, ...]]:
     """The places of a schema: fields, fields of fields, and the first item of a list."""
-    schema = resolved(schema, whole)
+    schema = resolved(schema, document)
     for name, inner in schema.get("properties", {}).items():
         yield (name,)
         if depth:
-            yield from ((name, *rest) for rest in paths_in(inner, whole, depth - 1))
+            yield from ((name, *rest) for rest in paths_in(inner, document, depth - 1))
     if depth and isinstance(schema.get("items"), dict):
         yield (0,)
-        yield from ((0, *rest) for rest in paths_in(schema["items"], whole, depth - 1))
+        yield from ((0, *rest) for rest in paths_in(schema["items"], document, depth - 1))
     for kind in ("anyOf", "oneOf", "allOf"):
         for inner in schema.get(kind, ()):
-            yield from paths_in(inner, whole, depth)
+            yield from paths_in(inner, document, depth)
 
 
 def put(body: Any, path: tuple[str | int, ...], value: Any) -> Any:
@@ -103,8 +103,8 @@ class Beside:
     def _run(self) -> None:
         while not self._over.is_set():
             tokens: list[int] = []
-            with httpx.stream("POST", f"{self._server.url}/v1/completions", json=self._body, timeout=120) as answer:
-                for line in answer.iter_lines():
+            with httpx.stream("POST", f"{self._server.url}/v1/completions", json=self._body, timeout=120) as response:
+                for line in response.iter_lines():
                     if line.startswith("data: {"):
                         event = json.loads(line.removeprefix("data: "))
                         if "choices" not in event:
@@ -121,26 +121,26 @@ def test_no_extreme_of_any_field_harms_anybody(server: Server, plain_engine: Any
     params = SamplingParams(temperature=1.0, max_tokens=count, seed=5, ignore_eos=True)
     alone = plain_engine.generate(["def f("], params)[0].token_ids
     schema = httpx.get(f"{server.url}/openapi.json").json()
-    places = {
+    endpoints = {
         path: (resolved(content["schema"], schema), sorted(set(paths_in(content["schema"], schema)), key=str))
         for path, methods in schema["paths"].items()
         if "requestBody" in methods.get("post", {})
         for content in [methods["post"]["requestBody"]["content"]["application/json"]]
     }
     generating = {f"/v1/{name}" for name in ("completions", "chat/completions", "responses", "messages")}
-    assert generating | {"/v1/messages/count_tokens", "/tokenize", "/detokenize"} <= set(places)
-    assert ("speculative", "max_draft_tokens") in places["/v1/completions"][1]
-    assert ("messages", 0, "content") in places["/v1/chat/completions"][1]
+    assert generating | {"/v1/messages/count_tokens", "/tokenize", "/detokenize"} <= set(endpoints)
+    assert ("speculative", "max_draft_tokens") in endpoints["/v1/completions"][1]
+    assert ("messages", 0, "content") in endpoints["/v1/chat/completions"][1]
 
     @st.composite
     def requests(draw: st.DrawFn) -> tuple[str, str]:
-        path = draw(st.sampled_from(sorted(places)))
-        fields, own = places[path]
+        path = draw(st.sampled_from(sorted(endpoints)))
+        fields, field_paths = endpoints[path]
         needed = {name: NEEDED[name] for name in fields["properties"] if name in NEEDED}
         if path == "/tokenize":
             del needed["messages"]
-        for place in draw(st.lists(st.sampled_from(own), min_size=1, max_size=2)):
-            needed = put(needed, place, draw(st.sampled_from(EXTREMES)))
+        for field_path in draw(st.lists(st.sampled_from(field_paths), min_size=1, max_size=2)):
+            needed = put(needed, field_path, draw(st.sampled_from(EXTREMES)))
         return path, written(needed)
 
     @settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=SLOW)
@@ -148,11 +148,11 @@ def test_no_extreme_of_any_field_harms_anybody(server: Server, plain_engine: Any
     def send(request: tuple[str, str]) -> None:
         path, content = request
         headers = {"content-type": "application/json"}
-        answer = client.post(f"{server.url}{path}", content=content, headers=headers)
-        late = answer.status_code == 504 and TIMEOUT in content
-        assert answer.status_code < 500 or late, (path, content[:2000], answer.text)
-        if answer.status_code == 400:
-            assert set(answer.json()) - {"type", "request_id"} == {"error"}, answer.text  # these two are Anthropic's
+        reply = client.post(f"{server.url}{path}", content=content, headers=headers)
+        timed_out = reply.status_code == 504 and TIMEOUT in content
+        assert reply.status_code < 500 or timed_out, (path, content[:2000], reply.text)
+        if reply.status_code == 400:
+            assert set(reply.json()) - {"type", "request_id"} == {"error"}, reply.text  # these two are Anthropic's
 
     with Beside(server, alone, {**body, "return_token_ids": True}) as beside, httpx.Client(timeout=600) as client:
         send()

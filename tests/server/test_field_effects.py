@@ -44,9 +44,9 @@ def post(server: Server, path: str, body: dict[str, Any], **headers: str) -> htt
 def prompt_of(server: Server, **fields: Any) -> str:
     """The text that the template made of a chat."""
     body = {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True, **fields}
-    answer = post(server, "/v1/chat/completions", body)
-    assert answer.status_code == 200, answer.text
-    return post(server, "/detokenize", {"tokens": answer.json()["prompt_token_ids"]}).json()["prompt"]
+    response = post(server, "/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
+    return post(server, "/detokenize", {"tokens": response.json()["prompt_token_ids"]}).json()["prompt"]
 
 
 def test_names_and_reasoning_reach_the_template(strict: Server) -> None:
@@ -80,8 +80,8 @@ def test_the_effort_changes_a_response_as_it_changes_a_chat(strict: Server) -> N
     """`usage` counts the prompt's tokens."""
     counts = []
     for reasoning in (None, {"summary": "auto"}, {"effort": "medium", "summary": "auto"}):
-        answer = post(strict, "/v1/responses", {"input": "x", "max_output_tokens": 1, "reasoning": reasoning})
-        counts.append(answer.json()["usage"]["input_tokens"])
+        response = post(strict, "/v1/responses", {"input": "x", "max_output_tokens": 1, "reasoning": reasoning})
+        counts.append(response.json()["usage"]["input_tokens"])
     assert counts[0] == counts[1] < counts[2]
 
 
@@ -103,11 +103,11 @@ def test_stop_strings_are_looked_for_in_the_text_that_is_shown(server: Server) -
     special = server.engine.tokenizer.special_tokens["eos_token"]
     forced = {"logit_bias": {"0": 100}, "ignore_eos": True, "max_tokens": 3, "temperature": 0, "stop": special * 2}
     for skip, tokens, reasons in ((True, 3, ("length", None)), (False, 2, ("stop", special * 2))):
-        answer = server.complete(**forced, skip_special_tokens=skip).json()
-        (choice,) = answer["choices"]
+        response = server.complete(**forced, skip_special_tokens=skip).json()
+        (choice,) = response["choices"]
         assert choice["text"] == ""
         assert (choice["finish_reason"], choice["stop_reason"]) == reasons
-        assert answer["usage"]["completion_tokens"] == tokens
+        assert response["usage"]["completion_tokens"] == tokens
 
 
 def test_the_old_names_of_structured_outputs(server: Server) -> None:
@@ -120,9 +120,9 @@ def test_the_old_names_of_structured_outputs(server: Server) -> None:
 def test_many_stop_strings(server: Server) -> None:
     text = server.complete(max_tokens=30, ignore_eos=True, seed=5).json()["choices"][0]["text"]
     stops = [f"never {number}" for number in range(31)]
-    answer = server.complete(max_tokens=30, ignore_eos=True, seed=5, stop=[*stops, text[8:11]]).json()["choices"][0]
-    assert answer["stop_reason"] == text[8:11]
-    assert answer["text"] == text[: text.index(text[8:11])]
+    choice = server.complete(max_tokens=30, ignore_eos=True, seed=5, stop=[*stops, text[8:11]]).json()["choices"][0]
+    assert choice["stop_reason"] == text[8:11]
+    assert choice["text"] == text[: text.index(text[8:11])]
     assert server.complete(stop=[*stops, "a", "b"]).json()["error"]["param"] == "stop"
 
 
@@ -148,18 +148,18 @@ def test_unknown_fields_of_every_endpoint(
 def test_a_browser_asks_before_it_sends_a_key(strict: Server) -> None:
     asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
     url = f"{strict.url}/v1/chat/completions"
-    answer = httpx.options(url, headers={"origin": PAGE, **asking})
-    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, PAGE)
-    assert "POST" in answer.headers["access-control-allow-methods"]
-    assert "authorization" in answer.headers["access-control-allow-headers"].lower()
-    assert "access-control-allow-credentials" not in answer.headers
+    response = httpx.options(url, headers={"origin": PAGE, **asking})
+    assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert "POST" in response.headers["access-control-allow-methods"]
+    assert "authorization" in response.headers["access-control-allow-headers"].lower()
+    assert "access-control-allow-credentials" not in response.headers
     stranger = httpx.options(url, headers={"origin": "https://evil.example", **asking})
     assert (stranger.status_code, stranger.headers.get("access-control-allow-origin")) == (400, None)
 
 
 def test_answers_errors_and_streams_may_be_read_by_an_allowed_page(strict: Server) -> None:
     body = {"messages": MESSAGES, "max_tokens": 2}
-    for answer, status in (
+    for response, status in (
         (post(strict, "/v1/chat/completions", body, origin=PAGE), 200),
         (post(strict, "/v1/chat/completions", body | {"stream": True}, origin=PAGE), 200),
         (post(strict, "/v1/chat/completions", body | {"temperature": 9}, origin=PAGE), 400),
@@ -167,8 +167,8 @@ def test_answers_errors_and_streams_may_be_read_by_an_allowed_page(strict: Serve
         (post(strict, "/v1/chat/completions", {"a": "x" * 5 * 2**20}, origin=PAGE), 413),
         (post(strict, "/nowhere", {}, origin=PAGE), 404),
     ):
-        assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (status, PAGE)
-        assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
+        assert (response.status_code, response.headers["access-control-allow-origin"]) == (status, PAGE)
+        assert "x-request-id" in response.headers["access-control-expose-headers"].lower()
     stranger = post(strict, "/v1/chat/completions", body, origin="https://evil.example")
     assert "access-control-allow-origin" not in stranger.headers
 
@@ -176,8 +176,10 @@ def test_answers_errors_and_streams_may_be_read_by_an_allowed_page(strict: Serve
 def test_nobody_is_allowed_by_default(server: Server) -> None:
     asking = {"origin": PAGE, "access-control-request-method": "POST"}
     assert httpx.options(f"{server.url}/v1/completions", headers=asking).status_code == 405
-    answer = server.post("/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 1}, headers={"origin": PAGE})
-    assert "access-control-allow-origin" not in answer.headers
+    response = server.post(
+        "/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 1}, headers={"origin": PAGE}
+    )
+    assert "access-control-allow-origin" not in response.headers
 
 
 def test_an_internal_error_may_be_read_too_and_tells_nothing(strict: Server) -> None:
@@ -192,11 +194,11 @@ def test_an_internal_error_may_be_read_too_and_tells_nothing(strict: Server) -> 
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.get("/broken", headers={"origin": PAGE})
 
-    answer = asyncio.run(ask())
-    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
-    assert answer.headers["access-control-allow-origin"] == PAGE
-    assert answer.headers["x-request-id"]
-    assert "secret" not in answer.text
+    response = asyncio.run(ask())
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
+    assert response.headers["access-control-allow-origin"] == PAGE
+    assert response.headers["x-request-id"]
+    assert "secret" not in response.text
 
 
 @pytest.mark.parametrize("origins", [["app.example"], ["https://app.example/"], ["*", PAGE], ["null"], [""]])

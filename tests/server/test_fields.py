@@ -95,16 +95,16 @@ def tags(annotation: Any) -> set[str]:
     return {value for part in parts_of(annotation) for value in typing.get_args(part) if isinstance(value, str)}
 
 
-def unsorted(schema: Any, models: list[type[Strict]], path: str, seen: set[Any]) -> Iterator[str]:
+def unsorted(schema: Any, models: list[type[Strict]], path: str, visited: set[Any]) -> Iterator[str]:
     """Names of a typed dict of OpenAI's that none of the models has in a table, and of the objects inside it."""
     hints = get_type_hints(schema)
     for tag in ("type", "role"):
         reads = [tags(model.model_fields[tag].annotation) for model in models if tag in model.model_fields]
         if tag in hints and reads and not tags(hints[tag]) & set().union(*reads):
             return  # an object of a type that is refused, or left out, whatever it holds
-    if (schema, tuple(models)) in seen:
+    if (schema, tuple(models)) in visited:
         return
-    seen.add((schema, tuple(models)))
+    visited.add((schema, tuple(models)))
     for name, hint in hints.items():
         having = [model for model in models if name in sorted_names(model)]
         if not having:
@@ -113,7 +113,7 @@ def unsorted(schema: Any, models: list[type[Strict]], path: str, seen: set[Any])
             if name in model.model_fields and name not in model.refused and name not in model.accepted:
                 inner = [kind for kind in models_in(model.model_fields[name].annotation) if kind is not OtherTool]
                 for nested in typed_dicts_in(hint) if inner else ():
-                    yield from unsorted(nested, inner, f"{path}.{name}", seen)
+                    yield from unsorted(nested, inner, f"{path}.{name}", visited)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def unsorted(schema: Any, models: list[type[Strict]], path: str, seen: set[Any])
     ],
 )
 def test_every_field_of_the_schemas_is_sorted(schema: Any, model: type[Strict]) -> None:
-    seen: set[Any] = set()
-    assert list(unsorted(schema, [model], "", seen)) == []
-    assert len(seen) > 2 or model is CompletionRequest, "nothing nested was looked at"
+    visited: set[Any] = set()
+    assert list(unsorted(schema, [model], "", visited)) == []
+    assert len(visited) > 2 or model is CompletionRequest, "nothing nested was looked at"
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_tools_that_are_no_functions_are_left_out_with_a_line_in_the_log(caplog:
         policy.check(request)
         policy.check(request)
     (record,) = caplog.records
-    assert "'web_search' are left out" in record.getMessage()
+    assert "'web_search' are ignored" in record.getMessage()
 
 
 PARTS = [{"type": "text", "text": "x"}, {"type": "text", "text": "y", "hue": 2}]
@@ -281,7 +281,7 @@ def test_a_field_of_no_schema_is_ignored_with_one_warning(path: str, caplog: pyt
         for _ in range(2):
             policy.check(ChatRequest.model_validate(CHAT | fields))
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"request: {logged} is a field of no schema")
+    assert record.getMessage().startswith(f"request: {logged} is an unknown field and is ignored")
 
 
 @pytest.mark.parametrize("path", UNKNOWN)
@@ -305,13 +305,13 @@ def test_warnings_are_bounded_and_printable(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_every_model_of_a_request_has_the_tables() -> None:
-    seen: list[type] = []
+    visited: list[type] = []
     stack: list[type] = [*(kind for kind, _ in REQUESTS), CountTokensRequest, TokenizeRequest, DetokenizeRequest]
     while stack:
         model = stack.pop()
         assert issubclass(model, Strict), model
-        seen.append(model)
+        visited.append(model)
         for field in model.model_fields.values():
             kinds = [kind for kind in parts_of(field.annotation) if isinstance(kind, type)]
-            stack += [kind for kind in kinds if issubclass(kind, BaseModel) and kind not in seen]
-    assert len(set(seen)) > 20
+            stack += [kind for kind in kinds if issubclass(kind, BaseModel) and kind not in visited]
+    assert len(set(visited)) > 20

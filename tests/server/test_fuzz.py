@@ -33,10 +33,10 @@ def try_out(operation: Any) -> None:
     )
     @given(case=operation.as_strategy())
     def send(case: Any) -> None:
-        answer = case.call(timeout=300)
-        assert answer.status_code in EXPECTED, answer.text
-        if answer.status_code >= 400 and case.path not in ("/health", "/ready"):
+        response = case.call(timeout=300)
+        assert response.status_code in EXPECTED, response.text
+        if response.status_code >= 400 and case.path not in ("/health", "/ready"):
             anthropic = case.path.startswith("/v1/messages")
-            assert set(answer.json()) == ({"error", "request_id", "type"} if anthropic else {"error"})
+            assert set(response.json()) == ({"error", "request_id", "type"} if anthropic else {"error"})
 
     send()

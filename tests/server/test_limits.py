@@ -50,8 +50,8 @@ def test_a_full_queue_is_a_429(make_server: MakeServer) -> None:
 def test_a_late_answer_is_a_504_and_a_late_stream_ends_with_an_error(make_server: MakeServer) -> None:
     with make_server(request_timeout_s=0.4) as server:
         slow_down(server)
-        late = server.complete(**LONG)
-        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        response = server.complete(**LONG)
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
         with pytest.raises(openai.APIError, match="request_timeout_s"):
             list(
                 server.openai.completions.create(
@@ -66,7 +66,7 @@ def test_every_endpoint_but_health_needs_a_key(make_server: MakeServer) -> None:
     keys = ["s3cret-of-a", "s3cret-of-b"]
     with make_server(api_keys=keys) as server:
         described = httpx.get(f"{server.url}/openapi.json", headers={"authorization": f"Bearer {keys[0]}"}).json()
-        routes = [(method, path) for path, own in described["paths"].items() for method in own]
+        routes = [(method, path) for path, methods in described["paths"].items() for method in methods]
         expected = {"/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/metrics", "/ready"}
         assert expected <= {path for _, path in routes}
         wrong_password = base64.b64encode(b"me:wrong").decode()
@@ -76,10 +76,10 @@ def test_every_endpoint_but_health_needs_a_key(make_server: MakeServer) -> None:
             path = path.replace("{model_id}", MODEL)
             wrong = ("Bearer wrong", "Bearer", "Basic s3cret-of-a", f"Basic {wrong_password}")
             for headers in ({}, {"x-api-key": "wrong"}, *({"authorization": value} for value in wrong)):
-                answer = httpx.request(method, server.url + path, headers=headers)
-                assert answer.status_code == 401, path
-                assert answer.json()["error"]["type"] == "authentication_error"
-                assert answer.headers["www-authenticate"].startswith("Basic" if path == "/" else "Bearer")
+                response = httpx.request(method, server.url + path, headers=headers)
+                assert response.status_code == 401, path
+                assert response.json()["error"]["type"] == "authentication_error"
+                assert response.headers["www-authenticate"].startswith("Basic" if path == "/" else "Bearer")
         assert httpx.get(f"{server.url}/health").status_code == 200
         with pytest.raises(openai.AuthenticationError):
             server.openai.models.list()
@@ -172,17 +172,17 @@ def test_a_prompt_that_takes_too_long_to_read(make_server: MakeServer, monkeypat
     """A template that loops, in effect."""
     with make_server() as server:
         monkeypatch.setattr(service, "ENCODE_LIMIT_S", 0.05)
-        slow, late = threading.Event(), server.service.tokenizer.render_chat
+        slow, render_chat = threading.Event(), server.service.tokenizer.render_chat
 
         def render(*args: Any, **options: Any) -> str:
             slow.wait(600)
-            return late(*args, **options)
+            return render_chat(*args, **options)
 
         server.service.tokenizer.render_chat = render
         body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
-        answer = server.post("/v1/chat/completions", body)
+        response = server.post("/v1/chat/completions", body)
         slow.set()
-        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "prompt_timeout")
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "prompt_timeout")
 
 
 def test_a_dead_engine_is_reported_everywhere(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -292,8 +292,8 @@ def test_where_keys_come_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_an_address_that_cannot_be_had() -> None:
-    with bind("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
         with pytest.raises(ValueError, match=rf"127.0.0.1:{port}.*server.port="):
             bind("127.0.0.1", port)
     with pytest.raises(ValueError, match=r"server\.host=no\.such\.host\.invalid: no such address"):

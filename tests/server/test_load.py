@@ -22,19 +22,19 @@ def resident_mb() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def load(server: Server, clients: int, each: int) -> Counter[int]:
+def load(server: Server, clients: int, num_requests: int) -> Counter[int]:
     """Statuses of all clients' requests."""
     statuses: Counter[int] = Counter()
 
     async def run(client: httpx.AsyncClient, number: int) -> None:
-        for turn in range(each):
+        for turn in range(num_requests):
             body = {"model": MODEL, "prompt": [[1 + number, 1 + turn]], "max_tokens": TOKENS, "ignore_eos": True}
-            answer = await client.post("/v1/completions", json=body)
-            statuses[answer.status_code] += 1
-            if answer.status_code == 200:
-                assert answer.json()["usage"]["completion_tokens"] == TOKENS
+            response = await client.post("/v1/completions", json=body)
+            statuses[response.status_code] += 1
+            if response.status_code == 200:
+                assert response.json()["usage"]["completion_tokens"] == TOKENS
             else:
-                assert int(answer.headers["retry-after"]) >= 1
+                assert int(response.headers["retry-after"]) >= 1
                 await asyncio.sleep(0.02)
 
     async def main() -> None:

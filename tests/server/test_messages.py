@@ -36,15 +36,15 @@ def sdk(messages: list[Any], *, max_tokens: int = 30, temperature: float = 0, **
 
 
 def message(server: Server, **fields: Any) -> dict[str, Any]:
-    answer = server.post("/v1/messages", {**BODY, "messages": USER, **fields})
-    assert answer.status_code == 200, answer.text
-    return answer.json()
+    response = server.post("/v1/messages", {**BODY, "messages": USER, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
 
 
 def chat_ids(server: Server, messages: list[Any], **fields: Any) -> tuple[list[int], list[int]]:
     """Of the prompt and of the answer, by the other endpoint."""
-    answer = server.post("/v1/chat/completions", {**BODY, "messages": messages, **IDS, **fields}).json()
-    return answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
+    response = server.post("/v1/chat/completions", {**BODY, "messages": messages, **IDS, **fields}).json()
+    return response["prompt_token_ids"], response["choices"][0]["token_ids"]
 
 
 def calls_of(content: list[Any]) -> list[tuple[str, Any]]:
@@ -59,15 +59,15 @@ def test_it_is_the_chat_with_the_same_ids(server: Server, sampling: dict[str, An
         {"role": "assistant", "content": [{"type": "text", "text": "so?"}]},
         {"role": "user", "content": "more"},
     ]
-    answer = message(server, system=system, messages=turns, **sampling, **IDS)
+    response = message(server, system=system, messages=turns, **sampling, **IDS)
     chat = [{"role": "system", "content": "be brief"}, *turns]
     prompt, ids = chat_ids(server, chat, **sampling)
-    assert answer["token_ids"] == ids
-    usage = answer["usage"]
+    assert response["token_ids"] == ids
+    usage = response["usage"]
     assert usage["output_tokens"] == len(ids)
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(prompt)
-    counted = client_of(server).messages.count_tokens(model=MODEL, system=system, messages=turns)  # type: ignore[arg-type]
-    assert counted.input_tokens == len(prompt)
+    token_count = client_of(server).messages.count_tokens(model=MODEL, system=system, messages=turns)  # type: ignore[arg-type]
+    assert token_count.input_tokens == len(prompt)
     again = message(server, system=system, messages=turns, **sampling)["usage"]
     assert again["cache_read_input_tokens"] > 0
     assert again["input_tokens"] + again["cache_read_input_tokens"] == len(prompt)
@@ -77,16 +77,16 @@ def test_it_is_the_chat_with_the_same_ids(server: Server, sampling: dict[str, An
 def test_anthropic_s_client(server: Server) -> None:
     client = client_of(server)
     request = sdk(USER, ignore_eos=True)
-    whole = client.messages.create(**request)
-    (block,) = whole.content
+    full = client.messages.create(**request)
+    (block,) = full.content
     assert isinstance(block, anthropic.types.TextBlock)
-    assert (whole.type, whole.role, whole.model) == ("message", "assistant", MODEL)
-    assert (whole.stop_reason, whole.stop_sequence) == ("max_tokens", None)
+    assert (full.type, full.role, full.model) == ("message", "assistant", MODEL)
+    assert (full.stop_reason, full.stop_sequence) == ("max_tokens", None)
     with client.messages.stream(**request) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert text == block.text
-    assert final.to_dict()["content"] == whole.to_dict()["content"]
+    assert final.to_dict()["content"] == full.to_dict()["content"]
     assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 30)
     turn = [*USER, final.to_param(), {"role": "user", "content": "more"}]
     assert client.messages.create(**sdk(turn, max_tokens=2)).usage.output_tokens <= 2
@@ -95,9 +95,9 @@ def test_anthropic_s_client(server: Server) -> None:
 
 def test_the_events_in_their_order(server: Server) -> None:
     body = {**BODY, "messages": USER, "stream": True, "ignore_eos": True, **IDS}
-    answer = server.post("/v1/messages", body)
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = named_events(answer.text)
+    response = server.post("/v1/messages", body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = named_events(response.text)
     deltas = len(events) - 5
     assert deltas > 1
     assert [event["type"] for event in events] == [
@@ -118,9 +118,9 @@ def test_the_events_in_their_order(server: Server) -> None:
 def test_why_it_stopped(server: Server) -> None:
     free = message(server, ignore_eos=True)["content"][0]["text"]
     stop = free[len(free) // 2 :][:3]
-    answer = message(server, ignore_eos=True, stop_sequences=["never\x00", stop])
-    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", stop)
-    assert answer["content"][0]["text"] == free[: free.index(stop)]
+    response = message(server, ignore_eos=True, stop_sequences=["never\x00", stop])
+    assert (response["stop_reason"], response["stop_sequence"]) == ("stop_sequence", stop)
+    assert response["content"][0]["text"] == free[: free.index(stop)]
     long = message(server, ignore_eos=True, max_tokens=100_000)  # as agents ask, whatever the model
     assert long["stop_reason"] == "model_context_window_exceeded"
     usage = long["usage"]
@@ -133,16 +133,16 @@ def test_the_model_calls_tools(talking: dict[str, Server], style: str) -> None:
     server = talking[style]
     client = client_of(server)
     question: list[Any] = [{"role": "user", "content": ASKED}]
-    whole = client.messages.create(**sdk(question, max_tokens=150), tools=[TOOL])
-    assert calls_of(whole.content) == WANTED
-    assert whole.stop_reason == "tool_use"
-    assert [block.text for block in whole.content if block.type == "text"] == ["I add.\n"] * (style == "hermes")
+    full = client.messages.create(**sdk(question, max_tokens=150), tools=[TOOL])
+    assert calls_of(full.content) == WANTED
+    assert full.stop_reason == "tool_use"
+    assert [block.text for block in full.content if block.type == "text"] == ["I add.\n"] * (style == "hermes")
     with client.messages.stream(**sdk(question, max_tokens=150), tools=[TOOL]) as stream:
         final = stream.get_final_message()
     assert calls_of(final.content) == WANTED
     assert final.stop_reason == "tool_use"
     # The second turn has the ids of the same turn of a chat.
-    calls = [block for block in whole.content if block.type == "tool_use"]
+    calls = [block for block in full.content if block.type == "tool_use"]
     no = [{"type": "text", "text": "no"}]
     results: list[Any] = [
         {"type": "tool_result", "tool_use_id": calls[0].id, "content": "3"},
@@ -154,8 +154,8 @@ def test_the_model_calls_tools(talking: dict[str, Server], style: str) -> None:
         },
         {"type": "text", "text": "go on", "cache_control": {"type": "ephemeral"}},
     ]
-    turn = [*question, whole.to_param(), {"role": "user", "content": results}]
-    counted = client.messages.count_tokens(model=MODEL, tools=[TOOL], messages=turn)  # type: ignore[list-item]
+    turn = [*question, full.to_param(), {"role": "user", "content": results}]
+    token_count = client.messages.count_tokens(model=MODEL, tools=[TOOL], messages=turn)  # type: ignore[list-item]
     again = client.messages.create(**sdk(turn, max_tokens=8, **IDS), tools=[TOOL])
     text = "I add.\n" if style == "hermes" else ""
     functions = [
@@ -170,7 +170,7 @@ def test_the_model_calls_tools(talking: dict[str, Server], style: str) -> None:
         {"role": "user", "content": "go on"},
     ]
     prompt, ids = chat_ids(server, chat, tools=[ADD], max_tokens=8)
-    assert counted.input_tokens == len(prompt)
+    assert token_count.input_tokens == len(prompt)
     assert again.to_dict()["token_ids"] == ids
 
 
@@ -182,9 +182,9 @@ def test_a_call_can_be_required(talking: dict[str, Server], choice: dict[str, An
         "tools": [NO_ARGUMENTS, TOOL],
         "tool_choice": choice | {"disable_parallel_tool_use": True},
     }
-    whole = client.messages.create(**request)
-    assert whole.stop_reason == "tool_use"
-    ((name, arguments),) = calls_of(whole.content)
+    full = client.messages.create(**request)
+    assert full.stop_reason == "tool_use"
+    ((name, arguments),) = calls_of(full.content)
     assert name == "add" if choice["type"] == "tool" else name in ("add", "now")
     jsonschema.validate(arguments, {"add": TOOL, "now": NO_ARGUMENTS}[name]["input_schema"])
     with client.messages.stream(**request) as stream:
@@ -194,8 +194,8 @@ def test_a_call_can_be_required(talking: dict[str, Server], choice: dict[str, An
 def test_tools_of_anthropic_s_servers_are_left_out(talking: dict[str, Server]) -> None:
     fields: dict[str, Any] = {"messages": [{"role": "user", "content": ASKED}], "max_tokens": 150}
     search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
-    answer = message(talking["hermes"], **fields, tools=[search, TOOL])
-    assert [(b["name"], b["input"]) for b in answer["content"] if b["type"] == "tool_use"] == WANTED
+    response = message(talking["hermes"], **fields, tools=[search, TOOL])
+    assert [(b["name"], b["input"]) for b in response["content"] if b["type"] == "tool_use"] == WANTED
     for choice in ({"type": "any"}, {"type": "tool", "name": "web_search"}):
         body = {**BODY, **fields, "tools": [search], "tool_choice": choice}
         refused = talking["hermes"].post("/v1/messages", body)
@@ -210,12 +210,12 @@ def test_a_call_that_is_cut(talking: dict[str, Server]) -> None:
     for limit in range(32, 64, 4):
         request = sdk([{"role": "user", "content": ASKED}], max_tokens=limit)
         request |= {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "add"}}
-        whole = client.messages.create(**request)
+        full = client.messages.create(**request)
         with client.messages.stream(**request) as stream:
             final = stream.get_final_message()
-        assert calls_of(final.content) == calls_of(whole.content)
-        if whole.stop_reason == "max_tokens":
-            inputs += [value for _, value in calls_of(whole.content)]
+        assert calls_of(final.content) == calls_of(full.content)
+        if full.stop_reason == "max_tokens":
+            inputs += [value for _, value in calls_of(full.content)]
     assert {} in inputs
     assert any(list(value) == ["a"] for value in inputs)
 
@@ -224,32 +224,32 @@ def test_thinking(talking: dict[str, Server]) -> None:
     client = client_of(talking["think"])
     request = sdk([{"role": "user", "content": ASKED}], max_tokens=2000)
     thinking: Any = {"type": "enabled", "budget_tokens": 1024}
-    whole = client.messages.create(**request, thinking=thinking)
-    first, second = whole.content
+    full = client.messages.create(**request, thinking=thinking)
+    first, second = full.content
     assert (first.type, first.thinking) == ("thinking", "\n1 and 2 is 3\n")  # type: ignore[union-attr]
     assert (second.type, second.text) == ("text", "It is 3.")  # type: ignore[union-attr]
-    assert whole.stop_reason == "end_turn"
-    assert whole.usage.output_tokens_details is not None
-    assert 5 < whole.usage.output_tokens_details.thinking_tokens < whole.usage.output_tokens
+    assert full.stop_reason == "end_turn"
+    assert full.usage.output_tokens_details is not None
+    assert 5 < full.usage.output_tokens_details.thinking_tokens < full.usage.output_tokens
     with client.messages.stream(**request) as stream:
         events = [event.type for event in stream]
-        assert stream.get_final_message().to_dict()["content"] == whole.to_dict()["content"]
+        assert stream.get_final_message().to_dict()["content"] == full.to_dict()["content"]
     assert {"thinking", "signature", "text"} <= set(events)
     hidden = client.messages.create(**request, thinking={"type": "adaptive", "display": "omitted"})
     assert [block.type for block in hidden.content] == ["thinking", "text"]
     assert hidden.content[0].thinking == ""  # type: ignore[union-attr]
-    assert hidden.usage.output_tokens_details == whole.usage.output_tokens_details
-    turn = [*request["messages"], whole.to_param(), {"role": "user", "content": "and?"}]
+    assert hidden.usage.output_tokens_details == full.usage.output_tokens_details
+    turn = [*request["messages"], full.to_param(), {"role": "user", "content": "and?"}]
     assert client.messages.create(**sdk(turn, max_tokens=2)).usage
 
 
 def test_structured_output(server: Server) -> None:
     form = {"type": "json_schema", "schema": PARAMETERS}
-    answer = client_of(server).messages.create(
+    response = client_of(server).messages.create(
         **sdk(USER, max_tokens=150, output_config={"format": form, "effort": "low"})
     )
-    (block,) = answer.content
-    assert answer.stop_reason == "end_turn"
+    (block,) = response.content
+    assert response.stop_reason == "end_turn"
     jsonschema.validate(json.loads(block.text), PARAMETERS)  # type: ignore[union-attr]
 
 
@@ -312,10 +312,10 @@ def test_what_asks_for_nothing_is_accepted(server: Server, fields: dict[str, Any
     ],
 )
 def test_what_cannot_be_is_a_400_in_anthropic_s_shape(server: Server, fields: dict[str, Any], start: str) -> None:
-    answer = server.post("/v1/messages", {**BODY, "messages": USER, **fields}, headers={"x-request-id": "abc-1"})
-    assert answer.status_code == 400, answer.text
-    error = answer.json()
-    assert (error["type"], error["request_id"], answer.headers["request-id"]) == ("error", "abc-1", "abc-1")
+    response = server.post("/v1/messages", {**BODY, "messages": USER, **fields}, headers={"x-request-id": "abc-1"})
+    assert response.status_code == 400, response.text
+    error = response.json()
+    assert (error["type"], error["request_id"], response.headers["request-id"]) == ("error", "abc-1", "abc-1")
     assert set(error["error"]) == {"type", "message"}
     assert error["error"]["type"] == "invalid_request_error"
     assert error["error"]["message"].startswith(start), error
@@ -344,11 +344,11 @@ def test_an_error_in_the_stream(make_server: MakeServer) -> None:
     with make_server() as server:
         slow_down(server)
         body = {**BODY, "messages": USER, "max_tokens": 480, "stream": True, "ignore_eos": True, "timeout_s": 2}
-        answer = server.post("/v1/messages", body)
-        last = named_events(answer.text)[-1] if answer.status_code == 200 else answer.json()
+        response = server.post("/v1/messages", body)
+        last = named_events(response.text)[-1] if response.status_code == 200 else response.json()
         assert last["type"] == "error"
         assert last["error"]["type"] == "timeout_error"
         assert "timeout_s" in last["error"]["message"]
-        late = sdk(USER, max_tokens=480, ignore_eos=True, timeout_s=2)
+        request = sdk(USER, max_tokens=480, ignore_eos=True, timeout_s=2)
         with pytest.raises(anthropic.APIStatusError, match="timeout_s"):
-            list(client_of(server).messages.create(**late, stream=True))
+            list(client_of(server).messages.create(**request, stream=True))

@@ -30,20 +30,20 @@ HISTOGRAMS = (
 
 def test_vllm_s_names_types_and_labels(server: Server) -> None:
     server.complete(prompt="x = 1\n" * 6, max_tokens=20, temperature=0, ignore_eos=True)
-    answer = httpx.get(f"{server.url}/metrics")
-    assert answer.headers["content-type"].startswith("text/plain")
-    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    response = httpx.get(f"{server.url}/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    families = {family.name: family for family in text_string_to_metric_families(response.text)}
     for kind, names in (("counter", COUNTERS), ("gauge", GAUGES), ("histogram", HISTOGRAMS)):
         for name in names:
             family = families[f"vllm:{name}"]
             assert family.type == kind
-            ours = families[f"headway_{name}"]
-            assert [sample.value for sample in ours.samples] == [sample.value for sample in family.samples]
+            headway_family = families[f"headway_{name}"]
+            assert [sample.value for sample in headway_family.samples] == [sample.value for sample in family.samples]
             for sample in family.samples:
                 assert sample.labels["model_name"] == MODEL
                 assert sample.labels["engine"] == "0"
     for name in COUNTERS:
-        assert f"\nvllm:{name}_total{{" in answer.text
+        assert f"\nvllm:{name}_total{{" in response.text
     positions = [
         sample.labels["position"] for sample in families["vllm:spec_decode_num_accepted_tokens_per_pos"].samples
     ]

@@ -93,20 +93,20 @@ def raising(error: type[BaseException]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("error", [Fault, PanicException])
-@pytest.mark.parametrize("place", [in_the_engine, in_the_session, in_the_prompt])
+@pytest.mark.parametrize("inject", [in_the_engine, in_the_session, in_the_prompt])
 def test_what_a_request_raises_is_its_error_alone(
-    server: Server, alone: list[int], place: Callable[..., Callable[[], None]], error: type[BaseException]
+    server: Server, alone: list[int], inject: Callable[..., Callable[[], None]], error: type[BaseException]
 ) -> None:
     with stream_beside(server) as tokens:
-        mend = place(server, error)
+        mend = inject(server, error)
         try:
-            whole = server.complete(**DOOMED)
+            response = server.complete(**DOOMED)
             streamed = server.complete(**DOOMED, stream=True)
         finally:
             mend()
-    assert (whole.status_code, whole.json()["error"]["code"]) == (500, "internal_error")
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
     assert streamed.status_code == 500 or '"code":"internal_error"' in streamed.text
-    assert "defect" not in whole.text + streamed.text
+    assert "defect" not in response.text + streamed.text
     assert tokens == alone
     wait_until(lambda: not server.engine.has_work)
     assert server.complete(**{**DOOMED, "max_tokens": 2}).status_code == 200
@@ -123,9 +123,9 @@ def test_no_grammar_is_compiled_on_the_engine_s_thread(server: Server, monkeypat
         return compile_(grammar)
 
     monkeypatch.setattr(server.engine._constraints, "compile", noting)
-    asked = {"structured_outputs": {"choice": ["left", "right"]}, "max_tokens": 40}
-    answer = server.complete(prompt=["a", "b"], n=2, **asked).json()
-    assert {choice["text"] for choice in answer["choices"]} <= {"left", "right"}
+    options = {"structured_outputs": {"choice": ["left", "right"]}, "max_tokens": 40}
+    response = server.complete(prompt=["a", "b"], n=2, **options).json()
+    assert {choice["text"] for choice in response["choices"]} <= {"left", "right"}
     assert len(threads) == 1
     assert threads[0] != "engine"
 
@@ -149,11 +149,11 @@ def test_a_number_that_no_tensor_holds_is_a_400_by_its_name(server: Server, path
 
 
 def post_text(server: Server, path: str, content: str) -> dict[str, Any]:
-    answer = httpx.post(
+    response = httpx.post(
         f"{server.url}{path}", content=content, headers={"content-type": "application/json"}, timeout=600
     )
-    assert answer.status_code == 400, answer.text
-    return answer.json()["error"]
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
 
 
 def test_top_k_beyond_the_vocabulary_is_off(server: Server) -> None:
@@ -162,17 +162,17 @@ def test_top_k_beyond_the_vocabulary_is_off(server: Server) -> None:
 
 
 def test_the_least_temperatures_are_greedy(server: Server) -> None:
-    greedy, *least = (
+    greedy, *coldest = (
         server.complete(max_tokens=20, seed=1, temperature=t).json()["choices"] for t in (0, 1e-6, 1e-38, 1e-45, 1e-320)
     )
-    assert least == [greedy] * 4
+    assert coldest == [greedy] * 4
 
 
 def test_the_watchdog_tells_of_a_stall_once(
     make_server: MakeServer, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     go_on, waited = threading.Event(), threading.Event()
-    answers: list[Any] = []
+    responses: list[Any] = []
     with make_server(stall_s=0.2) as server:
         step = server.engine.step
 
@@ -183,15 +183,15 @@ def test_the_watchdog_tells_of_a_stall_once(
             return step()
 
         server.engine.step = hanging
-        asking = threading.Thread(target=lambda: answers.append(server.complete(max_tokens=5)))
+        asking = threading.Thread(target=lambda: responses.append(server.complete(max_tokens=5)))
         asking.start()
         wait_until(lambda: server.metrics()["headway_engine_stalls_total"] == 1)
-        told = [record.getMessage() for record in caplog.records if "the engine stalls" in record.getMessage()]
+        messages = [record.getMessage() for record in caplog.records if "the engine stalls" in record.getMessage()]
         go_on.set()
         asking.join(600)
-        assert answers[0].status_code == 200
-        wait_until(lambda: "the step that stalled has ended" in caplog.text)
-    (line,) = told
+        assert responses[0].status_code == 200
+        wait_until(lambda: "the stalled step has ended" in caplog.text)
+    (line,) = messages
     assert "server.stall_s=0.2" in line
     assert "in hanging" in capfd.readouterr().err  # the engine's stack
 

@@ -17,53 +17,55 @@ FULL: dict[str, Any] = {"ignore_eos": True}  # exactly max_tokens tokens, whatev
 
 
 def test_completion(client: openai.OpenAI) -> None:
-    answer = client.completions.create(
+    completion = client.completions.create(
         model=MODEL, prompt="def wrap(text):", max_tokens=20, **SAMPLING, extra_body=FULL
     )
-    assert answer.object == "text_completion"
-    assert answer.model == MODEL
-    (choice,) = answer.choices
+    assert completion.object == "text_completion"
+    assert completion.model == MODEL
+    (choice,) = completion.choices
     assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "length", None)
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 20
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 20
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == 20
+    assert completion.usage.total_tokens == completion.usage.prompt_tokens + 20
 
 
 def test_the_text_is_the_engine_s_own(client: openai.OpenAI, plain_engine: Any) -> None:
     """A draft, a batch and a server change nothing."""
-    asked = FULL | {"return_token_ids": True}
-    answer = client.completions.create(model=MODEL, prompt="def f(x):", max_tokens=24, **SAMPLING, extra_body=asked)
+    options = FULL | {"return_token_ids": True}
+    completion = client.completions.create(
+        model=MODEL, prompt="def f(x):", max_tokens=24, **SAMPLING, extra_body=options
+    )
     (expected,) = plain_engine.generate(["def f(x):"], SamplingParams(1.0, seed=7, max_tokens=24, ignore_eos=True))
-    assert answer.choices[0].text == expected.text
-    assert answer.choices[0].to_dict()["token_ids"] == expected.token_ids
+    assert completion.choices[0].text == expected.text
+    assert completion.choices[0].to_dict()["token_ids"] == expected.token_ids
 
 
 @pytest.mark.parametrize("sampling", [SAMPLING, {"temperature": 0}, {"temperature": 0.7, "top_p": 0.9, "seed": 3}])
 def test_streamed_text_is_the_text(client: openai.OpenAI, sampling: dict[str, Any]) -> None:
     request: dict[str, Any] = {"model": MODEL, "prompt": "class Text", "max_tokens": 40, **sampling}
-    whole = client.completions.create(**request).choices[0]
+    full = client.completions.create(**request).choices[0]
     chunks = list(client.completions.create(**request, stream=True))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text
+    assert "".join(chunk.choices[0].text for chunk in chunks) == full.text
     reasons = [chunk.choices[0].finish_reason for chunk in chunks]
-    assert reasons == [None] * (len(chunks) - 1) + [whole.finish_reason]
+    assert reasons == [None] * (len(chunks) - 1) + [full.finish_reason]
     assert len({chunk.id for chunk in chunks}) == 1
 
 
 def test_streamed_chat_is_the_chat(client: openai.OpenAI) -> None:
     request: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 40, **SAMPLING}
-    whole = client.chat.completions.create(**request)
+    full = client.chat.completions.create(**request)
     chunks = list(client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
     deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
     assert (deltas[0].role, deltas[0].content) == ("assistant", "")
-    assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
-    assert whole.choices[0].message.role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == full.choices[0].message.content
+    assert full.choices[0].message.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-2]] == [None] * (len(chunks) - 2)
-    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-2].choices[0].finish_reason == full.choices[0].finish_reason
     assert chunks[-1].choices == []
-    for usage in (chunks[-1].usage, whole.usage):
+    for usage in (chunks[-1].usage, full.usage):
         assert usage is not None
         usage.prompt_tokens_details = None  # the second finds the first one's prefix
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage == full.usage
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
@@ -80,11 +82,11 @@ def test_chat_goes_through_the_template(client: openai.OpenAI) -> None:
 
 def test_a_chat_without_max_tokens_may_fill_the_context(server: Server, client: openai.OpenAI) -> None:
     long: list[Any] = [{"role": "user", "content": "é" * 220}]  # two tokens each
-    answer = client.chat.completions.create(model=MODEL, messages=long, **SAMPLING, extra_body=FULL)
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens > 440
-    assert answer.usage.total_tokens == server.engine.context
+    completion = client.chat.completions.create(model=MODEL, messages=long, **SAMPLING, extra_body=FULL)
+    assert completion.choices[0].finish_reason == "length"
+    assert completion.usage is not None
+    assert completion.usage.prompt_tokens > 440
+    assert completion.usage.total_tokens == server.engine.context
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -98,13 +100,13 @@ def test_prompts_in_every_form(client: openai.OpenAI, tiny_tokenizer: Any, strea
             choices = client.completions.create(**request).choices
             assert [choice.index for choice in choices] == list(range(len(choices)))
             return [choice.text for choice in choices]
-        found = [""] * len(texts)
+        outputs = [""] * len(texts)
         ended = []
         for chunk in client.completions.create(**request, stream=True):
-            found[chunk.choices[0].index] += chunk.choices[0].text
+            outputs[chunk.choices[0].index] += chunk.choices[0].text
             ended += [chunk.choices[0].index] * (chunk.choices[0].finish_reason is not None)
         assert len(ended) == len(set(ended))
-        return [text for index, text in enumerate(found) if index in ended]
+        return [text for index, text in enumerate(outputs) if index in ended]
 
     expected = [text for prompt in texts for text in texts_of(prompt)]
     assert texts_of(texts) == expected
@@ -114,8 +116,8 @@ def test_prompts_in_every_form(client: openai.OpenAI, tiny_tokenizer: Any, strea
 
 def test_a_random_seed_is_returned_and_repeats_the_text(client: openai.OpenAI) -> None:
     request: dict[str, Any] = {"model": MODEL, "prompt": "for ", "max_tokens": 16}
-    first, other = (client.completions.create(**request).to_dict() for _ in range(2))
-    assert first["seed"] != other["seed"]
+    first, second = (client.completions.create(**request).to_dict() for _ in range(2))
+    assert first["seed"] != second["seed"]
     again = client.completions.create(**request, seed=first["seed"])  # type: ignore[arg-type]
     assert again.to_dict()["choices"] == first["choices"]
     streamed = next(iter(client.completions.create(**request, seed=5, stream=True)))
@@ -128,13 +130,13 @@ def test_a_stop_token_ends_the_text_and_is_no_part_of_it(
     (free,) = plain_engine.generate(["return "], SamplingParams(1.0, seed=7, max_tokens=30, ignore_eos=True))
     stop = free.token_ids[12]
     end = free.token_ids.index(stop)
-    answer = client.completions.create(
+    completion = client.completions.create(
         model=MODEL, prompt="return ", max_tokens=30, **SAMPLING, extra_body={**FULL, "stop_token_ids": [stop]}
     )
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.choices[0].text == tiny_tokenizer.decode(free.token_ids[:end])
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == end + 1
+    assert completion.choices[0].finish_reason == "stop"
+    assert completion.choices[0].text == tiny_tokenizer.decode(free.token_ids[:end])
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == end + 1
 
 
 def test_speculation_is_counted_in_usage(client: openai.OpenAI, make_server: MakeServer) -> None:
@@ -179,7 +181,7 @@ def test_many_at_once_get_what_each_gets_alone(server: Server) -> None:
     """More requests than the engine's batch, streaming and not, from the asynchronous client."""
     seeds = range(12)
 
-    async def one(client: openai.AsyncOpenAI, seed: int) -> str:
+    async def complete(client: openai.AsyncOpenAI, seed: int) -> str:
         request: dict[str, Any] = {"model": MODEL, "prompt": f"# {seed}\n", "max_tokens": 24, "seed": seed}
         if seed % 2:
             return (await client.completions.create(**request)).choices[0].text
@@ -188,10 +190,10 @@ def test_many_at_once_get_what_each_gets_alone(server: Server) -> None:
 
     async def gather() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            return await asyncio.gather(*(one(client, seed) for seed in seeds))
+            return await asyncio.gather(*(complete(client, seed) for seed in seeds))
 
     async def one_by_one() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            return [await one(client, seed) for seed in seeds]
+            return [await complete(client, seed) for seed in seeds]
 
     assert asyncio.run(gather()) == asyncio.run(one_by_one())

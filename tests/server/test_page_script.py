@@ -39,9 +39,9 @@ BY_CHARACTER = """[...stream].reduce((so_far, char) => {
 
 def test_events_however_a_stream_is_cut() -> None:
     stream = 'data: {"a": 1}\n\n: a comment\n\ndata:two\ndata: lines\n\ndata: [DONE]\n\n'
-    whole = {"events": ['{"a": 1}', "two\nlines", "[DONE]"], "rest": ""}
-    assert js("splitEvents(stream)", stream=stream) == whole
-    assert js(BY_CHARACTER, stream=stream) == whole
+    expected = {"events": ['{"a": 1}', "two\nlines", "[DONE]"], "rest": ""}
+    assert js("splitEvents(stream)", stream=stream) == expected
+    assert js(BY_CHARACTER, stream=stream) == expected
     assert js("splitEvents('data: a\\n\\ndata: b')") == {"events": ["a"], "rest": "data: b"}
 
 
@@ -87,15 +87,15 @@ def test_tints_lie_on_the_text_that_is_shown() -> None:
     assert js("cutPieces([['abc', 1], ['def', 0], ['g', 2]], 2, 5)") == [["c", 1], ["de", 0]]
 
 
-def said(text: str, reasoning: str = "") -> dict[str, str]:
+def make_answer(text: str, reasoning: str = "") -> dict[str, str]:
     return {"text": text, "reasoning": reasoning}
 
 
 def test_the_messages_of_a_conversation() -> None:
     exchanges = [
-        {"prompt": "one", "answer": said("1", "think")},
-        {"prompt": "two", "answer": said("")},  # failed
-        {"prompt": "three", "answer": said("old")},  # to be answered again
+        {"prompt": "one", "answer": make_answer("1", "think")},
+        {"prompt": "two", "answer": make_answer("")},  # failed
+        {"prompt": "three", "answer": make_answer("old")},  # to be answered again
     ]
     assert js("messagesFor('be brief', exchanges, 2)", exchanges=exchanges) == [
         {"role": "system", "content": "be brief"},
@@ -121,10 +121,10 @@ def test_what_was_stored_comes_back() -> None:
     state = (
         "toStore([{ prompt: 'a', answer: { ...newAnswer(), text: 'b', finish } }], 'be brief', 'draft', { seed: '7' })"
     )
-    whole = js(f"restored({state})", finish="stop")
-    assert whole["exchanges"][0]["answer"]["text"] == "b"
-    assert whole["exchanges"][0]["answer"]["error"] is None
-    assert (whole["system"], whole["draft"], whole["fields"]) == ("be brief", "draft", {"seed": "7"})
+    restored = js(f"restored({state})", finish="stop")
+    assert restored["exchanges"][0]["answer"]["text"] == "b"
+    assert restored["exchanges"][0]["answer"]["error"] is None
+    assert (restored["system"], restored["draft"], restored["fields"]) == ("be brief", "draft", {"seed": "7"})
     assert "left before" in js(f"restored({state})", finish=None)["exchanges"][0]["answer"]["error"]
     for text in ("", "null", "[]", "{", '{"version": 2}', '{"version": 1, "exchanges": [{"prompt": 3}]}'):
         assert js("restored(text)", text=text) is None

@@ -92,8 +92,8 @@ CASES: list[tuple[str, str, str, list[Call]]] = [
 
 
 def pieces(text: str, cuts: list[int]) -> list[str]:
-    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    return [text[start:end] for start, end in itertools.pairwise(places)]
+    positions = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    return [text[start:end] for start, end in itertools.pairwise(positions)]
 
 
 def parse(parser: ChatParser, chunks: list[str]) -> Parts:

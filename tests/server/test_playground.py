@@ -22,13 +22,15 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def test_it_needs_nothing_from_elsewhere(server: Server) -> None:
-    answer = httpx.get(f"{server.url}/")
-    assert answer.headers["content-type"].startswith("text/html")
-    assert answer.text == the_page().html
-    addresses = set(re.findall(r"https?://[^\s\"'`]+", answer.text)) - {"http://www.w3.org/2000/svg"}  # a name
+    response = httpx.get(f"{server.url}/")
+    assert response.headers["content-type"].startswith("text/html")
+    assert response.text == the_page().html
+    addresses = set(re.findall(r"https?://[^\s\"'`]+", response.text)) - {"http://www.w3.org/2000/svg"}  # a name
     assert addresses == set()
-    assert not re.search(r"<(?:script|img|iframe)[^>]* src=|<link[^>]*stylesheet|@import|innerHTML|eval\(", answer.text)
-    policy = answer.headers["content-security-policy"]
+    assert not re.search(
+        r"<(?:script|img|iframe)[^>]* src=|<link[^>]*stylesheet|@import|innerHTML|eval\(", response.text
+    )
+    policy = response.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "connect-src 'self'" in policy
     assert "unsafe" not in policy
@@ -107,8 +109,8 @@ def test_a_conversation(server: Server, browser: Browser, size: tuple[int, int])
     assert (bodies[0]["temperature"], bodies[0]["max_tokens"], bodies[0]["seed"]) == (0, 40, 7)
     figures = page.locator(".figures").text_content() or ""
     assert re.match(r"τ \d\.\d\d · [\d.]+ tokens/s · 40 tokens · seed 7 · cut", figures)
-    whole = server.post("/v1/chat/completions", {**bodies[0], "stream": False, "stream_options": None}).json()
-    text = whole["choices"][0]["message"]["content"]
+    completion = server.post("/v1/chat/completions", {**bodies[0], "stream": False, "stream_options": None}).json()
+    text = completion["choices"][0]["message"]["content"]
     send(page, "three")
     expect(page.locator(".turn")).to_have_count(4)
     expect_done(page)
@@ -346,8 +348,8 @@ def complete(page: Page) -> None:
     expect(page.locator("input[value=chat]")).to_be_hidden()
     expect(page.locator("#completion")).to_be_visible()
     fill_settings(page, max_tokens="20", temperature="2")
-    held: list[Route] = []  # so small a target would have answered before anyone could stop it
-    page.route("**/v1/completions", lambda route: held.append(route))
+    held_routes: list[Route] = []  # so small a target would have answered before anyone could stop it
+    page.route("**/v1/completions", lambda route: held_routes.append(route))
     page.click("#completion-form .start")
     expect(page.locator("#completion-form .stop")).to_be_focused()
     page.keyboard.press("Escape")

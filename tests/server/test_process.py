@@ -88,16 +88,18 @@ def test_start_serve_and_ctrl_c(tiny_target_folder: Path) -> None:
         url = process.wait_for(r"(http://127\.0\.0\.1:\d+): loading tiny")[1]
         process.wait_for("try: curl")
         steps = ("loading tiny", "reading weights: file 1 of 1, 0 of", "Headway serves")
-        places = [process.output.index(step) for step in steps]
-        assert places == sorted(places)
+        indices = [process.output.index(step) for step in steps]
+        assert indices == sorted(indices)
         assert "n-gram lookup" in process.output
         assert "512 tokens" in process.output
         assert re.search(r"end tokens +0 <\|endoftext\|>", process.output)
         assert f"{url}/v1/completions" in process.output
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        answer = client.completions.create(model="tiny", prompt=CANARY, max_tokens=5, extra_body={"ignore_eos": True})
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens == 5
+        completion = client.completions.create(
+            model="tiny", prompt=CANARY, max_tokens=5, extra_body={"ignore_eos": True}
+        )
+        assert completion.usage is not None
+        assert completion.usage.completion_tokens == 5
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model="tiny", prompt=CANARY, max_tokens=5000)
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": CANARY}], max_tokens=2)
@@ -127,9 +129,9 @@ def test_the_image_s_command(tiny_target_folder: Path, tmp_path: Path, monkeypat
     """The Dockerfile's entry point, run from what the Dockerfile copies. The image itself is not built here."""
     lines = (ROOT / "scripts" / "deploy" / "Dockerfile").read_text().splitlines()
     image = tmp_path / "app"
-    for words in (line.split()[1:] for line in lines if line.startswith("COPY ")):
-        for name in words[:-1]:
-            into = image / words[-1]
+    for paths in (line.split()[1:] for line in lines if line.startswith("COPY ")):
+        for name in paths[:-1]:
+            into = image / paths[-1]
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, into, ignore=shutil.ignore_patterns("__pycache__"))
             else:
@@ -140,7 +142,7 @@ def test_the_image_s_command(tiny_target_folder: Path, tmp_path: Path, monkeypat
         for word in ("ENTRYPOINT ", "CMD ")
     )
     assert entry[0] == "python"
-    ours = [*command(tiny_target_folder)[2:], f"hydra.run.dir={tmp_path}/hydra", f"output_dir={tmp_path}/outputs"]
+    overrides = [*command(tiny_target_folder)[2:], f"hydra.run.dir={tmp_path}/hydra", f"output_dir={tmp_path}/outputs"]
     refused = subprocess.run(
         [sys.executable, *entry[1:], *default],
         cwd=image,
@@ -151,7 +153,7 @@ def test_the_image_s_command(tiny_target_folder: Path, tmp_path: Path, monkeypat
     )
     assert (refused.returncode, "HEADWAY_API_KEY" in refused.stderr) == (2, True)  # beyond loopback not without a key
     monkeypatch.setenv("HEADWAY_API_KEY", "a-key-of-mine")
-    with start(sys.executable, *entry[1:], *default, *ours, folder=image) as process:
+    with start(sys.executable, *entry[1:], *default, *overrides, folder=image) as process:
         url = process.wait_for(r"(http://127\.0\.0\.1:\d+): loading")[1]
         process.wait_for("try: curl")
         assert httpx.get(f"{url}/health").status_code == 200
@@ -183,7 +185,7 @@ def test_a_dead_engine_ends_the_process(tiny_target_folder: Path) -> None:
             list(pieces)
         assert process.child.wait(300) == 1
         assert "RuntimeError: the device is gone" in process.output
-        assert "the engine is dead: the server ends with exit code 1" in process.output
+        assert "the engine is dead: the server exits with code 1" in process.output
 
 
 @pytest.mark.slow
@@ -194,20 +196,20 @@ def test_a_divided_target_is_served(tiny_target_folder: Path, started_here: Call
         process.wait_for("try: curl")
         assert "2, each with a part of the target" in process.output
         assert "(rank 0 of 2)" in process.output
-        (other,) = set(started_here()) - {process.child.pid}
+        (other_pid,) = set(started_here()) - {process.child.pid}
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         stream = client.completions.create(
             model="tiny", prompt="x", max_tokens=60, stream=True, seed=1, extra_body={"ignore_eos": True}
         )
         chunks = [next(iter(stream))]
         if end == "drained":
-            for pid in (process.child.pid, other):  # as a supervisor would
+            for pid in (process.child.pid, other_pid):  # as a supervisor would
                 os.kill(pid, signal.SIGTERM)
             chunks += list(stream)
             assert chunks[-1].choices[0].finish_reason == "length"
             assert process.child.wait(300) == 0
         else:
-            os.kill(other, signal.SIGKILL)
+            os.kill(other_pid, signal.SIGKILL)
             with pytest.raises(openai.APIError, match="the engine has stopped"):
                 list(stream)
             process.wait_for(r"RankLost: engine\.tensor_parallel=2: rank 1 has ended \(signal 9\)")
@@ -250,8 +252,8 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_port_in_use_is_one_line_before_anything_loads(tmp_path: Path) -> None:
-    with bind("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
         result = run(*command(tmp_path, f"server.port={port}"))  # which holds no model
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()

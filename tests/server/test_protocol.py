@@ -139,8 +139,8 @@ def test_messages_are_checked(message: Any, param: str) -> None:
 
 def test_an_answer_may_be_sent_back_as_openai_s_client_dumps_it() -> None:
     message = {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "tool_calls": None}
-    (sent,) = ChatRequest.model_validate(CHAT | {"messages": [message]}).messages
-    assert sent.for_template() == {"role": "assistant", "content": "x"}
+    (parsed,) = ChatRequest.model_validate(CHAT | {"messages": [message]}).messages
+    assert parsed.for_template() == {"role": "assistant", "content": "x"}
 
 
 def test_lists_are_bounded() -> None:
@@ -148,8 +148,8 @@ def test_lists_are_bounded() -> None:
     ChatRequest.model_validate(CHAT | {"messages": [message] * MAX_MESSAGES})
     assert refusal(ChatRequest, CHAT | {"messages": [message] * (MAX_MESSAGES + 1)})["param"] == "messages"
     assert refusal(ChatRequest, CHAT | {"messages": []})["param"] == "messages"
-    many = {"role": "user", "content": [part] * (MAX_PARTS + 1)}
-    assert refusal(ChatRequest, CHAT | {"messages": [many]})["param"] == "messages[0].content"
+    oversized = {"role": "user", "content": [part] * (MAX_PARTS + 1)}
+    assert refusal(ChatRequest, CHAT | {"messages": [oversized]})["param"] == "messages[0].content"
     CompletionRequest.model_validate(PLAIN | {"stop_token_ids": [1] * MAX_STOP_TOKEN_IDS})
 
 

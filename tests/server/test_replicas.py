@@ -40,15 +40,15 @@ def test_two_replicas_behind_one_address(
         def counter(session: str, name: str = "headway_prompt_tokens_total") -> float:
             """Of the replica that this session is with."""
             headers = {"authorization": f"Bearer {KEY}", "x-session-id": session}
-            found = re.search(rf"^{name}{{.*}} (\S+)$", httpx.get(f"{url}/metrics", headers=headers).text, re.MULTILINE)
-            assert found
-            return float(found[1])
+            match = re.search(rf"^{name}{{.*}} (\S+)$", httpx.get(f"{url}/metrics", headers=headers).text, re.MULTILINE)
+            assert match
+            return float(match[1])
 
         def ask(session: str, **fields: Any) -> Any:
-            asked: dict[str, Any] = {"prompt": "def wrap(text):", "max_tokens": 24, "seed": 7, **fields}
+            request: dict[str, Any] = {"prompt": "def wrap(text):", "max_tokens": 24, "seed": 7, **fields}
             extra = {"ignore_eos": True, "return_token_ids": True}
             return client.completions.create(
-                model="tiny", extra_headers={"x-session-id": session}, extra_body=extra, **asked
+                model="tiny", extra_headers={"x-session-id": session}, extra_body=extra, **request
             )
 
         assert httpx.get(f"{url}/health").json() == {"status": "ready"}
@@ -61,10 +61,10 @@ def test_two_replicas_behind_one_address(
         for session in SESSIONS:
             if any(session in group for group in groups):
                 continue
-            before = {own: counter(own) for own in SESSIONS}
-            answer = ask(session)
-            assert answer.choices[0].to_dict()["token_ids"] == expected.token_ids
-            groups.append({own for own in SESSIONS if counter(own) > before[own]})
+            before = {s: counter(s) for s in SESSIONS}
+            completion = ask(session)
+            assert completion.choices[0].to_dict()["token_ids"] == expected.token_ids
+            groups.append({s for s in SESSIONS if counter(s) > before[s]})
             assert session in groups[-1]
         assert len(groups) == 2
         assert groups[0].isdisjoint(groups[1])
@@ -119,7 +119,7 @@ def test_a_call_that_ray_cancelled_is_a_client_that_hung_up() -> None:
     async def send(message: Message) -> None:
         pass
 
-    async def answers(scope: Scope, receive: Receive, send: Send) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         nonlocal disconnected
 
         async def endless() -> AsyncIterator[str]:
@@ -133,5 +133,5 @@ def test_a_call_that_ray_cancelled_is_a_client_that_hung_up() -> None:
         disconnected = await request.is_disconnected()
 
     scope = {"type": "http", "method": "POST", "headers": [], "asgi": {"spec_version": "2.1"}}
-    asyncio.run(asyncio.wait_for(ProxyGone(answers)(scope, receive, send), 300))
+    asyncio.run(asyncio.wait_for(ProxyGone(app)(scope, receive, send), 300))
     assert (calls, disconnected) == (2, True)

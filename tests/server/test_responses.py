@@ -25,23 +25,23 @@ def events_of(text: str) -> list[dict[str, Any]]:
 def test_text(server: Server, client: openai.OpenAI) -> None:
     """The same text as a chat's, whole and streamed."""
     request: dict[str, Any] = {"model": MODEL, "input": "wrap this", "max_output_tokens": 30, "temperature": 0}
-    answer = client.responses.create(**request, instructions="be brief", extra_body={"seed": 3})
+    response = client.responses.create(**request, instructions="be brief", extra_body={"seed": 3})
     chat = client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "system", "content": "be brief"}, {"role": "user", "content": "wrap this"}],
         max_tokens=30,
         temperature=0,
     )
-    assert answer.output_text == chat.choices[0].message.content
-    assert answer.usage is not None
+    assert response.output_text == chat.choices[0].message.content
+    assert response.usage is not None
     assert chat.usage is not None
-    assert answer.usage.output_tokens == chat.usage.completion_tokens
+    assert response.usage.output_tokens == chat.usage.completion_tokens
     if chat.choices[0].finish_reason == "length":
-        assert (answer.status, answer.incomplete_details and answer.incomplete_details.reason) == (
+        assert (response.status, response.incomplete_details and response.incomplete_details.reason) == (
             "incomplete",
             "max_output_tokens",
         )
-    assert answer.store is False  # type: ignore[attr-defined]
+    assert response.store is False  # type: ignore[attr-defined]
     events = list(client.responses.create(**request, stream=True))
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     again = client.responses.create(**request)
@@ -60,9 +60,9 @@ def test_the_events_in_their_order(server: Server) -> None:
         "ignore_eos": True,
         "top_logprobs": 1,
     }
-    answer = server.post("/v1/responses", body)
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = events_of(answer.text)
+    response = server.post("/v1/responses", body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = events_of(response.text)
     kinds = [event["type"].removeprefix("response.") for event in events]
     deltas = kinds.count("output_text.delta")
     assert deltas > 1
@@ -76,7 +76,7 @@ def test_the_events_in_their_order(server: Server) -> None:
     assert item["status"] == "incomplete"
     assert part["text"] == "".join(event.get("delta", "") for event in events)
     assert len(part["logprobs"]) == 12
-    assert part["logprobs"] == [own for event in events[4:-4] for own in event["logprobs"]]
+    assert part["logprobs"] == [entry for event in events[4:-4] for entry in event["logprobs"]]
     assert events[2]["item"]["content"] == []
     assert events[-1]["response"]["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
@@ -85,26 +85,26 @@ def test_a_form(client: openai.OpenAI) -> None:
     class Word(pydantic.BaseModel):
         good: bool
 
-    answer = client.responses.parse(model=MODEL, input="x", text_format=Word, max_output_tokens=150, temperature=0)
-    if answer.status == "completed":
-        assert isinstance(answer.output_parsed, Word)
-    assert answer.output_text.startswith("{")
+    response = client.responses.parse(model=MODEL, input="x", text_format=Word, max_output_tokens=150, temperature=0)
+    if response.status == "completed":
+        assert isinstance(response.output_parsed, Word)
+    assert response.output_text.startswith("{")
 
 
 @pytest.mark.parametrize("style", ["hermes", "mistral"])
 def test_tools(talking: dict[str, Server], style: str) -> None:
     client = talking[style].openai
     request: dict[str, Any] = {"model": MODEL, "input": ASKED, "tools": [TOOL], "temperature": 0}
-    answer = client.responses.create(**request)
-    calls = [item for item in answer.output if item.type == "function_call"]
+    response = client.responses.create(**request)
+    calls = [item for item in response.output if item.type == "function_call"]
     assert [(call.name, json.loads(call.arguments)) for call in calls] == WANTED
-    assert answer.output_text == ("I add.\n" if style == "hermes" else "")
+    assert response.output_text == ("I add.\n" if style == "hermes" else "")
     events = events_of(talking[style].post("/v1/responses", {**request, "stream": True}).text)
     done = [event for event in events if event["type"] == "response.function_call_arguments.done"]
     assert [(event["name"], json.loads(event["arguments"])) for event in done] == WANTED
     assert events[-1]["type"] == "response.completed"
     results: list[Any] = [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
-    turn: list[Any] = [{"role": "user", "content": ASKED}, *(item.model_dump() for item in answer.output), *results]
+    turn: list[Any] = [{"role": "user", "content": ASKED}, *(item.model_dump() for item in response.output), *results]
     assert client.responses.create(model=MODEL, input=turn, tools=[TOOL], max_output_tokens=2).usage  # type: ignore[list-item]
     forced = client.responses.create(
         **request | {"temperature": 1.5}, tool_choice={"type": "function", "name": "add"}, parallel_tool_calls=False
@@ -113,10 +113,10 @@ def test_tools(talking: dict[str, Server], style: str) -> None:
 
 
 def test_reasoning(talking: dict[str, Server]) -> None:
-    answer = talking["think"].openai.responses.create(model=MODEL, input=ASKED, temperature=0)
-    assert [item.type for item in answer.output] == ["reasoning", "message"]
-    assert answer.output_text == "It is 3."
-    assert answer.output[0].to_dict()["content"] == [{"type": "reasoning_text", "text": "\n1 and 2 is 3\n"}]
+    response = talking["think"].openai.responses.create(model=MODEL, input=ASKED, temperature=0)
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert response.output_text == "It is 3."
+    assert response.output[0].to_dict()["content"] == [{"type": "reasoning_text", "text": "\n1 and 2 is 3\n"}]
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,13 @@ def test_reasoning(talking: dict[str, Server]) -> None:
     ],
 )
 def test_what_is_not_implemented_is_a_400(server: Server, fields: dict[str, Any], param: str) -> None:
-    answer = server.post("/v1/responses", {"model": MODEL, "input": "x", "max_output_tokens": 1, **fields})
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"].startswith(param)
+    response = server.post("/v1/responses", {"model": MODEL, "input": "x", "max_output_tokens": 1, **fields})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].startswith(param)
 
 
 def test_an_error_in_the_stream(server: Server) -> None:
     body = {"model": MODEL, "input": "x", "stream": True, "ignore_eos": True, "timeout_s": 0.01}
-    answer = server.post("/v1/responses", body)
-    last = events_of(answer.text)[-1] if answer.status_code == 200 else answer.json()
+    response = server.post("/v1/responses", body)
+    last = events_of(response.text)[-1] if response.status_code == 200 else response.json()
     assert "timeout_s" in (last.get("message") or last["error"]["message"])

@@ -25,20 +25,20 @@ SOURCES = sorted((ROOT / "infer" / "server").rglob("*.py"))
 DEPLOY = ROOT / "scripts" / "deploy"
 
 
-def unbounded(schema: Any, place: str = "") -> list[str]:
+def unbounded(schema: Any, path: str = "") -> list[str]:
     """Arrays without maxItems and maps of free keys without maxProperties; a client's own JSON schema is free."""
-    found = []
+    paths = []
     if isinstance(schema, dict):
         if schema.get("type") == "array" and "maxItems" not in schema:
-            found.append(place)
+            paths.append(path)
         if isinstance(schema.get("additionalProperties"), dict) and "maxProperties" not in schema:
-            found.append(place)
+            paths.append(path)
         schema = list(schema.items())
     if isinstance(schema, list):
         for index, item in enumerate(schema):
             name, inner = item if isinstance(item, tuple) else (index, item)
-            found += unbounded(inner, f"{place}/{name}")
-    return found
+            paths += unbounded(inner, f"{path}/{name}")
+    return paths
 
 
 def test_every_list_of_the_wire_is_bounded() -> None:
@@ -47,26 +47,26 @@ def test_every_list_of_the_wire_is_bounded() -> None:
         assert unbounded(kind.model_json_schema()) == [], kind
 
 
-def unbounded_numbers(schema: Any, place: str = "") -> list[str]:
+def unbounded_numbers(schema: Any, path: str = "") -> list[str]:
     """Numbers without a least or a most value."""
-    found = []
+    paths = []
     if isinstance(schema, dict):
         ends = [{"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}]
         if schema.get("type") in ("integer", "number") and not all(end & set(schema) for end in ends):
-            found.append(place)
+            paths.append(path)
         schema = list(schema.items())
     if isinstance(schema, list):
         for index, item in enumerate(schema):
             name, inner = item if isinstance(item, tuple) else (index, item)
-            found += unbounded_numbers(inner, f"{place}/{name}")
-    return found
+            paths += unbounded_numbers(inner, f"{path}/{name}")
+    return paths
 
 
 def test_every_number_of_the_wire_is_bounded(server: Server) -> None:
     """A prompt's ids are held to the vocabulary."""
     schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
-    places = [place for place in unbounded_numbers(schemas) if "/CompletionRequest/properties/prompt/" not in place]
-    assert [place for place in places if not place.startswith("/ValidationError/")] == []
+    paths = [path for path in unbounded_numbers(schemas) if "/CompletionRequest/properties/prompt/" not in path]
+    assert [path for path in paths if not path.startswith("/ValidationError/")] == []
     assert len(schemas) > 20
 
 
@@ -77,9 +77,9 @@ def test_every_body_is_read_strictly(server: Server) -> None:
     assert len(reading) >= 5
     for path in reading:
         headers = {"content-type": "application/json"}
-        answer = httpx.post(f"{server.url}{path}", content=b'{"of_no_api": [NaN]}', headers=headers)
-        assert answer.status_code == 400, path
-        assert "of_no_api[0]: NaN is not JSON" in answer.text, path
+        response = httpx.post(f"{server.url}{path}", content=b'{"of_no_api": [NaN]}', headers=headers)
+        assert response.status_code == 400, path
+        assert "of_no_api[0]: NaN is not JSON" in response.text, path
 
 
 def calls(tree: ast.AST) -> list[ast.Call]:
@@ -112,16 +112,16 @@ def test_the_server_asks_nobody() -> None:
 
 def test_the_dashboard_asks_for_metrics_that_there_are(server: Server) -> None:
     dashboard = json.loads((DEPLOY / "grafana.json").read_text())
-    asked = {
+    queried = {
         name
         for panel in dashboard["panels"]
         for target in panel["targets"]
         for name in re.findall(r"headway_\w+", target["expr"])
     }
     server.complete(max_tokens=10, ignore_eos=True)
-    there = {name.partition("{")[0] for name in server.metrics()}
-    assert len(asked) > 12
-    assert asked <= there
+    exported = {name.partition("{")[0] for name in server.metrics()}
+    assert len(queried) > 12
+    assert queried <= exported
 
 
 def test_the_manifest_probes_what_is_there(server: Server) -> None:

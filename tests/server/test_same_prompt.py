@@ -14,7 +14,7 @@ from models.tokenizer import Tokenizer
 from tests.chats import ANSWER, CONVERSATIONS, LOOK, RESULT, TEMPLATES, USER, calling, with_templates
 from tests.server.harness import MODEL, Server
 from train.config import FilesDataConfig
-from train.data.dialogue import given_rows
+from train.data.dialogue import provided_rows
 from train.data.examples import parse_row
 from train.data.prompts import Reader
 
@@ -50,12 +50,12 @@ def as_text(arguments: Any) -> str:
 def served(server: Server, messages: list[dict[str, Any]], tools: Any = None) -> list[int] | None:
     """None where the server refuses the conversation, because its template does."""
     body = {"messages": [as_sent(message) for message in messages]} | ({"tools": tools} if tools else {})
-    answer = server.post("/tokenize", body)
-    if answer.status_code == 400:
-        assert answer.json()["error"]["code"] == "chat_template", answer.text
+    response = server.post("/tokenize", body)
+    if response.status_code == 400:
+        assert response.json()["error"]["code"] == "chat_template", response.text
         return None
-    assert answer.status_code == 200, answer.text
-    return answer.json()["tokens"]
+    assert response.status_code == 200, response.text
+    return response.json()["tokens"]
 
 
 def trained(row: dict[str, Any], tokenizer: Tokenizer, folder: Path) -> list[list[int]]:
@@ -76,9 +76,7 @@ def test_a_prompt_is_the_same_in_serving_and_in_training(
         if messages[-1]["role"] == "assistant":
             continue
         # the first prompt: up to an answer that calls no tool
-        first = next(
-            (n for n, one in enumerate(messages) if one["role"] == "assistant" and "tool_calls" not in one), None
-        )
+        first = next((n for n, m in enumerate(messages) if m["role"] == "assistant" and "tool_calls" not in m), None)
         prompt = served(server, messages[:first], tools)
         if prompt is None:
             with pytest.raises(ValueError, match="no usable prompt"):
@@ -96,13 +94,13 @@ def test_every_answer_is_learnt_behind_the_prompt_that_is_served(family: str, se
     messages = [USER, calling(json.dumps({"city": "Zürich"})), RESULT, ANSWER, USER, {**ANSWER, "content": "Rain."}]
     row = {"messages": messages, "tools": json.dumps([LOOK])}
     _, example = parse_row(row, FilesDataConfig(name="files", path="x", responses="given"), tokenizer)
-    rows = given_rows(example, tokenizer, LONGEST)
-    for place, message in enumerate(messages):
+    rows = provided_rows(example, tokenizer, LONGEST)
+    for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            prompt = served(server, messages[:place], [LOOK])
+            prompt = served(server, messages[:index], [LOOK])
             assert prompt is not None
-            learnt = [one for one in rows if one.ids[: len(prompt)] == prompt and len(one.ids) > len(prompt)]
-            assert any(one.loss_mask[len(prompt)] and not one.loss_mask[len(prompt) - 1] for one in learnt), place
+            learnt = [r for r in rows if r.ids[: len(prompt)] == prompt and len(r.ids) > len(prompt)]
+            assert any(r.loss_mask[len(prompt)] and not r.loss_mask[len(prompt) - 1] for r in learnt), index
 
 
 def test_chats_responses_and_generate_have_the_same_prompt(server: Server, speak: Any) -> None:
@@ -111,8 +109,8 @@ def test_chats_responses_and_generate_have_the_same_prompt(server: Server, speak
     body = {"model": MODEL, "messages": [USER], "max_tokens": 2, "return_token_ids": True}
     assert server.post("/v1/chat/completions", body).json()["prompt_token_ids"] == expected
     assert served(server, [USER]) == expected
-    counted = server.post("/v1/responses", {"model": MODEL, "input": USER["content"], "max_output_tokens": 2}).json()
-    assert counted["usage"]["input_tokens"] == len(expected)
+    response = server.post("/v1/responses", {"model": MODEL, "input": USER["content"], "max_output_tokens": 2}).json()
+    assert response["usage"]["input_tokens"] == len(expected)
     assert prompt_ids(USER["content"], tokenizer, chat=True) == expected
     assert prompt_ids(USER["content"], tokenizer, chat=False) == tokenizer.encode(USER["content"])
     assert prompt_ids(USER["content"], tokenizer, chat=None) == expected
@@ -137,7 +135,7 @@ def test_tokenize_takes_what_a_chat_takes(server: Server, speak: Any) -> None:
         ({"add_generation_prompt": False}, {"generation_prompt": False}),
         ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
     ):
-        answer = server.post("/tokenize", {"messages": [USER], **fields})
-        assert answer.json()["tokens"] == tokenizer.apply_chat_template([USER], **options)
-    answer = server.post("/tokenize", {"prompt": "x", "tools": [LOOK]})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+        response = server.post("/tokenize", {"messages": [USER], **fields})
+        assert response.json()["tokens"] == tokenizer.apply_chat_template([USER], **options)
+    response = server.post("/tokenize", {"prompt": "x", "tools": [LOOK]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")

@@ -36,48 +36,48 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def engine_text(plain_engine: Any, prompt: Any = PROMPT, **params: Any) -> Any:
-    given = {"temperature": 1.0, "seed": 7, "max_tokens": 24, "ignore_eos": True} | params
-    (completion,) = plain_engine.generate([prompt], SamplingParams(**given))
+    options = {"temperature": 1.0, "seed": 7, "max_tokens": 24, "ignore_eos": True} | params
+    (completion,) = plain_engine.generate([prompt], SamplingParams(**options))
     return completion
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_parameter_reaches_the_engine(server: Server, plain_engine: Any, name: str) -> None:
     """With drafts over HTTP, without them in the oracle; streamed and not."""
-    sent, told = CASES[name]
-    wanted = engine_text(plain_engine, **told)
-    answer = server.complete(**BASE | sent, return_token_ids=True).json()
-    (choice,) = answer["choices"]
-    assert (choice["text"], choice["token_ids"]) == (wanted.text, wanted.token_ids)
-    assert (choice["finish_reason"], choice["stop_reason"]) == (wanted.finish_reason, wanted.stop_reason)
-    assert answer["usage"]["completion_tokens"] == len(wanted.token_ids)
+    fields, params = CASES[name]
+    expected = engine_text(plain_engine, **params)
+    response = server.complete(**BASE | fields, return_token_ids=True).json()
+    (choice,) = response["choices"]
+    assert (choice["text"], choice["token_ids"]) == (expected.text, expected.token_ids)
+    assert (choice["finish_reason"], choice["stop_reason"]) == (expected.finish_reason, expected.stop_reason)
+    assert response["usage"]["completion_tokens"] == len(expected.token_ids)
     if name != "one stop string":
-        assert wanted.token_ids != engine_text(plain_engine).token_ids  # or this case shows nothing
-    events = read_events(server.complete(**BASE | sent, return_token_ids=True, stream=True).text)
+        assert expected.token_ids != engine_text(plain_engine).token_ids  # or this case shows nothing
+    events = read_events(server.complete(**BASE | fields, return_token_ids=True, stream=True).text)
     choices = [event["choices"][0] for event in events]
-    assert "".join(choice["text"] for choice in choices) == wanted.text
-    assert [token for choice in choices for token in choice.get("token_ids", ())] == wanted.token_ids
-    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [wanted.finish_reason]
+    assert "".join(choice["text"] for choice in choices) == expected.text
+    assert [token for choice in choices for token in choice.get("token_ids", ())] == expected.token_ids
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + [expected.finish_reason]
 
 
 def test_bad_words_do_not_occur(server: Server) -> None:
     free = server.complete(**BASE).json()["choices"][0]["text"]
-    words = [word for word in ("e", "t", "s", "a", "i") if word in free]
-    assert words
-    clean = server.complete(**BASE, bad_words=words, return_token_ids=True).json()["choices"][0]
-    forbidden = {token for word in words for form in (word, " " + word) for token in server.ids(form)}
+    bad_words = [word for word in ("e", "t", "s", "a", "i") if word in free]
+    assert bad_words
+    clean = server.complete(**BASE, bad_words=bad_words, return_token_ids=True).json()["choices"][0]
+    forbidden = {token for word in bad_words for form in (word, " " + word) for token in server.ids(form)}
     assert set(clean["token_ids"]) & forbidden == set()
 
 
 def test_logprobs_of_a_completion(server: Server, plain_engine: Any) -> None:
-    wanted = engine_text(plain_engine, logprobs=3)
+    expected = engine_text(plain_engine, logprobs=3)
     choice = server.complete(**BASE, logprobs=3).json()["choices"][0]
     logprobs = choice["logprobs"]
-    assert logprobs["token_logprobs"] == [own.logprob for own in wanted.logprobs]
+    assert logprobs["token_logprobs"] == [entry.logprob for entry in expected.logprobs]
     assert len(logprobs["tokens"]) == len(logprobs["text_offset"]) == 24
-    for name, top, own in zip(logprobs["tokens"], logprobs["top_logprobs"], wanted.logprobs, strict=True):
-        assert top[name] == own.logprob
-        assert sorted(top.values(), reverse=True)[:3] == [value for _, value in own.top]
+    for name, top, entry in zip(logprobs["tokens"], logprobs["top_logprobs"], expected.logprobs, strict=True):
+        assert top[name] == entry.logprob
+        assert sorted(top.values(), reverse=True)[:3] == [value for _, value in entry.top]
         assert len(top) in (3, 4)
     for name, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
         if not name.startswith("bytes:") and "\ufffd" not in choice["text"]:
@@ -89,10 +89,10 @@ def test_logprobs_of_a_completion(server: Server, plain_engine: Any) -> None:
 
 def test_streamed_logprobs_are_the_logprobs(server: Server) -> None:
     body = {**BASE, "logprobs": 2, "stop": ["e"], "temperature": 1.5}
-    whole = server.complete(**body).json()["choices"][0]["logprobs"]
+    full = server.complete(**body).json()["choices"][0]["logprobs"]
     parts = [event["choices"][0]["logprobs"] for event in read_events(server.complete(**body, stream=True).text)]
-    for key in whole:
-        assert [value for part in parts if part for value in part[key]] == whole[key]
+    for key in full:
+        assert [value for part in parts if part for value in part[key]] == full[key]
 
 
 def test_logprobs_of_a_chat(server: Server) -> None:
@@ -116,53 +116,53 @@ def test_echo_is_how_lm_eval_scores_a_text(server: Server, plain_engine: Any, as
     """Token ids, one token generated and thrown away: the log-likelihood of the prompt's own tokens."""
     text = "import os\nprint(é)\n"
     ids = plain_engine.tokenizer.encode(text)
-    wanted = engine_text(plain_engine, text, max_tokens=1, temperature=0.0, prompt_logprobs=1, logprobs=1)
+    expected = engine_text(plain_engine, text, max_tokens=1, temperature=0.0, prompt_logprobs=1, logprobs=1)
     body = {"max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True, "seed": 1234}
-    answer = server.complete(prompt=[ids, ids[:5]] if as_ids else text, **body).json()
-    choice = answer["choices"][0]
+    response = server.complete(prompt=[ids, ids[:5]] if as_ids else text, **body).json()
+    choice = response["choices"][0]
     logprobs = choice["logprobs"]
     assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
-    scores = [own.logprob for own in wanted.prompt_logprobs]
+    scores = [entry.logprob for entry in expected.prompt_logprobs]
     assert logprobs["token_logprobs"][1:-1] == scores
     assert len(logprobs["tokens"]) == len(ids) + 1
     assert choice["text"].startswith(text)
-    for place in range(1, len(ids)):
-        likeliest = max(logprobs["top_logprobs"][place], key=logprobs["top_logprobs"][place].get)
-        assert (likeliest == logprobs["tokens"][place]) == (wanted.prompt_logprobs[place - 1].rank == 1)
+    for position in range(1, len(ids)):
+        likeliest = max(logprobs["top_logprobs"][position], key=logprobs["top_logprobs"][position].get)
+        assert (likeliest == logprobs["tokens"][position]) == (expected.prompt_logprobs[position - 1].rank == 1)
     if as_ids:
-        assert answer["choices"][1]["logprobs"]["token_logprobs"][1:-1] == scores[:4]
-        assert answer["usage"]["prompt_tokens"] == len(ids) + 5
+        assert response["choices"][1]["logprobs"]["token_logprobs"][1:-1] == scores[:4]
+        assert response["usage"]["prompt_tokens"] == len(ids) + 5
 
 
 def test_echo_and_no_token(server: Server) -> None:
-    answer = server.complete(prompt=PROMPT, max_tokens=0, echo=True, logprobs=1).json()
-    (choice,) = answer["choices"]
+    response = server.complete(prompt=PROMPT, max_tokens=0, echo=True, logprobs=1).json()
+    (choice,) = response["choices"]
     assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
-    assert len(choice["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"]
-    assert answer["usage"]["completion_tokens"] == 0
+    assert len(choice["logprobs"]["tokens"]) == response["usage"]["prompt_tokens"]
+    assert response["usage"]["completion_tokens"] == 0
     events = read_events(server.complete(prompt=PROMPT, max_tokens=0, echo=True, stream=True).text)
     assert [event["choices"][0]["text"] for event in events] == [PROMPT, ""]
 
 
 def test_echo_streams_the_prompt_first(server: Server) -> None:
-    whole = server.complete(**BASE, echo=True, logprobs=1).json()["choices"][0]
+    full = server.complete(**BASE, echo=True, logprobs=1).json()["choices"][0]
     events = read_events(server.complete(**BASE, echo=True, logprobs=1, stream=True).text)
     parts = [event["choices"][0] for event in events]
     assert parts[0]["text"].startswith(PROMPT)
-    assert "".join(part["text"] for part in parts) == whole["text"]
+    assert "".join(part["text"] for part in parts) == full["text"]
     offsets = [offset for part in parts if part["logprobs"] for offset in part["logprobs"]["text_offset"]]
-    assert offsets == whole["logprobs"]["text_offset"] == sorted(offsets)
+    assert offsets == full["logprobs"]["text_offset"] == sorted(offsets)
     assert len(PROMPT) in offsets
 
 
 def test_prompt_logprobs_are_vllm_s(server: Server, plain_engine: Any) -> None:
-    wanted = engine_text(plain_engine, prompt_logprobs=2).prompt_logprobs
-    found = server.complete(**BASE, prompt_logprobs=2).json()["choices"][0]["prompt_logprobs"]
-    assert found[0] is None
-    for place, own in zip(found[1:], wanted, strict=True):
-        assert place[str(own.token)]["logprob"] == own.logprob
-        assert place[str(own.token)]["rank"] == own.rank
-        assert {1, 2} <= {entry["rank"] for entry in place.values()}
+    expected = engine_text(plain_engine, prompt_logprobs=2).prompt_logprobs
+    actual = server.complete(**BASE, prompt_logprobs=2).json()["choices"][0]["prompt_logprobs"]
+    assert actual[0] is None
+    for candidates, reference in zip(actual[1:], expected, strict=True):
+        assert candidates[str(reference.token)]["logprob"] == reference.logprob
+        assert candidates[str(reference.token)]["rank"] == reference.rank
+        assert {1, 2} <= {entry["rank"] for entry in candidates.values()}
     body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "prompt_logprobs": 1}
     assert server.post("/v1/chat/completions", body).json()["prompt_logprobs"][0] is None
 
@@ -180,14 +180,14 @@ def test_n_answers_to_each_prompt(server: Server, stream: bool) -> None:
             reasons += [choice["index"]] * (choice["finish_reason"] is not None)
         assert sorted(reasons) == list(range(6))
     else:
-        answer = server.complete(**body).json()
-        assert [choice["index"] for choice in answer["choices"]] == list(range(6))
-        texts, usage = [choice["text"] for choice in answer["choices"]], answer["usage"]
-        assert answer["seed"] == 7
+        response = server.complete(**body).json()
+        assert [choice["index"] for choice in response["choices"]] == list(range(6))
+        texts, usage = [choice["text"] for choice in response["choices"]], response["usage"]
+        assert response["seed"] == 7
     single = [
         server.complete(prompt=prompt, **BASE | {"seed": 7 + i}).json() for prompt in body["prompt"] for i in range(3)
     ]
-    assert texts == [answer["choices"][0]["text"] for answer in single]
+    assert texts == [response["choices"][0]["text"] for response in single]
     assert usage["completion_tokens"] == 6 * 24
     assert usage["prompt_tokens"] == single[0]["usage"]["prompt_tokens"] + single[3]["usage"]["prompt_tokens"]
 
@@ -211,12 +211,12 @@ def test_a_prefix_that_is_known_is_counted(server: Server) -> None:
         return usage["prompt_tokens_details"]["cached_tokens"]
 
     assert cached() == 0
-    known = cached()
-    assert known > 0
+    cached_tokens = cached()
+    assert cached_tokens > 0
     assert cached(cache_salt="another tenant") == 0
     after = server.metrics()
-    assert after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"] == known
-    assert cached(n=2) == known  # each prompt once
+    assert after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"] == cached_tokens
+    assert cached(n=2) == cached_tokens  # each prompt once
 
 
 @pytest.mark.parametrize(
@@ -230,9 +230,9 @@ def test_a_prefix_that_is_known_is_counted(server: Server) -> None:
     ],
 )
 def test_what_only_the_model_can_tell_is_a_400(server: Server, fields: dict[str, Any], param: str) -> None:
-    answer = server.complete(**{"max_tokens": 20, **fields})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
+    response = server.complete(**{"max_tokens": 20, **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
 
 
 def test_priority_is_served_first(make_server: MakeServer) -> None:
@@ -256,16 +256,16 @@ def test_priority_is_served_first(make_server: MakeServer) -> None:
 
 
 def test_a_request_may_have_a_deadline_of_its_own(server: Server) -> None:
-    late = server.complete(max_tokens=480, ignore_eos=True, timeout_s=0.01)
-    assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+    response = server.complete(max_tokens=480, ignore_eos=True, timeout_s=0.01)
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
 
 
 def test_the_tokenizer(server: Server, plain_engine: Any) -> None:
     text = "x = 'é' # 日本\n"
     ids = plain_engine.tokenizer.encode(text)
-    answer = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
-    assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), server.engine.context)
-    assert len(answer["token_strs"]) == len(ids)
+    response = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    assert (response["tokens"], response["count"], response["max_model_len"]) == (ids, len(ids), server.engine.context)
+    assert len(response["token_strs"]) == len(ids)
     assert server.post("/detokenize", {"tokens": ids}).json() == {"prompt": text}
     messages = [{"role": "user", "content": "hi"}]
     chat = server.post("/tokenize", {"model": MODEL, "messages": messages}).json()["tokens"]

@@ -13,7 +13,7 @@ BODY: dict[str, Any] = {"prompt": "x = 1\n" * 8, "max_tokens": 40, "temperature"
 
 
 def test_a_request_chooses_what_drafts_for_it(server: Server) -> None:
-    answers = {
+    responses = {
         name: server.complete(**BODY, speculative=choice).json()
         for name, choice in (
             ("default", None),
@@ -23,17 +23,17 @@ def test_a_request_chooses_what_drafts_for_it(server: Server) -> None:
             ("short", {"max_draft_tokens": 1}),
         )
     }
-    assert len({answer["choices"][0]["text"] for answer in answers.values()}) == 1
+    assert len({response["choices"][0]["text"] for response in responses.values()}) == 1
     for name in ("off", "none"):
-        assert "completion_tokens_details" not in answers[name]["usage"]
-        assert "metrics" not in answers[name]
-    assert answers["short"]["metrics"]["speculative_decoding"]["num_spec_tokens"] == 1
-    assert answers["ngram"]["metrics"] != answers["default"]["metrics"]
+        assert "completion_tokens_details" not in responses[name]["usage"]
+        assert "metrics" not in responses[name]
+    assert responses["short"]["metrics"]["speculative_decoding"]["num_spec_tokens"] == 1
+    assert responses["ngram"]["metrics"] != responses["default"]["metrics"]
 
 
 def test_how_the_drafts_fared(server: Server) -> None:
-    answer = server.complete(**BODY, n=2).json()
-    report, usage = answer["metrics"]["speculative_decoding"], answer["usage"]
+    response = server.complete(**BODY, n=2).json()
+    report, usage = response["metrics"]["speculative_decoding"], response["usage"]
     details = usage["completion_tokens_details"]
     assert report["num_accepted_draft_tokens"] == details["accepted_prediction_tokens"] > 0
     assert report["num_draft_tokens"] == sum(details.values())
@@ -47,10 +47,10 @@ def test_how_the_drafts_fared(server: Server) -> None:
 
 
 def test_the_report_ends_a_stream(server: Server) -> None:
-    whole = server.complete(**BODY).json()
+    full = server.complete(**BODY).json()
     events = read_events(server.complete(**BODY, stream=True, stream_options={"include_usage": True}).text)
     assert events[-1]["choices"] == []
-    assert events[-1]["metrics"] == whole["metrics"]
+    assert events[-1]["metrics"] == full["metrics"]
     assert all("metrics" not in event for event in events[:-1])
 
 
@@ -87,7 +87,7 @@ def test_a_server_without_a_proposer_may_be_asked_for_one(make_server: MakeServe
 
 def test_chats_say_it_too(server: Server) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "x = 1\n" * 8}], "max_tokens": 20}
-    answer = server.post("/v1/chat/completions", body | {"temperature": 0, "speculative": {"detail": True}}).json()
-    assert answer["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
-    tokens = answer["choices"][0]["tokens"]
-    assert "".join(token["text"] for token in tokens) == answer["choices"][0]["message"]["content"]
+    response = server.post("/v1/chat/completions", body | {"temperature": 0, "speculative": {"detail": True}}).json()
+    assert response["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+    tokens = response["choices"][0]["tokens"]
+    assert "".join(token["text"] for token in tokens) == response["choices"][0]["message"]["content"]

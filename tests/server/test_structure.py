@@ -109,26 +109,26 @@ def test_a_schema_that_no_answer_could_hold_is_a_400(talking: dict[str, Server],
         ("responses", f'{responses}, "tools": [{{"type": "function", "name": "x", "parameters": {schema}}}]'),
         ("responses", f'{responses}, "text": {{"format": {{"type": "json_schema", "name": "x", "schema": {schema}}}}}'),
     ):
-        answer = httpx.post(
+        response = httpx.post(
             f"{server.url}/v1/{path}",
             content=f'{{"model": "{MODEL}", {body}}}',
             headers={"content-type": "application/json"},
             timeout=600,
         )
-        assert answer.status_code == 400, answer.text
+        assert response.status_code == 400, response.text
 
 
 def test_several_answers_each_keep_it(server: Server, no_space: dict[str, int]) -> None:
-    answer = server.complete(
+    response = server.complete(
         prompt=["a", "b"], n=2, max_tokens=80, seed=1, logit_bias=no_space, response_format=format_of(SCHEMA)
     ).json()
-    assert len(answer["choices"]) == 4
-    for choice in answer["choices"]:
+    assert len(response["choices"]) == 4
+    for choice in response["choices"]:
         jsonschema.validate(json.loads(choice["text"]), SCHEMA)
 
 
 @pytest.mark.parametrize(
-    ("asked", "pattern"),
+    ("structured_outputs", "pattern"),
     [
         ({"regex": "[0-9]{3}-[a-f]{2}"}, "[0-9]{3}-[a-f]{2}"),
         ({"choice": ["left", "right"]}, "left|right"),
@@ -137,16 +137,16 @@ def test_several_answers_each_keep_it(server: Server, no_space: dict[str, int]) 
         ({"json": '{"type": "boolean"}'}, "true|false"),
     ],
 )
-def test_vllm_s_ways_of_asking(server: Server, asked: dict[str, Any], pattern: str) -> None:
-    choice = server.complete(max_tokens=40, structured_outputs=asked).json()["choices"][0]
+def test_vllm_s_ways_of_asking(server: Server, structured_outputs: dict[str, Any], pattern: str) -> None:
+    choice = server.complete(max_tokens=40, structured_outputs=structured_outputs).json()["choices"][0]
     assert choice["finish_reason"] == "stop"
     assert re.fullmatch(pattern, choice["text"].strip())
 
 
 def test_any_json_object(server: Server, no_space: dict[str, int]) -> None:
     body: dict[str, Any] = {"max_tokens": 120, "temperature": 0, "logit_bias": no_space}
-    for asked in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}):
-        choice = server.complete(**body, **asked).json()["choices"][0]
+    for fields in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}):
+        choice = server.complete(**body, **fields).json()["choices"][0]
         assert choice["text"].startswith("{")
         if choice["finish_reason"] == "stop":
             assert isinstance(json.loads(choice["text"]), dict)
@@ -157,10 +157,10 @@ def test_openai_s_client_parses_a_model(client: openai.OpenAI, no_space: dict[st
         length: int = pydantic.Field(ge=0, le=99)
         good: bool
 
-    answer = client.chat.completions.parse(
+    completion = client.chat.completions.parse(
         model=MODEL, messages=MESSAGES, response_format=Word, max_tokens=80, logit_bias=no_space
     )
-    assert isinstance(answer.choices[0].message.parsed, Word)
+    assert isinstance(completion.choices[0].message.parsed, Word)
 
 
 @pytest.mark.parametrize(
@@ -187,9 +187,9 @@ def test_openai_s_client_parses_a_model(client: openai.OpenAI, no_space: dict[st
     ],
 )
 def test_a_bad_grammar_is_a_400(server: Server, fields: dict[str, Any], param: str) -> None:
-    answer = server.complete(max_tokens=5, **fields)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
+    response = server.complete(max_tokens=5, **fields)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
 
 
 def test_a_deep_schema_is_a_400(server: Server) -> None:

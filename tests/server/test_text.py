@@ -45,7 +45,7 @@ def llama(make_server: MakeServer, make_folder: MakeFolder) -> Iterator[Server]:
         yield server
 
 
-def one(server: Server, text: str) -> int:
+def token_of(server: Server, text: str) -> int:
     """The token that is this text inside of a longer one."""
     return server.engine.tokenizer.token_bytes.index(text.encode() if text.isprintable() else text.encode("latin1"))
 
@@ -69,7 +69,7 @@ def complete(server: Server, path: str = "/v1/completions", **fields: Any) -> di
 
 
 def test_the_first_word_keeps_its_space(llama: Server) -> None:
-    world = one(llama, " world")
+    world = token_of(llama, " world")
     choice = complete(llama, allowed_token_ids=[world], logprobs=1)
     assert choice["text"] == " world world world"
     assert choice["logprobs"]["text_offset"] == [0, 6, 12]
@@ -82,7 +82,7 @@ def test_the_first_word_keeps_its_space(llama: Server) -> None:
 
 
 def test_a_stop_string_is_looked_for_in_the_completion(llama: Server) -> None:
-    forced: dict[str, Any] = {"allowed_token_ids": [one(llama, " world")], "logprobs": 0}
+    forced: dict[str, Any] = {"allowed_token_ids": [token_of(llama, " world")], "logprobs": 0}
     choice = complete(llama, **forced, stop=[" wor"])
     assert (choice["text"], choice["stop_reason"], choice["finish_reason"]) == ("", " wor", "stop")
     choice = complete(llama, **forced, stop=["ld wor"], echo=True)
@@ -95,7 +95,7 @@ def test_a_stop_string_is_looked_for_in_the_completion(llama: Server) -> None:
 def test_a_character_that_a_prompt_leaves_unfinished(llama: Server) -> None:
     tokenizer = llama.engine.tokenizer
     ids = tokenizer.encode("Hello 🎉")[:-1]
-    forced: dict[str, Any] = {"prompt": ids, "allowed_token_ids": [one(llama, "\x89")], "logprobs": 0}
+    forced: dict[str, Any] = {"prompt": ids, "allowed_token_ids": [token_of(llama, "\x89")], "logprobs": 0}
     choice = complete(llama, **forced, max_tokens=1)
     assert choice["text"] == "🎉"
     assert complete(llama, **forced, max_tokens=1, stop=["🎉"])["stop_reason"] == "🎉"
@@ -108,7 +108,7 @@ def test_a_character_that_a_prompt_leaves_unfinished(llama: Server) -> None:
 def test_a_chat_s_first_word_is_vllm_s(llama: Server) -> None:
     """The template's header comes before it: `[/INST] world` is read, and so ` world` is what is added."""
     messages = [{"role": "user", "content": PROMPT}]
-    chat = {"messages": messages, "allowed_token_ids": [one(llama, " world")], "logprobs": True}
+    chat = {"messages": messages, "allowed_token_ids": [token_of(llama, " world")], "logprobs": True}
     choice = complete(llama, "/v1/chat/completions", **chat)
     assert choice["message"]["content"] == " world world world"
     assert bytes(choice["logprobs"]["content"][0]["bytes"]) == b" world"
@@ -117,7 +117,7 @@ def test_a_chat_s_first_word_is_vllm_s(llama: Server) -> None:
 def test_a_prompt_that_the_tokenizer_does_not_write_back(llama: Server) -> None:
     """It is echoed as it came, and its tokens' places are places of it."""
     text = "<s>Hello  <s>world é"
-    choice = complete(llama, prompt=text, echo=True, logprobs=0, allowed_token_ids=[one(llama, " world")])
+    choice = complete(llama, prompt=text, echo=True, logprobs=0, allowed_token_ids=[token_of(llama, " world")])
     assert choice["text"] == text + " world" * 3
     assert choice["logprobs"]["text_offset"] == [0, 0, 3, 8, 9, 10, 13, 18, 19, 19, 20, 26, 32]
 
@@ -127,16 +127,16 @@ def test_text_goes_on_after_its_prompt(make_server: MakeServer, make_folder: Mak
     with make_server(target=make_folder(kind), proposer="ngram") as server:
         tokenizer = server.engine.tokenizer
         prompt = tokenizer.encode(PROMPT)
-        words = [token for token, text in enumerate(tokenizer.token_bytes) if text.isascii() and token > 2]
-        fields = {"temperature": 1.5, "max_tokens": 12, "allowed_token_ids": words, "return_token_ids": True}
+        allowed = [token for token, text in enumerate(tokenizer.token_bytes) if text.isascii() and token > 2]
+        fields = {"temperature": 1.5, "max_tokens": 12, "allowed_token_ids": allowed, "return_token_ids": True}
         for seed in range(2):
             echoed = complete(server, **fields, seed=seed, echo=True, logprobs=0)
             alone = complete(server, **fields, seed=seed)
             assert echoed["text"] == PROMPT + alone["text"]
             assert alone["text"] == tokenizer.decode(alone["token_ids"], context=prompt)
-            places, names = (echoed["logprobs"][name][len(prompt) :] for name in ("text_offset", "tokens"))
-            for place, name in zip(places, names, strict=True):
-                assert echoed["text"][place:].startswith(name)
+            offsets, names = (echoed["logprobs"][name][len(prompt) :] for name in ("text_offset", "tokens"))
+            for offset, name in zip(offsets, names, strict=True):
+                assert echoed["text"][offset:].startswith(name)
 
 
 @pytest.fixture(scope="module")

@@ -68,8 +68,8 @@ def test_a_byte_that_spoils_a_shown_character() -> None:
 def test_the_template_renders_as_in_transformers(tiny_target_folder: Path, tiny_tokenizer: Tokenizer) -> None:
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(tiny_target_folder)
-    expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=True)["input_ids"]
+    hf_tokenizer = AutoTokenizer.from_pretrained(tiny_target_folder)
+    expected = hf_tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=True)["input_ids"]
     assert tiny_tokenizer.apply_chat_template(MESSAGES) == expected
 
 
@@ -88,8 +88,8 @@ def test_templates_in_the_wild(tiny_target_folder: Path, template: str, tmp_path
 
     folder = copy_tokenizer(tiny_target_folder, tmp_path)
     (folder / "chat_template.jinja").write_text(template)
-    theirs = AutoTokenizer.from_pretrained(folder)
-    expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
+    hf_tokenizer = AutoTokenizer.from_pretrained(folder)
+    expected = hf_tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
     assert Tokenizer.load(folder).render_chat(MESSAGES) == expected
 
 

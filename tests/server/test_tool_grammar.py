@@ -43,9 +43,9 @@ class Tree(pydantic.BaseModel):
 INTEGER: Json = {"type": "integer", "minimum": 0, "maximum": 99}
 
 
-def an_object(properties: Json, definitions: Json | None = None, **others: Any) -> Json:
+def an_object(properties: Json, definitions: Json | None = None, **extra: Any) -> Json:
     closed = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-    return closed | ({} if definitions is None else {"$defs": definitions}) | others
+    return closed | ({} if definitions is None else {"$defs": definitions}) | extra
 
 
 OTHER_POINT = an_object({"lat": INTEGER})
@@ -89,12 +89,12 @@ def walk(tiny_tokenizer: Any) -> Callable[..., tuple[str, bool]]:
     for text in '"}],':
         closing[tiny_tokenizer.encode(text, add_special_tokens=False)] = True
 
-    def run(grammar: Any, seed: int, most: int = 1500) -> tuple[str, bool]:
+    def run(grammar: Any, seed: int, max_tokens: int = 1500) -> tuple[str, bool]:
         matcher = compile_matcher(grammar, tokenizer)
         chance, ids = random.Random(seed), []
-        while not matcher.is_stopped() and len(ids) < most:
-            words = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-            allowed = np.unpackbits(words, bitorder="little")[: len(closing)].astype(bool)
+        while not matcher.is_stopped() and len(ids) < max_tokens:
+            bitmask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            allowed = np.unpackbits(bitmask, bitorder="little")[: len(closing)].astype(bool)
             ending = allowed & closing
             choices = (ending if ending.any() and chance.random() < 0.5 else allowed).nonzero()[0]
             ids.append(int(chance.choice(choices)))
@@ -105,8 +105,8 @@ def walk(tiny_tokenizer: Any) -> Callable[..., tuple[str, bool]]:
     return run
 
 
-def forced(style: str, tools: list[FunctionTool], most: int | None) -> Any:
-    return STYLES[style].grammar(tools, most=most or MAX_FORCED_CALLS, special_id=lambda _: None)
+def forced(style: str, tools: list[FunctionTool], max_calls: int | None) -> Any:
+    return STYLES[style].grammar(tools, most=max_calls or MAX_FORCED_CALLS, special_id=lambda _: None)
 
 
 def calls_of(style: str, text: str, names: list[str], *, cut: bool = False) -> list[Call]:
@@ -164,15 +164,15 @@ def test_how_many_calls_there_are(
     walk: Callable[..., tuple[str, bool]], style: str, fields: Json, counts: set[int]
 ) -> None:
     request = choice(**fields)
-    seen, called = set(), set()
+    numbers, called = set(), set()
     for seed in range(40):
-        text, ended = walk(forced(style, request.tools_in_use, request.most_calls), seed)
+        text, ended = walk(forced(style, request.tools_in_use, request.max_calls), seed)
         assert ended
         calls = calls_of(style, text, ["a", "b"])
-        seen.add(len(calls))
+        numbers.add(len(calls))
         called |= {call.name for call in calls}
-    assert seen <= counts
-    assert max(seen) == 1 if counts == {1} else len(seen) > 2
+    assert numbers <= counts
+    assert max(numbers) == 1 if counts == {1} else len(numbers) > 2
     assert called == ({"a"} if "function" in str(fields) else {"a", "b"})
 
 

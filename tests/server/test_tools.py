@@ -33,9 +33,9 @@ STYLES = ("hermes", "llama3", "mistral")
 
 def chat(server: Server, **fields: Any) -> Any:
     body = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 150, "tools": [ADD], **fields}
-    answer = server.post("/v1/chat/completions", body)
-    assert answer.status_code == 200, answer.text
-    return read_events(answer.text) if fields.get("stream") else answer.json()
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
+    return read_events(response.text) if fields.get("stream") else response.json()
 
 
 def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -45,17 +45,17 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_model_calls_by_itself(talking: dict[str, Server], style: str) -> None:
-    answer = chat(talking[style])
-    (choice,) = answer["choices"]
+    response = chat(talking[style])
+    (choice,) = response["choices"]
     assert calls_of(choice["message"]) == WANTED, choice
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == ("I add.\n" if style == "hermes" else None)
     ids = [call["id"] for call in choice["message"]["tool_calls"]]
     assert len(set(ids)) == 2
     if style == "mistral":
-        assert all(len(own) == 9 and own.isalnum() for own in ids)
+        assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids)
     # the text says calls again, so lookup drafts several tokens per step: they must not tear a call
-    assert answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
+    assert response["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
     plain = chat(talking[style], speculative={"enabled": False})
     assert calls_of(plain["choices"][0]["message"]) == WANTED
 
@@ -92,24 +92,24 @@ def test_a_call_can_be_required(talking: dict[str, Server], style: str, stream: 
     """At a temperature at which this model has no idea."""
     fields: dict[str, Any] = {"tools": [NOW, ADD], "temperature": 2.0, "seed": 4, "max_tokens": 200, "stream": stream}
     named = {"type": "function", "function": {"name": "add"}}
-    for choice, most in (("required", 8), ("required", 1), (named, 1)):
-        asked = fields | {"tool_choice": choice, "parallel_tool_calls": most > 1 or choice is named}
-        answer = chat(talking[style], **asked)
+    for choice, max_calls in (("required", 8), ("required", 1), (named, 1)):
+        request = fields | {"tool_choice": choice, "parallel_tool_calls": max_calls > 1 or choice is named}
+        response = chat(talking[style], **request)
         if stream:
-            deltas = [event["choices"][0] for event in answer]
+            deltas = [event["choices"][0] for event in response]
             reason = deltas[-1]["finish_reason"]
             message = {"tool_calls": [call for delta in deltas for call in delta["delta"].get("tool_calls", [])]}
             assert not any(delta["delta"].get("content") for delta in deltas)
         else:
-            message, reason = answer["choices"][0]["message"], answer["choices"][0]["finish_reason"]
+            message, reason = response["choices"][0]["message"], response["choices"][0]["finish_reason"]
             assert not message["content"]
         calls = calls_of(message)
         if reason == "tool_calls":
-            assert 1 <= len(calls) <= most
+            assert 1 <= len(calls) <= max_calls
         for name, arguments in calls if reason == "tool_calls" else ():
             assert name == "add" if choice is named else name in ("add", "now")
             jsonschema.validate(arguments, {"add": ADD, "now": NOW}[name]["function"]["parameters"])
-        off = chat(talking[style], **asked, speculative={"enabled": False})
+        off = chat(talking[style], **request, speculative={"enabled": False})
         if not stream:
             assert calls_of(off["choices"][0]["message"]) == calls
 
@@ -139,7 +139,7 @@ OTHER: dict[str, Any] = {
 def test_references_stay_inside_their_tool(talking: dict[str, Server], style: str) -> None:
     """What pydantic writes of nested and recursive models, and another tool's Point; in chats and in responses."""
     assert "$defs" in LINE["parameters"]
-    server, seen = talking[style], set()
+    server, completed = talking[style], set()
     tools = [LINE, OTHER]
     no_space = {str(token): -100 for form in (" ", "\n", "\t", "\r") for token in server.ids(form)}
     fields: dict[str, Any] = {"temperature": 1.0, "seed": 1, "parallel_tool_calls": False, "logit_bias": no_space}
@@ -158,20 +158,20 @@ def test_references_stay_inside_their_tool(talking: dict[str, Server], style: st
         if item["status"] == "completed":
             schema = {"line": LINE, "other": OTHER}[item["name"]]["parameters"]
             jsonschema.validate(json.loads(item["arguments"]), schema)
-            seen.add(item["name"])
-    assert seen == {"line", "other"}
+            completed.add(item["name"])
+    assert completed == {"line", "other"}
 
 
 def test_one_call_where_they_may_not_be_parallel(talking: dict[str, Server]) -> None:
     """Of those too that the model makes by itself."""
     for style in STYLES:
         for stream in (False, True):
-            answer = chat(talking[style], parallel_tool_calls=False, stream=stream)
+            response = chat(talking[style], parallel_tool_calls=False, stream=stream)
             if stream:
-                calls = [call for event in answer for call in event["choices"][0]["delta"].get("tool_calls", [])]
-                assert answer[-1]["choices"][0]["finish_reason"] == "tool_calls"
+                calls = [call for event in response for call in event["choices"][0]["delta"].get("tool_calls", [])]
+                assert response[-1]["choices"][0]["finish_reason"] == "tool_calls"
             else:
-                calls = answer["choices"][0]["message"]["tool_calls"]
+                calls = response["choices"][0]["message"]["tool_calls"]
             assert calls_of({"tool_calls": calls}) == WANTED[:1]
 
 
@@ -183,12 +183,12 @@ def test_none_calls_nothing(talking: dict[str, Server]) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_is_set_apart(talking: dict[str, Server], stream: bool) -> None:
     def parts(**fields: Any) -> tuple[str, str]:
-        answer = chat(talking["think"], tools=None, stream=stream, **fields)
+        response = chat(talking["think"], tools=None, stream=stream, **fields)
         if stream:
-            found = [event["choices"][0]["delta"] for event in answer]
+            deltas = [event["choices"][0]["delta"] for event in response]
         else:
-            found = [answer["choices"][0]["message"]]
-        return tuple("".join(part.get(name) or "" for part in found) for name in ("reasoning_content", "content"))  # type: ignore[return-value]
+            deltas = [response["choices"][0]["message"]]
+        return tuple("".join(part.get(name) or "" for part in deltas) for name in ("reasoning_content", "content"))  # type: ignore[return-value]
 
     assert parts() == ("\n1 and 2 is 3\n", "It is 3.")
     assert parts(include_reasoning=False) == ("", "It is 3.")
@@ -199,26 +199,26 @@ def test_reasoning_is_counted(talking: dict[str, Server], drafts: bool) -> None:
     """As many tokens as hold the span's text, however many come per step, shown or not."""
     server = talking["think"]
     fields: dict[str, Any] = {"tools": None, "speculative": {"enabled": drafts, "detail": True}}
-    answer = chat(server, **fields)
-    texts = [token["text"] for token in answer["choices"][0]["tokens"]]
+    completion = chat(server, **fields)
+    texts = [token["text"] for token in completion["choices"][0]["tokens"]]
     ends = list(itertools.accumulate(map(len, texts)))
-    whole = "".join(texts)
-    begin, end = whole.index("<think>") + 7, whole.index("</think>")
-    wanted = sum(stop - len(text) < end and stop > begin for text, stop in zip(texts, ends, strict=True) if text)
-    assert 5 < wanted < len(texts)
-    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == wanted
+    full = "".join(texts)
+    begin, end = full.index("<think>") + 7, full.index("</think>")
+    expected = sum(stop - len(text) < end and stop > begin for text, stop in zip(texts, ends, strict=True) if text)
+    assert 5 < expected < len(texts)
+    assert completion["usage"]["completion_tokens_details"]["reasoning_tokens"] == expected
     hidden = chat(server, **fields, include_reasoning=False)
-    assert hidden["usage"]["completion_tokens_details"]["reasoning_tokens"] == wanted
+    assert hidden["usage"]["completion_tokens_details"]["reasoning_tokens"] == expected
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = chat(server, **fields, stream=True, stream_options=options)
     counts = [event["usage"]["completion_tokens_details"]["reasoning_tokens"] for event in events]
     assert counts == sorted(counts)
-    assert counts[0] < counts[-1] == wanted
-    two = chat(server, **fields, n=2)
-    assert two["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 * wanted
+    assert counts[0] < counts[-1] == expected
+    pair = chat(server, **fields, n=2)
+    assert pair["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 * expected
     body = {"model": MODEL, "input": ASKED, "temperature": 0, "speculative": {"enabled": drafts}}
     response = server.post("/v1/responses", body).json()
-    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == wanted
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == expected
     last = server.post("/v1/responses", body | {"stream": True}).text.strip().splitlines()[-1]
     assert (
         json.loads(last.removeprefix("data: "))["response"]["usage"]["output_tokens_details"]
@@ -227,8 +227,8 @@ def test_reasoning_is_counted(talking: dict[str, Server], drafts: bool) -> None:
 
 
 def test_where_no_reasoning_can_be_none_is_counted(talking: dict[str, Server]) -> None:
-    answer = chat(talking["hermes"], speculative={"enabled": False})
-    assert "completion_tokens_details" not in answer["usage"]
+    response = chat(talking["hermes"], speculative={"enabled": False})
+    assert "completion_tokens_details" not in response["usage"]
     bound = chat(talking["think"], tools=None, structured_outputs={"choice": ["<think>a</think>b"]})
     assert bound["choices"][0]["message"]["content"] == "<think>a</think>b"
     assert bound["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
@@ -270,9 +270,9 @@ def deep(levels: int) -> dict[str, Any]:
 )
 def test_what_cannot_be_is_a_400(talking: dict[str, Server], fields: dict[str, Any], param: str) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 5, **fields}
-    answer = talking["hermes"].post("/v1/chat/completions", body)
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"].startswith(param)
+    response = talking["hermes"].post("/v1/chat/completions", body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].startswith(param)
 
 
 def test_a_model_without_tools_says_so(server: Server) -> None:

@@ -23,11 +23,11 @@ def read_events(text: str) -> list[Any]:
 
 def test_a_completion_stream_line_by_line(server: Server) -> None:
     body = {"max_tokens": 6, "seed": 1, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-    answer = server.complete(**body)
-    assert answer.status_code == 200
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    assert answer.headers["cache-control"] == "no-cache"
-    *chunks, last, usage = read_events(answer.text)
+    response = server.complete(**body)
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-cache"
+    *chunks, last, usage = read_events(response.text)
     head = {"object": "text_completion", "model": MODEL, "seed": 1}
     for chunk in (*chunks, last, usage):
         assert {key: chunk[key] for key in head} == head
@@ -52,15 +52,15 @@ def test_no_usage_unless_asked_for(server: Server) -> None:
 def test_characters_are_never_cut(server: Server) -> None:
     """The random target emits raw bytes; every piece must still be whole characters."""
     body = {"max_tokens": 100, "seed": 11, "temperature": 2.0, "ignore_eos": True}
-    whole = server.complete(**body).json()["choices"][0]["text"]
+    full = server.complete(**body).json()["choices"][0]["text"]
     events = read_events(server.complete(**body, stream=True).text)
-    assert "".join(event["choices"][0]["text"] for event in events) == whole
-    assert "\ufffd" in whole  # or this test shows nothing
+    assert "".join(event["choices"][0]["text"] for event in events) == full
+    assert "\ufffd" in full  # or this test shows nothing
 
 
 def test_the_request_id_is_echoed(server: Server) -> None:
-    given = server.post("/v1/completions", {}, headers={"x-request-id": "abc-1"})
-    assert given.headers["x-request-id"] == "abc-1"
+    response = server.post("/v1/completions", {}, headers={"x-request-id": "abc-1"})
+    assert response.headers["x-request-id"] == "abc-1"
     assert "\n" not in server.post("/v1/completions", {}, headers={"x-request-id": "a b"}).headers["x-request-id"]
 
 
@@ -81,9 +81,9 @@ def test_the_request_id_is_echoed(server: Server) -> None:
 def test_a_body_that_is_no_request_is_a_400(
     server: Server, content: bytes, headers: dict[str, str], code: str | None
 ) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
+    response = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     if code:
@@ -124,8 +124,8 @@ def test_unknown_endpoints_have_openai_s_shape(server: Server) -> None:
 
 def test_a_hang_up_while_streaming_frees_the_pages(server: Server) -> None:
     before = server.metrics()
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=request(stream=True), timeout=300) as answer:
-        pieces = answer.iter_text()  # httpx hangs up when this goes away
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=request(stream=True), timeout=300) as response:
+        pieces = response.iter_text()  # httpx hangs up when this goes away
         next(pieces)
         assert server.metrics()["vllm:kv_cache_usage_perc"] > 0
     assert_aborted(server, before)

@@ -32,28 +32,28 @@ def forget(accelerator: object) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def stopping(own: Run) -> None:
-    REAL(own)
-    if own.step == 3:
+def stopping(training_run: Run) -> None:
+    REAL(training_run)
+    if training_run.step == 3:
         raise Interrupted
 
 
-def poisoned(own: Run, **options: Any) -> StepResult:
+def poisoned(training_run: Run, **options: Any) -> StepResult:
     """Of the last process alone: the second step's features are not finite, and the third one's gradients."""
-    prepared, last = own.prepared, own.accelerator.num_processes - 1
+    prepared, last = training_run.prepared, training_run.accelerator.num_processes - 1
     features, backward = prepared.features, prepared.placement.backward
 
     def bad_features(batch: Any) -> Features:
-        found = features(batch)
-        return Features(tuple(states * math.nan for states in found.aux), found.hidden * math.nan)
+        clean = features(batch)
+        return Features(tuple(states * math.nan for states in clean.aux), clean.hidden * math.nan)
 
-    if own.accelerator.process_index == last:
-        if own.step == 1:
+    if training_run.accelerator.process_index == last:
+        if training_run.step == 1:
             prepared.features = bad_features
-        if own.step == 2:
-            prepared.placement.backward = lambda loss, **which: backward(loss * math.nan, **which)
+        if training_run.step == 2:
+            prepared.placement.backward = lambda loss, **kwargs: backward(loss * math.nan, **kwargs)
     try:
-        return REAL_PASS(own, **options)
+        return REAL_PASS(training_run, **options)
     finally:
         prepared.features, prepared.placement.backward = features, backward
 
@@ -61,18 +61,18 @@ def poisoned(own: Run, **options: Any) -> StepResult:
 def main() -> None:
     train.loop.release = forget
     closed = []
-    Zero.close = lambda own, *, together: (closed.append(together), REAL_CLOSE(own, together=together))[1]
+    Zero.close = lambda current, *, together: (closed.append(together), REAL_CLOSE(current, together=together))[1]
     modes, *settings = sys.argv[1:]
     for mode in modes.split(","):
-        own = [*settings, f"parallel={mode}"]
-        assert run(compose("train", TrainConfig, [*own, f"run={mode}"])) is not None
-        torn = [*own, f"run={mode}-torn"]
+        current = [*settings, f"parallel={mode}"]
+        assert run(compose("train", TrainConfig, [*current, f"run={mode}"])) is not None
+        torn = [*current, f"run={mode}-torn"]
         Run._between_steps = stopping
         assert run(compose("train", TrainConfig, torn)) is None
         Run._between_steps = REAL
         assert run(compose("train", TrainConfig, torn)) is not None
         Run._forward_backward = poisoned
-        assert run(compose("train", TrainConfig, [*own, f"run={mode}-bad", "steps=4"])) is not None
+        assert run(compose("train", TrainConfig, [*current, f"run={mode}-bad", "steps=4"])) is not None
         Run._forward_backward = REAL_PASS
         assert closed == [True] * (4 if mode.startswith("zero") else 0), "DeepSpeed is ended however a run ends"
         closed.clear()

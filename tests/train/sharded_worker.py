@@ -17,7 +17,7 @@ from infer.cli import compose
 from infer.parallel.process_end import run_process
 from infer.request import SamplingParams
 from models.targets import load_target
-from tests.train.test_sharded_target import AUX, PROMPTS, batches_of, found_in
+from tests.train.test_sharded_target import AUX, PROMPTS, batches_of, outputs_of
 from train.config import TrainConfig
 from train.distributed.exchange import ProcessExchange
 from train.distributed.parallel import make_accelerator
@@ -34,9 +34,9 @@ def held_bytes() -> int:
     """Of all tensors that are alive, what two share counted once."""
     gc.collect()
     storages = dict[int, int]()
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
-            storage = thing.untyped_storage()
+    for obj in gc.get_objects():
+        if issubclass(type(obj), torch.Tensor) and obj.device.type == "cpu":
+            storage = obj.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
@@ -49,16 +49,16 @@ def main() -> None:
     exchange = ProcessExchange(accelerator, 5.0)
     before = held_bytes()
     target = load_target(target_folder, exchange=exchange)
-    held = held_bytes() - before
+    num_bytes = held_bytes() - before
     del target
     engine = open_engine(config, accelerator.device, exchange)
-    found = found_in(engine.target, batches_of(rank), AUX)
-    engine.target.lend()
-    answers = []
+    features = outputs_of(engine.target, batches_of(rank), AUX)
+    engine.target.join_gathers()
+    token_ids = []
     if rank == 0:
-        answers = [own.token_ids for own in engine.generate(PROMPTS, SamplingParams(max_tokens=12, seed=1))]
-    engine.target.lend()
-    torch.save({"held": held, "found": found, "answers": answers}, Path(folder) / f"rank-{rank}.pt")
+        token_ids = [c.token_ids for c in engine.generate(PROMPTS, SamplingParams(max_tokens=12, seed=1))]
+    engine.target.join_gathers()
+    torch.save({"held": num_bytes, "found": features, "answers": token_ids}, Path(folder) / f"rank-{rank}.pt")
     engine.close()
     train.loop.release = forget
     forget(accelerator)

@@ -72,18 +72,18 @@ def engine_stats(engine: Engine, head: Eagle3Head, responses: Sequences) -> Spec
     return total
 
 
-@pytest.mark.parametrize("which", ["random", "trained", "post_norm"])
+@pytest.mark.parametrize("variant", ["random", "trained", "post_norm"])
 def test_simulated_acceptance_equals_the_engines(
-    which: str, engine: Engine, tiny_target: LlamaTarget, responses: Sequences, trained_head: Eagle3Head
+    variant: str, engine: Engine, tiny_target: LlamaTarget, responses: Sequences, trained_head: Eagle3Head
 ) -> None:
     choices = {"trained": trained_head, "random": make_head(tiny_target, responses)}
     choices["post_norm"] = make_head(tiny_target, responses, norm_output=True, norm_before_residual=True)
-    head = choices[which]
+    head = choices[variant]
     batch = responses.batch(range(len(responses)))
     features = compute_features(engine.target, batch, head.config.aux_layers)
     simulated = simulate(head, batch, features, STEPS)
     assert simulated == engine_stats(engine, head, responses)
-    if which == "trained":
+    if variant == "trained":
         assert simulated.acceptance_length > 2  # runs of every length, or equality would say little
         assert all(0 < count < simulated.steps for count in simulated.accepted_by_position)
 
@@ -99,8 +99,8 @@ def test_responses_that_end_by_themselves(engine: Engine, responses: Sequences, 
         [completion] = engine.generate([prompt], params)
         assert completion.finish_reason == "stop"
         total.merge(completion.stats)
-        kept = completion.token_ids
-        rows.append((prompt + kept, [False] * len(prompt) + [True] * len(kept)))
+        token_ids = completion.token_ids
+        rows.append((prompt + token_ids, [False] * len(prompt) + [True] * len(token_ids)))
     engine.set_proposer("none")
     batch = Sequences.of(rows).batch(range(len(rows)))
     features = compute_features(engine.target, batch, trained_head.config.aux_layers)
@@ -142,10 +142,10 @@ def test_ranks_count_what_matches_and_more(
 ) -> None:
     batch = responses.batch(range(len(responses)))
     features = compute_features(engine.target, batch, trained_head.config.aux_layers)
-    found, slots = count_ranks(trained_head, batch, features, STEPS, 500)  # the whole draft vocabulary, and beyond
+    ranks, slots = count_ranks(trained_head, batch, features, STEPS, 500)  # the whole draft vocabulary, and beyond
     masks = alignment.step_masks(batch.assistant, STEPS)
     matches = draft_matches(trained_head, batch, features, STEPS)
-    assert found[:, 0].tolist() == [int((matches[..., step] & masks[step]).sum()) for step in range(STEPS)]
+    assert ranks[:, 0].tolist() == [int((matches[..., step] & masks[step]).sum()) for step in range(STEPS)]
     for step in range(STEPS):
-        own = alignment.predicted_tokens(batch.ids, step)[masks[step]]
-        assert int(found[step].sum()) == int(torch.isin(own, trained_head.target_ids).sum()) <= int(slots[step])
+        predicted = alignment.predicted_tokens(batch.ids, step)[masks[step]]
+        assert int(ranks[step].sum()) == int(torch.isin(predicted, trained_head.target_ids).sum()) <= int(slots[step])

@@ -55,7 +55,7 @@ def test_p_eagle_depth_k_stands_k_positions_after_its_slot() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "ratio", "least", "sizes"),
+    ("slots", "ratio", "min_ratio", "sizes"),
     [
         (100, 0.7, 0.2, [100, 70, 49, 34, 24, 20, 20, 20]),
         (100, 0.5, 0.01, [100, 50, 25, 12, 6, 3, 2, 1]),
@@ -63,8 +63,8 @@ def test_p_eagle_depth_k_stands_k_positions_after_its_slot() -> None:
         (0, 0.7, 0.2, [0] * 8),
     ],
 )
-def test_deeper_depths_are_trained_on_fewer_slots(slots: int, ratio: float, least: float, sizes: list[int]) -> None:
-    assert alignment.sample_sizes(slots, 8, ratio, least) == sizes
+def test_deeper_depths_are_trained_on_fewer_slots(slots: int, ratio: float, min_ratio: float, sizes: list[int]) -> None:
+    assert alignment.sample_sizes(slots, 8, ratio, min_ratio) == sizes
 
 
 def test_served_slots() -> None:

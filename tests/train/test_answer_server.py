@@ -19,9 +19,9 @@ from models.tokenizer import Tokenizer
 from tests.server.conftest import make_server  # noqa: F401  # a fixture
 from tests.server.harness import MakeServer, Server
 from train.config import DataConfig, TrainConfig
-from train.data.answer_server import ServerAnswerer
+from train.data.answer_server import ServerGenerator
 from train.data.examples import Example
-from train.data.regenerate import EngineAnswerer, collect_parts, read_parts, regenerate, sampling_params
+from train.data.regenerate import EngineGenerator, collect_parts, read_parts, regenerate, sampling_params
 from train.loop import train
 
 TURNS = (("user", "say {}"), ("assistant", "-"), ("user", "and {}"))
@@ -42,8 +42,8 @@ def data_for(url: str, **settings: Any) -> DataConfig:
     return DataConfig(name="demo", server=f"{url}/v1", **(common | settings))
 
 
-def answer(data: DataConfig, folder: Path, tokenizer: Tokenizer, answerer: Any = None) -> dict[int, str]:
-    answerer = answerer or ServerAnswerer(data, 384, first_pause=0.01)
+def respond(data: DataConfig, folder: Path, tokenizer: Tokenizer, answerer: Any = None) -> dict[int, str]:
+    answerer = answerer or ServerGenerator(data, 384, first_pause=0.01)
     return regenerate(
         answerer,
         EXAMPLES,
@@ -58,10 +58,10 @@ def test_a_server_answers_what_the_engine_answers(
     server: Server, engine: Engine, tiny_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     data = data_for(server.url)
-    assert answer(data, tmp_path / "server", tiny_tokenizer) == {}
-    assert answer(data, tmp_path / "engine", tiny_tokenizer, EngineAnswerer(engine)) == {}
-    theirs, ours = (collect_parts(tmp_path / name, EXAMPLES, {}) for name in ("server", "engine"))
-    assert theirs.sequences.content_hash() == ours.sequences.content_hash()
+    assert respond(data, tmp_path / "server", tiny_tokenizer) == {}
+    assert respond(data, tmp_path / "engine", tiny_tokenizer, EngineGenerator(engine)) == {}
+    server_parts, engine_parts = (collect_parts(tmp_path / name, EXAMPLES, {}) for name in ("server", "engine"))
+    assert server_parts.sequences.content_hash() == engine_parts.sequences.content_hash()
 
 
 class Failing(BaseHTTPRequestHandler):
@@ -69,7 +69,7 @@ class Failing(BaseHTTPRequestHandler):
 
     upstream, failure, count, lock = "", "", 0, threading.Lock()
 
-    def log_message(self, *words: object) -> None:
+    def log_message(self, *args: object) -> None:
         pass
 
     def do_GET(self) -> None:
@@ -126,20 +126,20 @@ def failing(server: Server) -> Iterator[Any]:
 def test_passing_failures_are_tried_again(
     failure: str, failing: Any, tiny_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    assert answer(data_for(failing(failure), retries=6), tmp_path, tiny_tokenizer) == {}
+    assert respond(data_for(failing(failure), retries=6), tmp_path, tiny_tokenizer) == {}
     assert len(read_parts(tmp_path)) == len(EXAMPLES)
     assert Failing.count > 17  # 5 conversations of two turns, 7 prompts
 
 
 def test_what_fails_for_good_is_left_to_the_next_run(failing: Any, tiny_tokenizer: Tokenizer, tmp_path: Path) -> None:
     data = data_for(failing("500"), retries=0, concurrency=1)
-    failed = answer(data, tmp_path, tiny_tokenizer)
+    failed = respond(data, tmp_path, tiny_tokenizer)
     done = read_parts(tmp_path)
     assert failed
     assert set(failed.values()) == {"status 500: "}
     assert done.keys() | failed.keys() == EXAMPLES.keys()
     assert not done.keys() & failed.keys()
-    assert answer(replace(data, retries=6), tmp_path, tiny_tokenizer) == {}
+    assert respond(replace(data, retries=6), tmp_path, tiny_tokenizer) == {}
     assert read_parts(tmp_path).keys() == EXAMPLES.keys()
 
 
@@ -156,7 +156,7 @@ def test_servers_that_cannot_serve_end_the_work(
     failure: str, complaint: str, failing: Any, tiny_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=complaint):
-        answer(data_for(failing(failure)), tmp_path, tiny_tokenizer)
+        respond(data_for(failing(failure)), tmp_path, tiny_tokenizer)
 
 
 def test_a_run_asks_again_for_what_failed(
@@ -179,17 +179,17 @@ def test_a_run_asks_again_for_what_failed(
     failed = json.loads((tmp_path / "answers" / "data" / "failed.json").read_text())
     assert len(failed) == first["failed"]
     assert "conversations failed, the first: status 500" in capsys.readouterr().err
-    asked = Failing.count
+    requests_before = Failing.count
     assert run("data.retries=6") == {"conversations": 12, "done": 12, "skipped": 0, "failed": 0}
-    assert Failing.count - asked < 2 * first["failed"] + 2  # only those
+    assert Failing.count - requests_before < 2 * first["failed"] + 2  # only those
     assert not (tmp_path / "answers" / "data" / "failed.json").exists()
     assert not (tmp_path / "answers" / "data" / "train").exists()
 
 
 def test_a_server_that_is_not_there(server: Server) -> None:
     with pytest.raises(ValueError, match=r"data\.server=http://127\.0\.0\.1:9/v1: cannot be used: ConnectError"):
-        ServerAnswerer(data_for("http://127.0.0.1:9", retries=0), 384)
+        ServerGenerator(data_for("http://127.0.0.1:9", retries=0), 384)
     with pytest.raises(ValueError, match=r"serves \S+, not data\.server_model=nope; give one of these"):
-        ServerAnswerer(data_for(server.url, server_model="nope"), 384)
+        ServerGenerator(data_for(server.url, server_model="nope"), 384)
     with pytest.raises(ValueError, match=r"data\.server=ftp://x/v1: must be an address"):
         data_for("ftp://x")

@@ -42,7 +42,7 @@ def test_an_old_folder_is_replaced_and_nothing_of_it_stays(tmp_path: Path) -> No
 
 
 def test_where_names_cannot_be_exchanged_two_moves_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(atomic, "_exchange", lambda first, second: False)
     test_an_old_folder_is_replaced_and_nothing_of_it_stays(tmp_path)
 
 
@@ -106,8 +106,8 @@ def test_other_errors_keep_their_name(tmp_path: Path) -> None:
 
 def test_sweep_removes_what_a_kill_left_and_nothing_that_is_being_written(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        here, day = atomic.this_place(), 24 * 3600
-        living = {f".x.{here}-{process.pid}.tmp", f".x.{here}-{os.getpid()}.old.tmp", ".x.01234567-1.tmp"}
+        machine, day = atomic.host_id(), 24 * 3600
+        living = {f".x.{machine}-{process.pid}.tmp", f".x.{machine}-{os.getpid()}.old.tmp", ".x.01234567-1.tmp"}
         for name in living:
             (tmp_path / name).mkdir()
             (tmp_path / name / "a").touch()
@@ -119,7 +119,7 @@ def test_sweep_removes_what_a_kill_left_and_nothing_that_is_being_written(tmp_pa
         assert names(tmp_path) == {"z"} | living
         process.kill()
     atomic.sweep(tmp_path)
-    assert names(tmp_path) == {"z"} | (living - {f".x.{here}-{process.pid}.tmp"})
+    assert names(tmp_path) == {"z"} | (living - {f".x.{machine}-{process.pid}.tmp"})
 
 
 def test_another_run_may_sweep_while_this_one_writes(tmp_path: Path) -> None:

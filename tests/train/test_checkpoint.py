@@ -22,9 +22,9 @@ def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return module, torch.optim.AdamW(checkpoint.trainable(module).values(), lr=0.01)
 
 
-def save(folder: Path, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, state: dict, **how: Any) -> Path:
+def save(folder: Path, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, state: dict, **kw: Any) -> Path:
     tensors = checkpoint.module_tensors(module), checkpoint.optimizer_tensors(module, optimizer)
-    return checkpoint.save_checkpoint(folder, step, *tensors, state, **how)
+    return checkpoint.save_checkpoint(folder, step, *tensors, state, **kw)
 
 
 def load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
@@ -48,15 +48,15 @@ def test_a_restored_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     save(tmp_path, 3, module, optimizer, {"tokens": 7}, keep=2)
     work(module, optimizer, 3)
 
-    again, other = make(0)
-    work(again, other, 1)  # something to overwrite
+    restored, restored_optimizer = make(0)
+    work(restored, restored_optimizer, 1)  # something to overwrite
     torch.manual_seed(99)
     path = latest_checkpoint(tmp_path)
     assert path is not None
-    assert load(path, again, other) == {"step": 3, "tokens": 7}
-    work(again, other, 3)
+    assert load(path, restored, restored_optimizer) == {"step": 3, "tokens": 7}
+    work(restored, restored_optimizer, 3)
     for name, value in module.state_dict().items():
-        assert torch.equal(value, again.state_dict()[name]), name
+        assert torch.equal(value, restored.state_dict()[name]), name
 
 
 def test_only_safetensors_and_json(tmp_path: Path) -> None:
@@ -137,9 +137,9 @@ def test_no_checkpoint_yet(tmp_path: Path) -> None:
 def test_what_cannot_be_restored_is_named(tmp_path: Path) -> None:
     module, optimizer = make(0)
     path = save(tmp_path, 1, module, optimizer, {}, keep=2)
-    other = nn.Sequential(nn.Linear(4, 3))
+    mismatched = nn.Sequential(nn.Linear(4, 3))
     with pytest.raises(ValueError, match=r"of another head; these tensors are on one side only: 0.bias, 1\.bias"):
-        load(path, other, torch.optim.AdamW(other.parameters()))
+        load(path, mismatched, torch.optim.AdamW(mismatched.parameters()))
     with pytest.raises(ValueError, match="step-000001: of another version, without best, tokens; begin anew"):
         checkpoint.load_checkpoint(path, checkpoint.module_tensors(module), ("step", "tokens", "best"))
     (path / "optimizer.safetensors").write_bytes(b"cut")

@@ -31,5 +31,5 @@ def test_sequences_that_the_length_leaves_out_are_counted(
     left_out = counts["learnt"]["left_out"]
     assert counts["learnt"]["sequences"] + left_out == counts["answers"]["done"] == 11
     assert 0 < left_out <= 3
-    assert f"left out {left_out} sequences, in which nothing was left to learn" in capsys.readouterr().err
+    assert f"dropped {left_out} sequences with no token left to train on" in capsys.readouterr().err
     assert f"{left_out} more were left out" in (tmp_path / "one" / "report.md").read_text()

@@ -46,8 +46,8 @@ def test_files_round_trip_and_the_hash_sees_every_part(tmp_path: Path) -> None:
     again = Sequences.load(tmp_path / "x.safetensors")
     assert again.content_hash() == data.content_hash()
     assert torch.equal(again.assistant, data.assistant)
-    other = Sequences.of([(ids, [not flag for flag in mask]) for ids, mask in ROWS])
-    assert other.content_hash() != data.content_hash()
+    inverted = Sequences.of([(ids, [not flag for flag in mask]) for ids, mask in ROWS])
+    assert inverted.content_hash() != data.content_hash()
     assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
 
 
@@ -67,6 +67,6 @@ def test_every_epoch_takes_every_row_once_in_its_own_order() -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 7, 10, 25])
 def test_a_position_is_all_a_resumed_run_needs(size: int) -> None:
-    whole = rows_at(10, 0, 100, seed=0)
+    full = rows_at(10, 0, 100, seed=0)
     pieces = [rows_at(10, start, size, seed=0) for start in range(0, 100 - size + 1, size)]
-    assert [row for piece in pieces for row in piece] == whole[: len(pieces) * size]
+    assert [row for piece in pieces for row in piece] == full[: len(pieces) * size]

@@ -37,12 +37,12 @@ def wait_for(file: Path, ranks: list[subprocess.Popen[str]]) -> None:
         time.sleep(0.02)
 
 
-def whole_checkpoint(folder: Path) -> Path:
-    kept = latest_checkpoint(folder)
-    assert kept is not None
+def complete_checkpoint(folder: Path) -> Path:
+    checkpoint = latest_checkpoint(folder)
+    assert checkpoint is not None
     for name in ("module", "optimizer", "random"):
-        assert load_file(kept / f"{name}.safetensors")
-    return kept
+        assert load_file(checkpoint / f"{name}.safetensors")
+    return checkpoint
 
 
 @pytest.mark.slow
@@ -53,10 +53,10 @@ def test_the_other_process_ends_with_a_clear_error(settings: list[str], tmp_path
         ranks[1].send_signal(signal.SIGKILL)
         _, errors = ranks[0].communicate(timeout=BOUND_S)
     assert ranks[0].returncode == 2, errors
-    kept = whole_checkpoint(folder)
+    checkpoint = complete_checkpoint(folder)
     last = [line for line in errors.splitlines() if "error" in line][-1]
     assert "parallel=ddp: another process has ended or does not answer" in last
-    assert f"Last good checkpoint: {kept}; resume with: " in last
+    assert f"Last good checkpoint: {checkpoint}; resume with: " in last
     assert re.search(r"resume with: .*--nproc_per_node 2 \S*train/run.py", last)
     assert "Traceback" not in errors
 
@@ -70,4 +70,4 @@ def test_a_process_that_is_told_to_stop_takes_the_other_with_it(settings: list[s
     assert [rank.returncode for rank in ranks] == [0, 0], ended
     assert re.search(r"stopped; resume with: .*--nproc_per_node 2 \S*train/run.py", ended[0][1])
     done = max(row["step"] for row in read_metrics(tmp_path / "torn"))
-    assert whole_checkpoint(tmp_path / "torn" / "checkpoints").name == f"step-{done:06d}"
+    assert complete_checkpoint(tmp_path / "torn" / "checkpoints").name == f"step-{done:06d}"

@@ -8,7 +8,7 @@ import pytest
 
 from models.tokenizer import Tokenizer
 from tests.vocabularies import backend_of
-from train.data.dialogue import Dialogue, Row, TooLong, first_prompt, given_rows
+from train.data.dialogue import Dialogue, Row, TooLong, first_prompt, provided_rows
 from train.data.examples import Example
 
 PLAIN = (
@@ -46,23 +46,23 @@ def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
 
 def spans(tokenizer: Tokenizer, row: Row) -> list[str]:
     """The texts that are learnt, the end of text as "."."""
-    found, last = [], False
+    groups, last = [], False
     for token, flag in zip(row.ids, row.loss_mask, strict=True):
         if flag:
             if not last:
-                found.append([])
-            found[-1].append(token)
+                groups.append([])
+            groups[-1].append(token)
         last = flag
-    return ["".join("." if token == 0 else tokenizer.decode([token]) for token in span) for span in found]
+    return ["".join("." if token == 0 else tokenizer.decode([token]) for token in span) for span in groups]
 
 
-def converse(dialogue: Dialogue, tokenizer: Tokenizer, *answers: str) -> list[str]:
+def converse(dialogue: Dialogue, tokenizer: Tokenizer, *responses: str) -> list[str]:
     """Plays the target; the prompts that it was given."""
-    prompts, left = [], list(answers)
+    prompts, remaining = [], list(responses)
     while (prompt := dialogue.next_prompt()) is not None:
         prompts.append(tokenizer.backend.decode(prompt, skip_special_tokens=False))
-        dialogue.take([*tokenizer.encode(left.pop(0)), 0])
-    assert not left
+        dialogue.take([*tokenizer.encode(remaining.pop(0)), 0])
+    assert not remaining
     return prompts
 
 
@@ -127,7 +127,7 @@ def test_calls_of_tools_stay_with_their_results(tiny_tokenizer: Tokenizer) -> No
         "[1 tools]<user>a?<|endoftext|>\n<assistant>!look<|endoftext|>\n<tool>blue<|endoftext|>\n<assistant>"
     ]
     assert spans(tokenizer, dialogue.rows[0]) == ["so."]
-    (row,) = given_rows(example, tokenizer, 200)
+    (row,) = provided_rows(example, tokenizer, 200)
     assert spans(tokenizer, row) == ["!look.", "fine."]
 
 
@@ -136,17 +136,17 @@ def test_given_answers(template: str, rows: list[list[str]], tiny_tokenizer: Tok
     tokenizer = with_template(tiny_tokenizer, template)
     thought = "hm</think>" if template is STRIPS else ""
     messages = (user("a?"), assistant(f"{thought}one"), user("b?"), assistant("two"), user("c?"))
-    found = given_rows(Example(messages=messages), tokenizer, 200)
-    assert [spans(tokenizer, row) for row in found] == rows
+    actual = provided_rows(Example(messages=messages), tokenizer, 200)
+    assert [spans(tokenizer, row) for row in actual] == rows
 
 
 def test_given_answers_behind_a_reasoning_span(tiny_tokenizer: Tokenizer) -> None:
     """Where the data have it, it is learnt behind the prompt that serving gives; where not, no token of it is there."""
     tokenizer = with_template(tiny_tokenizer, THINKS)
 
-    def texts(*answers: str) -> list[tuple[str, list[str]]]:
-        turns = [turn for number, text in enumerate(answers) for turn in (user(f"{number}?"), assistant(text))]
-        rows = given_rows(Example(messages=tuple(turns)), tokenizer, 200)
+    def texts(*responses: str) -> list[tuple[str, list[str]]]:
+        turns = [turn for number, text in enumerate(responses) for turn in (user(f"{number}?"), assistant(text))]
+        rows = provided_rows(Example(messages=tuple(turns)), tokenizer, 200)
         return [(tokenizer.backend.decode(row.ids, skip_special_tokens=False), spans(tokenizer, row)) for row in rows]
 
     end = "<|endoftext|>"
@@ -169,7 +169,7 @@ def test_turns_before_one_that_cannot_be_told_apart_are_kept(tiny_tokenizer: Tok
     rewrites = PLAIN.replace("{{ m.content }}", "{{ '(hurry)' if loop.index == 3 and not loop.last else m.content }}")
     tokenizer = with_template(tiny_tokenizer, rewrites)
     messages = (user("a?"), assistant("one"), user("b?"), assistant("two"))
-    (row,) = given_rows(Example(messages=messages), tokenizer, 200)
+    (row,) = provided_rows(Example(messages=messages), tokenizer, 200)
     assert spans(tokenizer, row) == ["one."]
 
 
@@ -178,10 +178,10 @@ def test_what_cannot_be_learnt_is_said(tiny_tokenizer: Tokenizer) -> None:
     with pytest.raises(TooLong, match=r"the prompt has \d+ tokens; 1 to 5 are possible"):
         first_prompt(Example(messages=(user("a long question"),)), tokenizer, 5)
     with pytest.raises(ValueError, match="the row holds no answer of two tokens"):
-        given_rows(Example(messages=(user("a?"),)), tokenizer, 200)
-    other = with_template(tiny_tokenizer, "{% if add_generation_prompt %}x{% endif %}{{ messages[0].content }}")
+        provided_rows(Example(messages=(user("a?"),)), tokenizer, 200)
+    broken = with_template(tiny_tokenizer, "{% if add_generation_prompt %}x{% endif %}{{ messages[0].content }}")
     with pytest.raises(ValueError, match="does not continue its own prompt"):
-        given_rows(Example(messages=(user("a?"), assistant("b"))), other, 200)
+        provided_rows(Example(messages=(user("a?"), assistant("b"))), broken, 200)
 
 
 def test_a_conversation_that_grows_too_long_ends_there(tiny_tokenizer: Tokenizer) -> None:
@@ -203,9 +203,9 @@ def test_a_given_answer_has_the_ids_that_serving_would_see(kind: str) -> None:
     backend = backend_of(kind)
     tokenizer = Tokenizer(backend, eos_ids=[2], chat_template=template, special_tokens={"eos_token": "</s>"})
     talk = (user("Hello"), assistant("the world"), user("here"), assistant("Hello world"))
-    (row,) = given_rows(Example(messages=talk), tokenizer, 200)
+    (row,) = provided_rows(Example(messages=talk), tokenizer, 200)
     text = tokenizer.render_chat(list(talk), generation_prompt=False)
     assert row.ids == tokenizer.encode(text, add_special_tokens=False)
     learnt = [token for token, flag in zip(row.ids, row.loss_mask, strict=True) if flag]
-    answers = backend.decode(learnt, skip_special_tokens=False).split("</s>")
-    assert [answer.strip() for answer in answers] == ["the world", "Hello world", ""]
+    responses = backend.decode(learnt, skip_special_tokens=False).split("</s>")
+    assert [response.strip() for response in responses] == ["the world", "Hello world", ""]

@@ -40,9 +40,9 @@ def features_of(settings: list[str], responses: Sequences) -> torch.Tensor:
     engine = open_engine(compose("train", TrainConfig, settings), torch.device("cpu"))
     try:
         batches = [responses.packed([[0, 3], [5]]), responses.batch([1])]
-        found = [torch.stack(compute_features(engine.target, batch, AUX).aux).flatten(0, 2) for batch in batches]
-        logits = [engine.target.logits(part[-20:]) for part in found]
-        return torch.cat([part.flatten() for part in (*found, *logits)])
+        features = [torch.stack(compute_features(engine.target, batch, AUX).aux).flatten(0, 2) for batch in batches]
+        logits = [engine.target.logits(part[-20:]) for part in features]
+        return torch.cat([part.flatten() for part in (*features, *logits)])
     finally:
         engine.close()
 
@@ -55,8 +55,8 @@ def test_two_ranks_give_the_bits_of_one(
     assert torch.equal(features_of([*settings, divided], responses), features_of(settings, responses))
     heads = []
     for name, more in (("whole", []), ("divided", [divided, "data.top_k=1000", "features=offline"])):
-        own = [*settings, f"run={name}", *more]  # data.top_k: or it would take the other's answers
-        assert train(compose("train", TrainConfig, own)) is not None
+        overrides = [*settings, f"run={name}", *more]  # data.top_k: or it would take the other's answers
+        assert train(compose("train", TrainConfig, overrides)) is not None
         path = latest_checkpoint(tmp_path / name / "checkpoints")
         assert path is not None
         heads.append(load_file(path / "module.safetensors"))
@@ -76,13 +76,13 @@ def test_features_are_those_of_the_rounded_weights(
         for module in rounded.modules():
             if isinstance(module, Linear):
                 module.weight.copy_(widen(*quantise(module.weight, weights)))
-    found = features_of(settings, responses)
+    actual = features_of(settings, responses)
     batches = [responses.packed([[0, 3], [5]]), responses.batch([1])]
     parts = [torch.stack(compute_features(rounded, batch, AUX).aux).flatten(0, 2) for batch in batches]
     logits = [rounded.logits(part[-20:]) for part in parts]
-    wanted = torch.cat([part.flatten() for part in (*parts, *logits)])
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(found, features_of(settings[:-1], responses), atol=1e-2)
+    expected = torch.cat([part.flatten() for part in (*parts, *logits)])
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(actual, features_of(settings[:-1], responses), atol=1e-2)
     pack(rounded, weight_format=weights)
     assert planned == pytest.approx(weight_bytes(rounded), rel=0.05)
 

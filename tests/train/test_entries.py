@@ -99,10 +99,10 @@ def test_built_in_prompts_of_every_kind_on_both_sides() -> None:
 
 def test_functions_with_a_docstring() -> None:
     text = 'class A:\n    def f(self, x):\n        """Adds."""\n        return x\n\ndef g(y=1):\n    """Takes."""\n'
-    found = {function.signature: function for function in documented(text)}
-    assert set(found) == {"f(self, x)", "g(y=1)"}
-    assert found["f(self, x)"].source == 'def f(self, x):\n    """Adds."""\n    return x'
-    assert (found["f(self, x)"].is_method, found["g(y=1)"].is_method) == (True, False)
+    functions = {function.signature: function for function in documented(text)}
+    assert set(functions) == {"f(self, x)", "g(y=1)"}
+    assert functions["f(self, x)"].source == 'def f(self, x):\n    """Adds."""\n    return x'
+    assert (functions["f(self, x)"].is_method, functions["g(y=1)"].is_method) == (True, False)
     assert list(documented("no python at all")) == []
 
 

@@ -34,9 +34,9 @@ def test_conversations_in_every_form(row: dict, tiny_tokenizer: Tokenizer) -> No
 
 
 def test_turns_are_what_a_user_says(tiny_tokenizer: Tokenizer) -> None:
-    wanted = Example(messages=(USER, {"role": "user", "content": "and?"}))
-    assert parse({"turns": ["hi", "and?"]}, tiny_tokenizer) == wanted
-    assert parse({"turns": [{"content": "hi"}, {"content": "and?"}]}, tiny_tokenizer) == wanted
+    expected = Example(messages=(USER, {"role": "user", "content": "and?"}))
+    assert parse({"turns": ["hi", "and?"]}, tiny_tokenizer) == expected
+    assert parse({"turns": [{"content": "hi"}, {"content": "and?"}]}, tiny_tokenizer) == expected
 
 
 def test_columns_of_another_name(tiny_tokenizer: Tokenizer) -> None:
@@ -71,29 +71,29 @@ def test_tools_and_their_calls_are_kept(tiny_tokenizer: Tokenizer) -> None:
 def test_plain_texts(tiny_tokenizer: Tokenizer) -> None:
     ids = tiny_tokenizer.encode("def f(x): return x")
     assert parse({"text": "def f(x): return x"}, tiny_tokenizer, prompt_tokens=4).ids == tuple(ids[:4])
-    given = parse({"text": "def f(x): return x"}, tiny_tokenizer, responses="given")
-    assert given == Example(ids=tuple(ids), loss_mask=(False, *[True] * (len(ids) - 1)), asked=len(ids))
+    example = parse({"text": "def f(x): return x"}, tiny_tokenizer, responses="given")
+    assert example == Example(ids=tuple(ids), loss_mask=(False, *[True] * (len(ids) - 1)), asked=len(ids))
     pair = {"prompt": "def f", "response": "(x)"}
     assert parse(pair, tiny_tokenizer, chat_template=False).ids == tuple(tiny_tokenizer.encode("def f"))
-    given = parse(pair, tiny_tokenizer, chat_template=False, responses="given")
+    example = parse(pair, tiny_tokenizer, chat_template=False, responses="given")
     prompt, response = tiny_tokenizer.encode("def f"), tiny_tokenizer.encode("(x)")
-    assert given.ids == (*prompt, *response, 0)
-    assert given.loss_mask == (*[False] * len(prompt), *[True] * (len(response) + 1))
-    assert given.prompt == tuple(prompt)
+    assert example.ids == (*prompt, *response, 0)
+    assert example.loss_mask == (*[False] * len(prompt), *[True] * (len(response) + 1))
+    assert example.prompt == tuple(prompt)
 
 
 def test_rows_with_the_same_questions_have_one_key(tiny_tokenizer: Tokenizer) -> None:
-    one, other = ({"messages": [USER, {**ANSWER, "content": text}]} for text in ("yes", "no"))
-    examples = [parse(row, tiny_tokenizer) for row in (one, other)]
+    first_row, second_row = ({"messages": [USER, {**ANSWER, "content": text}]} for text in ("yes", "no"))
+    examples = [parse(row, tiny_tokenizer) for row in (first_row, second_row)]
     assert examples[0].opening_key == examples[1].opening_key
-    assert examples[0].asked_key == examples[1].asked_key
+    assert examples[0].prompt_key == examples[1].prompt_key
     assert examples[0].key != examples[1].key
     system, more = {"role": "system", "content": "be brief"}, {"role": "user", "content": "and then?"}
-    first, longer, told = (
+    first, longer, with_system = (
         parse({"messages": turns}, tiny_tokenizer) for turns in ([USER], [USER, ANSWER, more], [system, USER])
     )
-    assert first.opening_key == longer.opening_key != told.opening_key
-    assert first.asked_key != longer.asked_key
+    assert first.opening_key == longer.opening_key != with_system.opening_key
+    assert first.prompt_key != longer.prompt_key
     armed = parse({"messages": [USER], "tools": [{"name": "look"}]}, tiny_tokenizer)
     assert armed.opening_key != first.opening_key
     masked = [parse({"input_ids": [5, 6, *end], "loss_mask": [0, 0, 1, 1]}, tiny_tokenizer) for end in ([7, 8], [9, 9])]

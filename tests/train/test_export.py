@@ -22,16 +22,16 @@ from tests.train.conftest import full_disk
 from train.config import TrainConfig
 from train.publishing.export import Acceptance, Measured, check_room, export_head
 from train.publishing.provenance import provenance
-from train.storage.atomic import this_place
+from train.storage.atomic import host_id
 
 FACTS = {"run": "r", "steps": 5, "data_source": "somewhere", "data_hash": "abc"}
 
 
 def stats(*accepted: int) -> SpeculationStats:
-    made = SpeculationStats()
+    recorded = SpeculationStats()
     for count in accepted:
-        made.record(drafted=3, accepted=count, emitted=count + 1)
-    return made
+        recorded.record(drafted=3, accepted=count, emitted=count + 1)
+    return recorded
 
 
 MEASURED = Measured(
@@ -49,16 +49,16 @@ def config(tmp_path: Path) -> TrainConfig:
 def export(
     head: Eagle3Head, target: LlamaTarget, config: TrainConfig, measured: Measured = MEASURED
 ) -> tuple[Path, list[Eagle3Head]]:
-    seen: list[Eagle3Head] = []
+    measured_heads: list[Eagle3Head] = []
 
     def measure(loaded: Eagle3Head) -> Measured:
-        seen.append(loaded)
+        measured_heads.append(loaded)
         return measured
 
     record = provenance(dataclasses.asdict(config), **FACTS)
     folder, result = export_head(head, target, config, record, measure)
     assert result is measured
-    return folder, seen
+    return folder, measured_heads
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -66,13 +66,13 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_folder(random_head: Eagle3Head, tiny_target: LlamaTarget, config: TrainConfig, tmp_path: Path) -> None:
-    folder, seen = export(random_head, tiny_target, config)
+    folder, measured_heads = export(random_head, tiny_target, config)
     assert folder == tmp_path / "heads" / "demo" / "eagle3"
     assert set(snapshot(folder)) == {"config.json", "model.safetensors", "provenance.json", "README.md"}
     loaded = load_head(folder, target=tiny_target)
     for name, value in random_head.state_dict().items():
         assert torch.equal(value, loaded.state_dict()[name]), name
-        assert torch.equal(value, seen[0].state_dict()[name]), name  # what was measured is what was published
+        assert torch.equal(value, measured_heads[0].state_dict()[name]), name  # what was measured is what was published
 
 
 def test_provenance_and_card(random_head: Eagle3Head, tiny_target: LlamaTarget, config: TrainConfig) -> None:
@@ -95,8 +95,8 @@ def test_provenance_and_card(random_head: Eagle3Head, tiny_target: LlamaTarget, 
 
 def test_the_dtype_is_the_targets(random_head: Eagle3Head, tiny_target_folder: Path, config: TrainConfig) -> None:
     target = load_target(str(tiny_target_folder), dtype=torch.bfloat16)
-    folder, seen = export(random_head, target, config)
-    assert seen[0].fc.weight.dtype == torch.bfloat16
+    folder, measured_heads = export(random_head, target, config)
+    assert measured_heads[0].fc.weight.dtype == torch.bfloat16
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert torch.equal(load_head(folder).d2t, random_head.d2t)
 
@@ -112,10 +112,10 @@ def test_a_head_of_another_target_is_refused(
     random_head: Eagle3Head, tiny_target: LlamaTarget, make_target_folder: MakeTarget, config: TrainConfig
 ) -> None:
     folder, _ = export(random_head, tiny_target, config)
-    other = load_target(str(make_target_folder(seed=5)))
+    other_target = load_target(str(make_target_folder(seed=5)))
     with pytest.raises(ValueError, match=r"head\.allow_mismatch=true"):
-        load_head(folder, target=other)
-    load_head(folder, target=other, allow_mismatch=True)
+        load_head(folder, target=other_target)
+    load_head(folder, target=other_target, allow_mismatch=True)
 
 
 def test_a_full_disk_leaves_the_previous_export_whole(
@@ -150,7 +150,7 @@ def test_what_a_killed_export_left_is_removed(
 ) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as killed:
         pass
-    (tmp_path / "heads" / "demo" / f".eagle3.{this_place()}-{killed.pid}.tmp").mkdir(parents=True)
+    (tmp_path / "heads" / "demo" / f".eagle3.{host_id()}-{killed.pid}.tmp").mkdir(parents=True)
     folder, _ = export(random_head, tiny_target, config)
     assert [path.name for path in folder.parent.iterdir()] == ["eagle3"]
 

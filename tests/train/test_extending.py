@@ -22,7 +22,7 @@ WSD = ["optim.schedule=wsd", "optim.decay=0.25", "optim.warmup_steps=2", "export
 
 
 @pytest.fixture
-def own(settings: list[str], tmp_path: Path) -> list[str]:
+def overrides(settings: list[str], tmp_path: Path) -> list[str]:
     return [*settings, *WSD, f"head.path={tmp_path / 'extended'}"]
 
 
@@ -47,30 +47,30 @@ def stop_at(step: int, patch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_extended_run_equals_one_of_the_larger_budget(
-    own: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From its end, and from the middle of its decay; stopped just after it went back."""
-    run(own, "run=whole", "steps=16", f"head.path={tmp_path / 'whole-head'}")
+    run(overrides, "run=whole", "steps=16", f"head.path={tmp_path / 'whole-head'}")
 
-    run(own, "run=one", "steps=8")
+    run(overrides, "run=one", "steps=8")
     assert "step-000006" in names(tmp_path, "one")
     assert (tmp_path / "one" / "checkpoints" / "stable").read_text() == "step-000006\n"
     with monkeypatch.context() as patch:
         stop_at(11, patch)  # of twelve, whose decay begins after nine
-        longer = [*own, "run=one", "steps=12"]
+        longer = [*overrides, "run=one", "steps=12"]
         assert train(compose("train", TrainConfig, longer), longer) is None
     assert "12 steps (before: 8)" in capsys.readouterr().err
     assert names(tmp_path, "one") == {"step-000009", "step-000011"}
     with monkeypatch.context() as patch:
         stop_at(10, patch)
-        longer = [*own, "run=one", "steps=16"]
+        longer = [*overrides, "run=one", "steps=16"]
         assert train(compose("train", TrainConfig, longer), longer) is None
     assert "resumed after step 9" in capsys.readouterr().err
-    run(own, "run=one", "steps=16")
+    run(overrides, "run=one", "steps=16")
     assert "resumed after step 10" in capsys.readouterr().err
 
-    whole, extended = (load_file(tmp_path / name / "model.safetensors") for name in ("whole-head", "extended"))
-    assert_equal(extended, whole)
+    uninterrupted, extended = (load_file(tmp_path / name / "model.safetensors") for name in ("whole-head", "extended"))
+    assert_equal(extended, uninterrupted)
     assert trained(tmp_path, "one") == trained(tmp_path, "whole")
     budget = read_budget(tmp_path / "one")
     assert budget is not None
@@ -78,12 +78,12 @@ def test_an_extended_run_equals_one_of_the_larger_budget(
 
 
 def test_the_best_head_of_the_shorter_run_is_not_lost(
-    own: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It lies in a decay that the extended run has never had, and remains what the run exports until a better comes."""
     measured = iter([1.0, 30.0, 1.2])  # before the first step, after seven, and after seven again
     monkeypatch.setattr(Run, "_evaluate", lambda self: next(measured))
-    best = [*own, "run=one", "eval_every=7", "checkpoint_every=7", "keep_checkpoints=5", "export=best"]
+    best = [*overrides, "run=one", "eval_every=7", "checkpoint_every=7", "keep_checkpoints=5", "export=best"]
     folder = tmp_path / "one" / "checkpoints"
     run(best, "steps=8")
     assert (folder / "best").read_text() == "step-000007\n"
@@ -91,8 +91,8 @@ def test_the_best_head_of_the_shorter_run_is_not_lost(
     run(best, "steps=10")
     assert (folder / "best").read_text() == "aside-step-000007\n"
     assert_equal(load_file(tmp_path / "extended" / "model.safetensors"), first)
-    other, kept = (load_file(folder / f"{name}step-000007" / "module.safetensors") for name in ("", "aside-"))
-    assert any(not torch.equal(value, kept[name]) for name, value in other.items())
+    current, aside = (load_file(folder / f"{name}step-000007" / "module.safetensors") for name in ("", "aside-"))
+    assert any(not torch.equal(value, aside[name]) for name, value in current.items())
 
 
 def test_what_extends_no_run_is_named(settings: list[str], tmp_path: Path) -> None:

@@ -70,17 +70,17 @@ def test_what_is_read_is_what_the_target_computed(
         fresh = compute_features(engine.target, batch, (*AUX, LAST))
         for index, row in enumerate(rows):
             length = int(responses.lengths[row])
-            for mine, theirs in zip((*read.aux, read.hidden), (*fresh.aux[:3], fresh.hidden), strict=True):
-                torch.testing.assert_close(mine[index, :length], theirs[index, :length], rtol=1e-5, atol=1e-5)
-                assert not mine[index, length:].any()
+            for actual, expected in zip((*read.aux, read.hidden), (*fresh.aux[:3], fresh.hidden), strict=True):
+                torch.testing.assert_close(actual[index, :length], expected[index, :length], rtol=1e-5, atol=1e-5)
+                assert not actual[index, length:].any()
 
 
 def test_an_interrupted_store_is_completed_to_the_same_files(
     engine: Engine, responses: Sequences, tmp_path: Path, small_shards: None
 ) -> None:
-    whole = make_store(tmp_path / "whole", engine.target, responses)
-    assert whole.missing_bytes == 4 * int(responses.offsets[-1]) * 64 * 4
-    fill(whole)
+    complete = make_store(tmp_path / "whole", engine.target, responses)
+    assert complete.missing_bytes == 4 * int(responses.offsets[-1]) * 64 * 4
+    fill(complete)
     calls = 0
 
     def stop() -> None:
@@ -107,28 +107,28 @@ def test_shards_hold_every_sequence_once(responses: Sequences) -> None:
         assert rows == list(range(len(responses)))
         assert len({shard.file for shard in shards}) == len(shards)
     assert len(cut_shards(responses, 2**20, 1)) == len(responses)
-    many = Sequences.of([([1, 2, 3], [False, True, True])] * 320)
-    assert [shard.last - shard.first for shard in cut_shards(many, 1, 512)] == [10] * 32  # however small the store
+    sequences = Sequences.of([([1, 2, 3], [False, True, True])] * 320)
+    assert [shard.last - shard.first for shard in cut_shards(sequences, 1, 512)] == [10] * 32  # however small the store
 
 
 def test_a_store_of_anything_else_is_refused_and_the_difference_named(
     engine: Engine, responses: Sequences, tiny_tokenizer: Tokenizer, make_target_folder: MakeTarget, tmp_path: Path
 ) -> None:
     layout = Layout.of(engine.target, AUX)
-    mine = manifest(engine.target, tiny_tokenizer, responses, layout, 1)
-    open_store(tmp_path / "store", mine)
+    record = manifest(engine.target, tiny_tokenizer, responses, layout, 1)
+    open_store(tmp_path / "store", record)
     ended = subprocess.Popen(["true"])
     ended.wait()
-    left, alive = (f".shard-00002.safetensors.{atomic.this_place()}-{n}.tmp" for n in (ended.pid, os.getpid()))
-    for name in (left, alive):
+    stale, alive = (f".shard-00002.safetensors.{atomic.host_id()}-{n}.tmp" for n in (ended.pid, os.getpid()))
+    for name in (stale, alive):
         (tmp_path / "store" / name).write_bytes(b"half a shard")
-    open_store(tmp_path / "store", mine)
+    open_store(tmp_path / "store", record)
     assert [path.name for path in (tmp_path / "store").glob(".*")] == [alive]
-    other = load_target(str(make_target_folder(seed=1)), dtype=torch.bfloat16)
+    changed = load_target(str(make_target_folder(seed=1)), dtype=torch.bfloat16)
     with pytest.raises(
         ValueError, match=r"dtype is float32, this run has bfloat16; target is \w+, this run has \w+\. Give"
     ):
-        open_store(tmp_path / "store", manifest(other, tiny_tokenizer, responses, Layout.of(other, AUX), 1))
+        open_store(tmp_path / "store", manifest(changed, tiny_tokenizer, responses, Layout.of(changed, AUX), 1))
     fewer = Layout.of(engine.target, (1,))
     with pytest.raises(ValueError, match=r"layers is \[-1, 2, 4, 5\], this run has \[-1, 1\]"):
         open_store(tmp_path / "store", manifest(engine.target, tiny_tokenizer, responses, fewer, 1))
@@ -143,7 +143,7 @@ def test_a_store_of_anything_else_is_refused_and_the_difference_named(
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     with pytest.raises(ValueError, match=r"features\.path=.*mine: holds something else than a store of features"):
-        open_store(tmp_path / "mine", mine)
+        open_store(tmp_path / "mine", record)
     with pytest.raises(
         ValueError, match=r"the store in .* needs 1000000\.00 GB more, .* GB are free; give features\.path="
     ):
@@ -186,8 +186,8 @@ def test_a_run_learns_the_same_from_a_store(
     (store,) = (tmp_path / "features" / "demo").iterdir()
     record = json.loads((store / "manifest.json").read_text())
     assert record["code"] == code_state()
-    said = f"the store is of Headway {record['code']['version']}, commit {record['code']['commit']}"
-    assert said in capsys.readouterr().err
+    message = f"the store was written by Headway {record['code']['version']}, commit {record['code']['commit']}"
+    assert message in capsys.readouterr().err
     record["code"]["commit"] = "0ther"
     (store / "manifest.json").write_text(json.dumps(record))
     assert losses("run=later", "features=offline") == pytest.approx(online, rel=1e-4)
@@ -227,23 +227,23 @@ def test_ctrl_c_while_features_are_computed_loses_no_finished_shard(
     tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command itself, which hears Ctrl-C as soon as its first shard is written; then the same words again."""
-    words = [*SETTINGS, f"model.path={tiny_target_folder}", "features=offline", "steps=1", *SMALL]
-    torn = [*words, f"output_dir={tmp_path / 'torn'}"]
+    overrides = [*SETTINGS, f"model.path={tiny_target_folder}", "features=offline", "steps=1", *SMALL]
+    torn = [*overrides, f"output_dir={tmp_path / 'torn'}"]
     code = INTERRUPTED.format(root=str(ROOT), script=str(ROOT / "train" / "run.py"))
     ran = subprocess.run([sys.executable, "-c", code, *torn], capture_output=True, text=True, check=False, timeout=300)
     assert (ran.returncode, ran.stdout) == (0, ""), ran.stderr
     assert "stopped; resume with: " in ran.stderr
     (store,) = (tmp_path / "torn" / "features" / "demo").iterdir()
-    (kept,) = store.glob("shard-*")
-    before = kept.stat()
+    (shard,) = store.glob("shard-*")
+    before = shard.stat()
     run(torn)
     assert "; 1 of 6 shards are there" in capsys.readouterr().err
-    after = kept.stat()
+    after = shard.stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    run([*words, f"output_dir={tmp_path / 'whole'}"])
-    (whole,) = (tmp_path / "whole" / "features" / "demo").iterdir()
-    assert len(content(whole)) == 6
-    assert content(store) == content(whole)
+    run([*overrides, f"output_dir={tmp_path / 'whole'}"])
+    (complete,) = (tmp_path / "whole" / "features" / "demo").iterdir()
+    assert len(content(complete)) == 6
+    assert content(store) == content(complete)
 
 
 def test_ctrl_c_keeps_what_was_computed_for_memory_too(
@@ -260,17 +260,17 @@ def test_ctrl_c_keeps_what_was_computed_for_memory_too(
         return real(target, batch, layers)
 
     monkeypatch.setattr("train.features.online.compute_features", compute)
-    words = [*SETTINGS, f"model.path={tiny_target_folder}", "steps=1", *SMALL, "batch_size=1", "eval_prompts=1"]
+    base = [*SETTINGS, f"model.path={tiny_target_folder}", "steps=1", *SMALL, "batch_size=1", "eval_prompts=1"]
     heads = []
     for name, interrupt in (("torn", True), ("torn", False), ("whole", False)):
         batches.clear()
-        own = [*words, f"output_dir={tmp_path / name}"]
+        overrides = [*base, f"output_dir={tmp_path / name}"]
         if interrupt:
-            assert train(compose("train", TrainConfig, own), own) is None
+            assert train(compose("train", TrainConfig, overrides), overrides) is None
             assert len(batches) == 3
             assert len(list((tmp_path / "torn" / "features" / "demo").iterdir())) == 1
             continue
-        run(own)
+        run(overrides)
         computed = [rows for rows in batches if len(rows) == 1][:6]
         assert computed[:3] == ([(3,), (4,), (5,)] if name == "torn" else [(0,), (1,), (2,)])
         heads.append(tensors(tmp_path / name))
@@ -287,37 +287,37 @@ def test_smaller_stores_say_nearly_the_same(
     layout = Layout.of(engine.target, AUX, settings)
     store = FeatureStore(tmp_path, engine.target, AUX, responses, layout, 1)
     store.fill(2, (0, 1), lambda: None, room=60, show=False)
-    kept = sum(len(value) for value in content(tmp_path).values())
+    stored_bytes = sum(len(value) for value in content(tmp_path).values())
     tokens = int(responses.offsets[-1])
-    assert layout.token_bytes * tokens <= kept <= layout.token_bytes * tokens + 3000
+    assert layout.token_bytes * tokens <= stored_bytes <= layout.token_bytes * tokens + 3000
     layers = 3 if top_k else 4
     assert layout.token_bytes == layers * (64 + 4 if dtype == "fp8" else 4 * 64) + 6 * (top_k or 0)
     batch = responses.packed([[4, 0], [2]])
     read, fresh = store(batch), compute_features(engine.target, batch, AUX)
     for index, place in zip(batch.rows, batch.places, strict=True):
         span = place.row, slice(place.first, place.first + int(responses.lengths[index]))
-        for mine, theirs in zip(read.aux, fresh.aux, strict=True):
+        for actual, expected in zip(read.aux, fresh.aux, strict=True):
             # e4m3 has three bits after the leading one: half a step is 1/16 of a value, and 1/448 / 2^10 of the largest
-            error, largest = (mine[span] - theirs[span]).abs(), theirs[span].abs().amax(-1, keepdim=True)
-            allowed = theirs[span].abs() / 16 + largest / 4e5 if dtype == "fp8" else largest * 1e-5
+            error, largest = (actual[span] - expected[span]).abs(), expected[span].abs().amax(-1, keepdim=True)
+            allowed = expected[span].abs() / 16 + largest / 4e5 if dtype == "fp8" else largest * 1e-5
             assert (error <= allowed + 1e-6).all()
             assert (error.max() > 1e-4) == (dtype == "fp8")
     if top_k is None:
         return
     assert read.top is not None
     ids = torch.arange(0, 384, 3)  # some draft vocabulary
-    mine, theirs = recall(read.top, batch, ids, 384).whole(), teach(engine.target, fresh.hidden, batch, ids)
-    assert torch.equal(mine.choice, theirs.choice)
-    assert torch.equal(mine.label, theirs.label)
-    assert (mine.mass <= theirs.mass + 1e-2).all()
-    torch.testing.assert_close(mine.probs.sum(-1), torch.ones(len(mine.mass)))
+    actual, expected = recall(read.top, batch, ids, 384).whole(), teach(engine.target, fresh.hidden, batch, ids)
+    assert torch.equal(actual.choice, expected.choice)
+    assert torch.equal(actual.label, expected.label)
+    assert (actual.mass <= expected.mass + 1e-2).all()
+    torch.testing.assert_close(actual.probs.sum(-1), torch.ones(len(actual.mass)))
     if top_k == 384:
-        torch.testing.assert_close(mine.probs, theirs.probs, rtol=2e-2, atol=1e-4)
-        torch.testing.assert_close(mine.negentropy, theirs.negentropy, rtol=1e-2, atol=1e-2)
-        assert torch.equal(mine.in_vocab, theirs.in_vocab)
+        torch.testing.assert_close(actual.probs, expected.probs, rtol=2e-2, atol=1e-4)
+        torch.testing.assert_close(actual.negentropy, expected.negentropy, rtol=1e-2, atol=1e-2)
+        assert torch.equal(actual.in_vocab, expected.in_vocab)
     else:
-        assert (mine.in_vocab <= theirs.in_vocab).all()
-        assert 0 < mine.in_vocab.sum() < len(mine.in_vocab)
+        assert (actual.in_vocab <= expected.in_vocab).all()
+        assert 0 < actual.in_vocab.sum() < len(actual.in_vocab)
 
 
 def test_where_no_likely_token_can_be_drafted_the_texts_own_stands_in() -> None:
@@ -329,11 +329,11 @@ def test_where_no_likely_token_can_be_drafted_the_texts_own_stands_in() -> None:
     assert teacher.probs.tolist() == [[1.0, 0.0], [0.0, 1.0]]
     assert teacher.mass.tolist() == pytest.approx([0.2, 0.7])
     assert teacher.in_vocab.tolist() == [False, True]
-    none = recall(top._replace(ids=torch.full_like(top.ids, 8)), batch, torch.tensor([3, 5]), 10).whole()
-    assert none.probs.tolist() == [[0.0, 1.0], [1.0, 0.0]]
-    assert none.label.tolist() == [1, 0]
-    assert none.mass.tolist() == [0, 0]
-    assert not none.in_vocab.any()
+    fallback = recall(top._replace(ids=torch.full_like(top.ids, 8)), batch, torch.tensor([3, 5]), 10).whole()
+    assert fallback.probs.tolist() == [[0.0, 1.0], [1.0, 0.0]]
+    assert fallback.label.tolist() == [1, 0]
+    assert fallback.mass.tolist() == [0, 0]
+    assert not fallback.in_vocab.any()
 
 
 def test_the_teachers_tokens_are_no_use_to_a_head_that_reads_the_last_layer(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ ATTENTION = 2 * 64 * 2 * 2  # scores and values of one key: counted too, and nex
     ],
 )
 def test_a_token_and_a_slot(variant: str, body: int, speech: int, tiny_target: LlamaTarget) -> None:
-    found = head_flops(make_head(tiny_target, variant), 3)
-    assert found.per_slot == pytest.approx(3 * 2 * speech)
-    assert found.per_token == pytest.approx(3 * 2 * body, abs=3 * 3 * 4 * ATTENTION)
-    assert found.step(10, 4) == 10 * found.per_token + 4 * found.per_slot
+    flops = head_flops(make_head(tiny_target, variant), 3)
+    assert flops.per_slot == pytest.approx(3 * 2 * speech)
+    assert flops.per_token == pytest.approx(3 * 2 * body, abs=3 * 3 * 4 * ATTENTION)
+    assert flops.step(10, 4) == 10 * flops.per_token + 4 * flops.per_slot

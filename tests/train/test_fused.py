@@ -39,7 +39,7 @@ def test_equals_the_dense_form(
 ) -> None:
     head = make_head(tiny_target, variant)
     features = compute_features(engine.target, batch, head.config.aux_layers)
-    answers, widest = {}, 0
+    results, widest = {}, 0
     logits = head.logits
 
     def watched(state: torch.Tensor, depth: int) -> torch.Tensor:
@@ -48,25 +48,25 @@ def test_equals_the_dense_form(
         return logits(state, depth)
 
     for fused in (False, True):
-        made = make_objective(head, name, fused=fused, **settings)
+        objective = make_objective(head, name, fused=fused, **settings)
         if fused:
             monkeypatch.setattr(teacher, "CHUNK_ELEMENTS", CHUNK * head.config.draft_vocab_size)
             monkeypatch.setattr(head, "logits", watched)
         taught = teach(engine.target, features.hidden, batch, head.target_ids, keep=not fused)
         assert (taught.probs.shape[1] == 0) == fused
-        loss, sums = made(batch, features, taught, made.denominators(batch))
+        loss, sums = objective(batch, features, taught, objective.denominators(batch))
         (3 * loss).backward()  # a factor, as accumulation over processes has one
         gradients = {key: p.grad for key, p in head.named_parameters() if p.grad is not None}
-        answers[fused] = loss.detach(), torch.stack(list(sums)), gradients
+        results[fused] = loss.detach(), torch.stack(list(sums)), gradients
         head.zero_grad()
     assert widest == CHUNK
-    (loss, sums, dense), (again, chunked, found) = answers[False], answers[True]
+    (loss, sums, dense), (again, chunked, fused_gradients) = results[False], results[True]
     torch.testing.assert_close(again, loss)
     torch.testing.assert_close(chunked, sums, rtol=1e-4, atol=1e-4)
-    assert found.keys() == dense.keys()
+    assert fused_gradients.keys() == dense.keys()
     for key, gradient in dense.items():
         torch.testing.assert_close(
-            found[key], gradient, rtol=1e-3, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+            fused_gradients[key], gradient, rtol=1e-3, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
         )
 
 
@@ -77,10 +77,10 @@ def test_under_autocast(engine: Engine, tiny_target: LlamaTarget, batch: Batch, 
     gradients = []
     for fused in (False, True):
         monkeypatch.setattr(teacher, "CHUNK_ELEMENTS", CHUNK * head.config.draft_vocab_size)
-        made = make_objective(head, "ttt", fused=fused)
+        objective = make_objective(head, "ttt", fused=fused)
         taught = teach(engine.target, features.hidden, batch, head.target_ids, keep=not fused)
         with torch.autocast("cpu", torch.bfloat16):
-            loss, _ = made(batch, features, taught, made.denominators(batch), metrics=False)
+            loss, _ = objective(batch, features, taught, objective.denominators(batch), metrics=False)
         loss.backward()
         gradients.append({key: p.grad for key, p in head.named_parameters() if p.grad is not None})
         head.zero_grad()

@@ -27,15 +27,15 @@ def test_a_head_drafts_as_it_was_trained(variant: str, gemma_folder: Path) -> No
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(1, 384, (6 + 4 * index,), generator=generator).tolist() for index in range(4)]
     params = SamplingParams(max_tokens=30, ignore_eos=True)
-    answers = engine.generate(prompts, params)
-    rows = [(a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * len(a.token_ids)) for a in answers]
+    plain = engine.generate(prompts, params)
+    rows = [(a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * len(a.token_ids)) for a in plain]
     responses = Sequences.of(rows)
     memorise(head, engine.target, responses, STEPS, rounds=50)
     batch = responses.batch(range(len(rows)))
     simulated = simulate(head, batch, compute_features(engine.target, batch, head.config.aux_layers), STEPS)
     engine.set_proposer("head", head)
     completions = engine.generate(prompts, params)
-    assert [c.token_ids for c in completions] == [a.token_ids for a in answers]
+    assert [c.token_ids for c in completions] == [a.token_ids for a in plain]
     served = SpeculationStats()
     for completion in completions:
         served.merge(completion.stats)

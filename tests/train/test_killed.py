@@ -66,24 +66,24 @@ def counting(patch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
 
 
 def test_answers(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = [*settings, "run=one", "stage=regenerate"]
-    killed_after(2, "train.data.regenerate:write_part", own)  # the four held-out ones, and eight of twenty-four
-    asked = counting(monkeypatch, Engine, "add")
-    run(own)
-    assert len(asked) == 24 - 8
-    whole = run([*settings, "run=two", "stage=regenerate", f"output_dir={tmp_path / 'elsewhere'}"])
-    one, two = tmp_path / "one" / "data", Path(whole["data"])
-    assert (one / "train.safetensors").read_bytes() == (two / "train.safetensors").read_bytes()
+    overrides = [*settings, "run=one", "stage=regenerate"]
+    killed_after(2, "train.data.regenerate:write_part", overrides)  # the four held-out ones, and eight of twenty-four
+    calls = counting(monkeypatch, Engine, "add")
+    run(overrides)
+    assert len(calls) == 24 - 8
+    result = run([*settings, "run=two", "stage=regenerate", f"output_dir={tmp_path / 'elsewhere'}"])
+    resumed, uninterrupted = tmp_path / "one" / "data", Path(result["data"])
+    assert (resumed / "train.safetensors").read_bytes() == (uninterrupted / "train.safetensors").read_bytes()
 
 
 def test_features(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = [*settings, "run=one", "features=offline", "steps=1"]
+    overrides = [*settings, "run=one", "features=offline", "steps=1"]
     run([*settings, "run=answers", "stage=regenerate"])
-    killed_after(3, "train.features.store:FeatureStore._compute", own)  # two are written, the third is lost
+    killed_after(3, "train.features.store:FeatureStore._compute", overrides)  # two are written, the third is lost
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "features").rglob("shard-*.safetensors")}
     assert len(written) == 2
     computed = counting(monkeypatch, FeatureStore, "_compute")
-    run(own)
+    run(overrides)
     shards = len(list((tmp_path / "features").rglob("shard-*.safetensors")))
     assert shards > 10
     assert len(computed) == shards - 2

@@ -50,10 +50,10 @@ def settings(tiny_target_folder: Path, tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("words", HEADS)
-def test_the_rehearsal_takes_what_a_step_takes(words: str, settings: list[str], tiny_target: LlamaTarget) -> None:
+@pytest.mark.parametrize("overrides", HEADS)
+def test_the_rehearsal_takes_what_a_step_takes(overrides: str, settings: list[str], tiny_target: LlamaTarget) -> None:
     """The allocator's own record of a forward and backward, in which gradients of parameters are counted too."""
-    config = compose("train", TrainConfig, [*settings, *words.split()])
+    config = compose("train", TrainConfig, [*settings, *overrides.split()])
     planned = rehearse(config, shapes(config).target, ROWS, LENGTH)
     head = make_head(config.head, tiny_target.config)
     head.set_vocabulary(*build_draft_vocab(torch.ones(384), head.config.draft_vocab_size, [0]))
@@ -67,40 +67,40 @@ def test_the_rehearsal_takes_what_a_step_takes(words: str, settings: list[str], 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         loss, _ = objective(batch, features, teacher, denominators, True, torch.Generator().manual_seed(1))
         loss.backward()
-    kept = teacher.probs if teacher.logits is None else teacher.logits.logits.logits
-    measured = peak(record) + kept.nbytes
+    probs = teacher.probs if teacher.logits is None else teacher.logits.logits.logits
+    measured = peak(record) + probs.nbytes
     assert measured - 4 * parameters(head)[0] < planned < 1.3 * measured
 
 
 def peak(record: Any) -> int:
     """Bytes at most of what was allocated within it, by the allocator's events in their order."""
     events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
+    current = highest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+        current += event.nbytes()
+        highest = max(highest, current)
+    return highest
 
 
 def test_a_larger_batch_takes_as_much_more_as_planned(settings: list[str], tmp_path: Path) -> None:
     """Of the process in a real run; what a small batch takes already is Python and torch."""
     rows = [json.dumps({"text": f"{number}: " + "x = y + 1; " * 40}) for number in range(80)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
-    own = [*settings, "data=files", f"data.path={tmp_path / 'rows.jsonl'}", "data.responses=given"]
-    runs = [[*own, "features.cache_gb=0", f"run=rows-{size}", f"batch_size={size}"] for size in (2, 64)]
+    base = [*settings, "data=files", f"data.path={tmp_path / 'rows.jsonl'}", "data.responses=given"]
+    runs = [[*base, "features.cache_gb=0", f"run=rows-{size}", f"batch_size={size}"] for size in (2, 64)]
     command = [sys.executable, "-c", TRAIN_EACH, json.dumps(runs)]
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True, timeout=900)
-    taken = [
+    used = [
         next(row["train/memory_bytes"] for row in read_metrics(tmp_path / f"rows-{size}") if "train/loss" in row)
         for size in (2, 64)
     ]
     planned = []
-    for words in runs:
-        result = train(compose("train", TrainConfig, [*words, "check=true"]))
+    for overrides in runs:
+        result = train(compose("train", TrainConfig, [*overrides, "check=true"]))
         assert result is not None
         planned.append(result["check"]["memory_bytes"])
-    assert taken[1] - taken[0] > 1e8  # else it is lost in what Python takes by the way
-    assert 0.75 < (planned[1] - planned[0]) / (taken[1] - taken[0]) < 1.5  # measured: 0.94
+    assert used[1] - used[0] > 1e8  # else it is lost in what Python takes by the way
+    assert 0.75 < (planned[1] - planned[0]) / (used[1] - used[0]) < 1.5  # measured: 0.94
 
 
 def test_a_fused_loss_keeps_no_probabilities(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,16 +118,16 @@ def test_a_fused_loss_keeps_no_probabilities(settings: list[str], monkeypatch: p
 def test_the_memory_taken_is_not_that_of_who_started_the_process() -> None:
     ballast = bytearray(2**30)
     ballast[:: 2**12] = b"x" * len(ballast[:: 2**12])  # every page
-    told = "import torch; from train.step_clock import memory_bytes; print(memory_bytes(torch.device('cpu')))"
-    ran = subprocess.run([sys.executable, "-c", told], check=True, cwd=ROOT, capture_output=True, text=True)
+    code = "import torch; from train.step_clock import memory_bytes; print(memory_bytes(torch.device('cpu')))"
+    ran = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
     assert 2**26 < int(ran.stdout) < len(ballast)
 
 
 def test_every_copy_is_counted(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def parts(*words: str) -> dict[str, int]:
-        config = compose("train", TrainConfig, [*settings, *words])
-        known = shapes(config)
-        return memory_parts(config, known.target, known.head, 1000)
+    def parts(*overrides: str) -> dict[str, int]:
+        config = compose("train", TrainConfig, [*settings, *overrides])
+        run_shapes = shapes(config)
+        return memory_parts(config, run_shapes.target, run_shapes.head, 1000)
 
     monkeypatch.setenv("WORLD_SIZE", "4")
     trained, frozen = parameters(shapes(compose("train", TrainConfig, settings)).head)

@@ -34,15 +34,15 @@ def batch(responses: Sequences) -> Batch:
     return responses.batch(range(4))
 
 
-def learn(made: Objective, engine: Engine, batch: Batch, precision: torch.dtype | None = None) -> tuple:
-    features = compute_features(engine.target, batch, made.head.config.aux_layers)
-    teacher = made.teach(engine.target, features.hidden, batch)
-    assert (teacher.logits is not None) == made.native
+def learn(objective: Objective, engine: Engine, batch: Batch, precision: torch.dtype | None = None) -> tuple:
+    features = compute_features(engine.target, batch, objective.head.config.aux_layers)
+    teacher = objective.teach(engine.target, features.hidden, batch)
+    assert (teacher.logits is not None) == objective.native
     with torch.autocast("cpu", precision or torch.bfloat16, enabled=precision is not None):
-        loss, sums = made(batch, features, teacher, made.denominators(batch))
+        loss, sums = objective(batch, features, teacher, objective.denominators(batch))
     (3 * loss).backward()  # a factor, as accumulation over processes has one
-    gradients = {key: p.grad for key, p in made.head.named_parameters() if p.grad is not None}
-    made.head.zero_grad()
+    gradients = {key: p.grad for key, p in objective.head.named_parameters() if p.grad is not None}
+    objective.head.zero_grad()
     return loss.detach(), torch.stack(list(sums)), gradients
 
 
@@ -54,13 +54,13 @@ def test_equals_the_dense_form(
     head = make_head(tiny_target, variant)
     native, dense = (make_objective(head, name, fused=fused, **settings) for fused in (None, False))
     assert (native.native, dense.native) == (True, False)
-    (loss, sums, found), (expected, dense_sums, gradients) = (learn(o, engine, batch) for o in (native, dense))
+    (loss, sums, native_grads), (expected, dense_sums, gradients) = (learn(o, engine, batch) for o in (native, dense))
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(sums, dense_sums, rtol=1e-4, atol=1e-4)
-    assert found.keys() == gradients.keys()
+    assert native_grads.keys() == gradients.keys()
     for key, gradient in gradients.items():
         torch.testing.assert_close(
-            found[key], gradient, rtol=1e-3, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+            native_grads[key], gradient, rtol=1e-3, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
         )
 
 
@@ -70,9 +70,9 @@ def test_under_autocast_weights_are_narrowed_once_a_forward(
 ) -> None:
     head = make_head(tiny_target, "eagle3")
     native, dense = (make_objective(head, "ttt", fused=fused) for fused in (None, False))
-    (_, _, found), (_, _, gradients) = (learn(o, engine, batch, torch.bfloat16) for o in (native, dense))
+    (_, _, native_gradients), (_, _, gradients) = (learn(o, engine, batch, torch.bfloat16) for o in (native, dense))
     for key, gradient in gradients.items():
-        assert (found[key] - gradient).norm() <= 0.02 * gradient.norm(), key
+        assert (native_gradients[key] - gradient).norm() <= 0.02 * gradient.norm(), key
     weight, narrow = head.get_parameter("lm_head.weight"), NarrowWeights()
     with torch.autocast("cpu", torch.bfloat16):
         first = narrow(weight)
@@ -83,9 +83,9 @@ def test_under_autocast_weights_are_narrowed_once_a_forward(
         assert torch.equal(narrow(weight), weight.detach().bfloat16())
         assert not torch.equal(narrow(weight), first)
         frozen = weight.detach()
-        kept = narrow(frozen)
+        narrowed = narrow(frozen)
         narrow.renew()
-        assert narrow(frozen) is kept
+        assert narrow(frozen) is narrowed
 
 
 @needs_compiler
@@ -98,6 +98,6 @@ def test_without_a_compiler(engine: Engine, tiny_target: LlamaTarget, batch: Bat
     head = make_head(tiny_target, "eagle3")
     expected = learn(make_objective(head, "ttt", fused=False), engine, batch)
     monkeypatch.setattr(vocabulary, "library", lambda: None)
-    made = make_objective(head, "ttt")
-    assert not made.native
-    assert torch.equal(learn(made, engine, batch)[0], expected[0])
+    objective = make_objective(head, "ttt")
+    assert not objective.native
+    assert torch.equal(learn(objective, engine, batch)[0], expected[0])

@@ -41,10 +41,10 @@ def features_of(head: Head, engine: Engine, batch: Batch) -> Features:
     return compute_features(engine.target, batch, head.config.aux_layers)
 
 
-def run(made: Objective, engine: Engine, batch: Batch, generator: torch.Generator | None = None) -> tuple:
-    features = features_of(made.head, engine, batch)
-    teacher = teach(engine.target, features.hidden, batch, made.head.target_ids)
-    return made(batch, features, teacher, made.denominators(batch), True, generator)
+def run(objective: Objective, engine: Engine, batch: Batch, generator: torch.Generator | None = None) -> tuple:
+    features = features_of(objective.head, engine, batch)
+    teacher = teach(engine.target, features.hidden, batch, objective.head.target_ids)
+    return objective(batch, features, teacher, objective.denominators(batch), True, generator)
 
 
 def served_slots(batch: Batch, depth: int) -> list[tuple[int, int]]:
@@ -58,12 +58,12 @@ def served_slots(batch: Batch, depth: int) -> list[tuple[int, int]]:
     ]
 
 
-def loss_of(made: Objective, cost, batch: Batch) -> float:  # type: ignore[no-untyped-def]
+def loss_of(objective: Objective, cost, batch: Batch) -> float:  # type: ignore[no-untyped-def]
     """Σ_k w^k mean over slots of `cost(row, slot, depth)`."""
     total = 0.0
-    for depth in range(made.steps):
+    for depth in range(objective.steps):
         slots = served_slots(batch, depth)
-        total += made.config.step_weight**depth * sum(cost(row, slot, depth) for row, slot in slots) / len(slots)
+        total += objective.config.step_weight**depth * sum(cost(row, slot, depth) for row, slot in slots) / len(slots)
     return total
 
 
@@ -72,7 +72,7 @@ def loss_of(made: Objective, cost, batch: Batch) -> float:  # type: ignore[no-un
 def test_eagle(engine: Engine, tiny_target: LlamaTarget, batch: Batch, bias: bool) -> None:
     """1.0 SmoothL1(f^, f) + 0.1 CE(p, q), the latter here less p's entropy, at the slot after."""
     head = make_head(tiny_target, "eagle, fc with bias" if bias else "eagle")
-    made = make_objective(head, "eagle")
+    objective = make_objective(head, "eagle")
     f = features_of(head, engine, batch).hidden
     embedded = F.embedding(alignment.shift_left(batch.ids, 1), tiny_target.embedding_weight)
     x = F.linear(torch.cat([embedded, f], dim=-1), head.fc.weight, head.fc.bias)
@@ -86,16 +86,16 @@ def test_eagle(engine: Engine, tiny_target: LlamaTarget, batch: Batch, bias: boo
         log_q = F.linear(predicted[row, slot], tiny_target.lm_head.weight).log_softmax(-1)
         return distance + 0.1 * float((p * (p.log() - log_q)).sum())
 
-    assert run(made, engine, batch)[0].item() == pytest.approx(loss_of(made, cost, batch), rel=1e-4)
+    assert run(objective, engine, batch)[0].item() == pytest.approx(loss_of(objective, cost, batch), rel=1e-4)
 
 
 def test_eagle_learns_from_its_own_predictions_when_harmonised(
     engine: Engine, tiny_target: LlamaTarget, batch: Batch
 ) -> None:
     head = make_head(tiny_target, "eagle")
-    one, three = (make_objective(head, "eagle", steps=steps) for steps in (1, 3))
-    loss, sums = run(three, engine, batch)
-    alone, first = run(one, engine, batch)
+    one_step, three_steps = (make_objective(head, "eagle", steps=steps) for steps in (1, 3))
+    loss, sums = run(three_steps, engine, batch)
+    alone, first = run(one_step, engine, batch)
     assert sums.loss[0] == pytest.approx(first.loss[0].item(), rel=1e-5)
     assert loss.item() == pytest.approx(float((sums.loss / sums.count).sum()), rel=1e-5)
     assert loss.item() > 2 * alone.item()
@@ -109,7 +109,7 @@ def test_eagle_learns_from_its_own_predictions_when_harmonised(
 def test_medusa(engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant: str, labels: str) -> None:
     """Σ_h 0.8^h CE(head_h(f[i]), t[i+2+h])."""
     head = make_head(tiny_target, variant)
-    made = make_objective(head, "medusa", labels=labels, steps=K)
+    objective = make_objective(head, "medusa", labels=labels, steps=K)
     f, ids = features_of(head, engine, batch).hidden, head.target_ids
 
     def cost(row: int, slot: int, depth: int) -> float:
@@ -119,14 +119,14 @@ def test_medusa(engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant:
         log_q = F.linear(x, (head.lm_head if head.config.shared else head.lm_heads[depth]).weight).log_softmax(-1)
         p = engine.target.logits(f[row, slot + 1 + depth]).softmax(-1)
         if labels == "hard":
-            where = (ids == batch.ids[row, slot + 2 + depth]).nonzero()
-            return -log_q[where[0, 0]].item() if len(where) else 0.0
+            columns = (ids == batch.ids[row, slot + 2 + depth]).nonzero()
+            return -log_q[columns[0, 0]].item() if len(columns) else 0.0
         if p.argmax() not in ids:
             return 0.0
         p = p[ids] / p[ids].sum()
         return float((p * (p.log() - log_q)).sum())
 
-    assert run(made, engine, batch)[0].item() == pytest.approx(loss_of(made, cost, batch), rel=1e-4)
+    assert run(objective, engine, batch)[0].item() == pytest.approx(loss_of(objective, cost, batch), rel=1e-4)
 
 
 def test_medusa_2(engine: Engine, tiny_target_folder: Path, tiny_target: LlamaTarget, batch: Batch) -> None:
@@ -134,32 +134,32 @@ def test_medusa_2(engine: Engine, tiny_target_folder: Path, tiny_target: LlamaTa
     head = make_head(tiny_target, "medusa, truncated", num_heads=K)
     alone = make_objective(head, "medusa", steps=K)
     config = SCHEMAS["objective"]["medusa-2"](name="medusa-2", steps=K, heads_first=0.25, heads_weight=0.3, lora_rank=4)
-    made = MedusaTogether(head, config, load_target(str(tiny_target_folder)), seed=3)
+    objective = MedusaTogether(head, config, load_target(str(tiny_target_folder)), seed=3)
     features = features_of(head, engine, batch)
     teacher = teach(engine.target, features.hidden, batch, head.target_ids)
-    given = (batch, features, teacher, made.denominators(batch), True, None)
-    assert torch.equal(made(*given, 0.25)[0], alone(*given)[0])
+    args = (batch, features, teacher, objective.denominators(batch), True, None)
+    assert torch.equal(objective(*args, 0.25)[0], alone(*args)[0])
     # A new adapter changes nothing: no drift yet, the heads' loss as before.
-    assert made(*given, 0.3)[0].item() == pytest.approx(0.3 * alone(*given)[0].item(), rel=1e-4)
+    assert objective(*args, 0.3)[0].item() == pytest.approx(0.3 * alone(*args)[0].item(), rel=1e-4)
 
     generator = torch.Generator().manual_seed(0)
-    for name, parameter in made.target.named_parameters():
+    for name, parameter in objective.target.named_parameters():
         if name.endswith("lora_b"):
             parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
-    loss, _ = made(*given, 1.0)
-    after = target_features(made.target, batch, head.config.aux_layers)
+    loss, _ = objective(*args, 1.0)
+    after = target_features(objective.target, batch, head.config.aux_layers)
     assert not torch.allclose(after.hidden, features.hidden, atol=1e-3)
     slots, drift = served_slots(batch, 0), 0.0
     for row, slot in slots:
         p = tiny_target.logits(features.hidden[row, slot + 1]).log_softmax(-1)
         q = tiny_target.logits(after.hidden[row, slot + 1].detach()).log_softmax(-1)
         drift += float((p.exp() * (p - q)).sum()) / len(slots)
-    heads = alone(batch, after, *given[2:])[0].item()
+    heads = alone(batch, after, *args[2:])[0].item()
     assert loss.item() == pytest.approx(drift + 0.3 * heads, rel=1e-4)
 
     loss.backward()
-    learnt = {name for name, parameter in made.named_parameters() if parameter.grad is not None}
-    assert learnt == {name for name, parameter in made.named_parameters() if parameter.requires_grad}
+    learnt = {name for name, parameter in objective.named_parameters() if parameter.grad is not None}
+    assert learnt == {name for name, parameter in objective.named_parameters() if parameter.requires_grad}
     assert {name.rpartition(".")[2] for name in learnt if name.startswith("target.")} == {"lora_a", "lora_b"}
 
 
@@ -168,7 +168,7 @@ def test_medusa_2(engine: Engine, tiny_target_folder: Path, tiny_target: LlamaTa
 def test_mlp(engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant: str) -> None:
     """Σ_h CE(head_h, t[i+2+h]), each head from f[i] and t[i+1..i+1+h] by the formulas of the paper."""
     head = make_head(tiny_target, variant)
-    made = make_objective(head, "mlp", steps=K)
+    objective = make_objective(head, "mlp", steps=K)
     f = features_of(head, engine, batch).hidden
     n, inner, tied = head.config.n_predict, head.config.inner_dim, head.config.tie_weights
     sw = 0.5 ** (0.5 / n)
@@ -182,28 +182,28 @@ def test_mlp(engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant: st
         if head.config.scale_input:
             s = norm(s) / math.sqrt(2)
         for h in range(depth + 1):
-            own = 0 if tied else h
-            e = head.emb[own].weight[batch.ids[row, slot + 1 + h]]
+            index = 0 if tied else h
+            e = head.emb[index].weight[batch.ids[row, slot + 1 + h]]
             s = head.proj[min(h, 1) if tied else h].weight @ s + ew / sw * e
-            s = norm(s) * head.ln[own].weight + head.ln[own].bias
+            s = norm(s) * head.ln[index].weight + head.ln[index].bias
             s = s * 0.5 * (1 + torch.erf(s / math.sqrt(2)))
         return -(head.head[0 if tied else depth].weight @ s).log_softmax(-1)[batch.ids[row, slot + 2 + depth]].item()
 
-    assert run(made, engine, batch)[0].item() == pytest.approx(loss_of(made, cost, batch), rel=1e-4)
+    assert run(objective, engine, batch)[0].item() == pytest.approx(loss_of(objective, cost, batch), rel=1e-4)
 
 
 class DenseAttention:
-    """Rows see what `seen` `[R, R]` says."""
+    """Rows see what `mask` `[R, R]` says."""
 
-    def __init__(self, seen: Tensor) -> None:
-        self.seen = seen
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, scale: float | None = None
     ) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         groups = q.shape[1] // k.shape[1]
-        out = F.scaled_dot_product_attention(q, repeat_kv(k, groups), repeat_kv(v, groups), attn_mask=self.seen)
+        out = F.scaled_dot_product_attention(q, repeat_kv(k, groups), repeat_kv(v, groups), attn_mask=self.mask)
         return out.transpose(1, 2).flatten(2)
 
 
@@ -219,12 +219,12 @@ def test_p_eagle_is_one_forward_under_its_mask(
     length, first = batch.ids.shape[1], 5
     columns = None
     if sampled:
-        made = make_objective(head, "p-eagle", steps=K, ratio=0.6, min_ratio=0.1)
-        columns = made.columns(first, length, torch.Generator().manual_seed(1))
+        objective = make_objective(head, "p-eagle", steps=K, ratio=0.6, min_ratio=0.1)
+        columns = objective.columns(first, length, torch.Generator().manual_seed(1))
     by_depth = [torch.arange(first, length)] * K if columns is None else columns
     rows = [(slot, 0) for slot in range(length)]
     rows += [(slot, depth) for depth in range(1, K) for slot in by_depth[depth].tolist()]
-    seen = torch.tensor(
+    mask = torch.tensor(
         [[(d2 == 0 and a2 <= a) or (a2 == a and d2 <= d) for a2, d2 in rows] for a, d in rows], dtype=torch.bool
     )
     mask_id, mask_state = head.mask_slot()
@@ -232,12 +232,12 @@ def test_p_eagle_is_one_forward_under_its_mask(
     ids = torch.cat([alignment.shift_left(batch.ids, 1), torch.full((len(batch.ids), masks), mask_id)], dim=1)
     state = torch.cat([head.fuse(features.aux), mask_state.expand(len(batch.ids), masks, -1)], dim=1)
     positions = torch.tensor([min(a + d, length - 1) for a, d in rows]).expand_as(ids)
-    whole = head.step(ids, state, positions, DenseAttention(seen), 0)
+    dense = head.step(ids, state, positions, DenseAttention(mask), 0)
     begin = 0
     states = draft_states(head, batch.ids, features.aux, K, first, columns)
     for depth, part in enumerate(states):
-        own = whole[:, :length][:, by_depth[0]] if depth == 0 else whole[:, begin : begin + len(by_depth[depth])]
-        assert torch.allclose(part, own, atol=1e-5)
+        expected = dense[:, :length][:, by_depth[0]] if depth == 0 else dense[:, begin : begin + len(by_depth[depth])]
+        assert torch.allclose(part, expected, atol=1e-5)
         begin = length if depth == 0 else begin + len(by_depth[depth])
 
 
@@ -245,18 +245,18 @@ def test_p_eagles_sample_is_nested_and_stands_for_all_slots(
     engine: Engine, tiny_target: LlamaTarget, batch: Batch
 ) -> None:
     head = make_head(tiny_target, "p-eagle, one layer")
-    made = make_objective(head, "p-eagle", steps=K, ratio=0.5, min_ratio=0.3)
-    columns = made.columns(5, 45, torch.Generator().manual_seed(0))
-    assert [len(own) for own in columns] == alignment.sample_sizes(40, K, 0.5, 0.3) == [40, 20, 12, 12]
-    for before, own in itertools.pairwise(columns):
-        assert set(own.tolist()) <= set(before.tolist())
-        assert own.tolist() == sorted(own.tolist())
+    objective = make_objective(head, "p-eagle", steps=K, ratio=0.5, min_ratio=0.3)
+    columns = objective.columns(5, 45, torch.Generator().manual_seed(0))
+    assert [len(column) for column in columns] == alignment.sample_sizes(40, K, 0.5, 0.3) == [40, 20, 12, 12]
+    for before, column in itertools.pairwise(columns):
+        assert set(column.tolist()) <= set(before.tolist())
+        assert column.tolist() == sorted(column.tolist())
     with torch.no_grad():
-        whole = run(made, engine, batch)[0].item()
-        drawn = [run(made, engine, batch, torch.Generator().manual_seed(seed))[0].item() for seed in range(60)]
+        full = run(objective, engine, batch)[0].item()
+        drawn = [run(objective, engine, batch, torch.Generator().manual_seed(seed))[0].item() for seed in range(60)]
     assert len(set(drawn)) > 50
     spread = torch.tensor(drawn).std().item() / math.sqrt(len(drawn))
-    assert abs(sum(drawn) / len(drawn) - whole) < 4 * spread
+    assert abs(sum(drawn) / len(drawn) - full) < 4 * spread
 
 
 def teacher_of(probs: Tensor, mass: Tensor) -> Teacher:
@@ -274,7 +274,7 @@ def test_losses_and_their_gradients() -> None:
     accepted = torch.minimum(p, q).sum(-1)
     kl = (probs * (probs.log() - q.log())).sum(-1)
     share = 0.8 * torch.exp(-3 * accepted.detach())
-    wanted = {
+    expected = {
         "kl": kl,
         "ce": -q.log().gather(1, teacher.choice[:, None])[:, 0],
         "label": -q.log().gather(1, teacher.label[:, None])[:, 0],
@@ -282,10 +282,10 @@ def test_losses_and_their_gradients() -> None:
         "lk": -accepted.log(),
         "lk_hybrid": share * kl + (1 - share) * (1 - accepted),
     }
-    for loss, value in wanted.items():
-        mine = slot_losses(loss, logits, teacher, kl_scale=0.8, kl_decay=3.0)
-        assert torch.allclose(mine, value), loss
-        gradients = [torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (mine, value)]
+    for loss, value in expected.items():
+        actual = slot_losses(loss, logits, teacher, kl_scale=0.8, kl_decay=3.0)
+        assert torch.allclose(actual, value), loss
+        gradients = [torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (actual, value)]
         assert torch.allclose(*gradients), loss
     assert torch.allclose(overlap(logits, teacher), accepted)
     # with the whole mass, tv is half the L1 distance
@@ -321,15 +321,15 @@ def test_feature_noise_is_uniform_and_a_matter_of_the_generator(
     engine: Engine, tiny_target: LlamaTarget, batch: Batch, variant: str, objective: str
 ) -> None:
     head = make_head(tiny_target, variant)
-    made = make_objective(head, objective, feature_noise=0.2)
+    module = make_objective(head, objective, feature_noise=0.2)
     aux = features_of(head, engine, batch).aux
-    noisy = made._noisy(aux, torch.Generator().manual_seed(3))
+    noisy = module._noisy(aux, torch.Generator().manual_seed(3))
     difference = torch.cat([(a - b).flatten() for a, b in zip(noisy, aux, strict=True)])
     assert difference.abs().max() <= 0.2 + 1e-5
     assert difference.std() == pytest.approx(0.4 / math.sqrt(12), rel=0.02)
-    losses = [run(made, engine, batch, torch.Generator().manual_seed(seed))[0].item() for seed in (3, 3, 4)]
+    losses = [run(module, engine, batch, torch.Generator().manual_seed(seed))[0].item() for seed in (3, 3, 4)]
     assert losses[0] == losses[1] != losses[2]
-    assert run(made, engine, batch)[0].item() == run(made, engine, batch)[0].item()
+    assert run(module, engine, batch)[0].item() == run(module, engine, batch)[0].item()
 
 
 @pytest.mark.parametrize(
@@ -349,8 +349,8 @@ def test_everything_but_what_is_frozen_learns(
 ) -> None:
     head = make_head(tiny_target, variant)
     before = tiny_target.lm_head.weight.clone()
-    made = make_objective(head, objective)
-    run(made, engine, batch, torch.Generator().manual_seed(0))[0].backward()
+    module = make_objective(head, objective)
+    run(module, engine, batch, torch.Generator().manual_seed(0))[0].backward()
     learning = {name for name, p in head.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
     assert learning == {name for name, _ in head.named_parameters()} - frozen
     assert tiny_target.lm_head.weight.grad is None
@@ -361,41 +361,41 @@ def test_everything_but_what_is_frozen_learns(
 def test_checkpointing_keeps_less_and_changes_nothing(
     variant: str, engine: Engine, tiny_target: LlamaTarget, batch: Batch
 ) -> None:
-    found = []
+    results = []
     for checkpointing in (False, True):
         head = make_head(tiny_target, variant)
         name = "ttt" if head.name != "p-eagle" else "p-eagle"
-        made = make_objective(head, name, steps=K, checkpointing=checkpointing)
-        found.append(learnt(made, lambda made=made: run(made, engine, batch)[0]))
-    compare_learnt(*found, share=0.85)
+        module = make_objective(head, name, steps=K, checkpointing=checkpointing)
+        results.append(learnt(module, lambda module=module: run(module, engine, batch)[0]))
+    compare_learnt(*results, share=0.85)
 
 
 def test_checkpointing_medusa_2_is_of_the_targets_layers(
     engine: Engine, tiny_target_folder: Path, tiny_target: LlamaTarget, batch: Batch
 ) -> None:
-    found = []
+    results = []
     for checkpointing in (False, True):
         head = make_head(tiny_target, "medusa, truncated", num_heads=K)
-        words = ["head=medusa", f"head.num_heads={K}", "eval_draft_tokens=1", "objective=medusa-2"]
-        config = compose("train", TrainConfig, [*words, f"objective.checkpointing={checkpointing}"]).objective
-        made = MedusaTogether(head, config, load_target(str(tiny_target_folder)))
+        overrides = ["head=medusa", f"head.num_heads={K}", "eval_draft_tokens=1", "objective=medusa-2"]
+        config = compose("train", TrainConfig, [*overrides, f"objective.checkpointing={checkpointing}"]).objective
+        module = MedusaTogether(head, config, load_target(str(tiny_target_folder)))
         generator = torch.Generator().manual_seed(0)
-        for name, parameter in made.target.named_parameters():
+        for name, parameter in module.target.named_parameters():
             if name.endswith("lora_b"):
                 parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
         features = features_of(head, engine, batch)
         teacher = teach(engine.target, features.hidden, batch, head.target_ids)
-        given = (batch, features, teacher, made.denominators(batch), True, None, 1.0)
-        found.append(learnt(made, lambda made=made, given=given: made(*given)[0]))
-        assert "forward" not in vars(made.target.layers[0])
-    assert any("lora_a" in name for name in found[0][1])
-    compare_learnt(*found, share=0.5)
+        args = (batch, features, teacher, module.denominators(batch), True, None, 1.0)
+        results.append(learnt(module, lambda module=module, args=args: module(*args)[0]))
+        assert "forward" not in vars(module.target.layers[0])
+    assert any("lora_a" in name for name in results[0][1])
+    compare_learnt(*results, share=0.5)
 
 
 Learnt = tuple[Tensor, dict[str, Tensor], int]
 
 
-def learnt(made: Objective, forward: Callable[[], Tensor]) -> Learnt:
+def learnt(module: Objective, forward: Callable[[], Tensor]) -> Learnt:
     """Loss, gradients, and how many numbers were kept between forward and backward."""
     kept = 0
 
@@ -408,12 +408,12 @@ def learnt(made: Objective, forward: Callable[[], Tensor]) -> Learnt:
         loss = forward()
     before = kept
     loss.backward()
-    return loss.detach(), {n: p.grad for n, p in made.named_parameters() if p.grad is not None}, before
+    return loss.detach(), {n: p.grad for n, p in module.named_parameters() if p.grad is not None}, before
 
 
-def compare_learnt(whole: Learnt, less: Learnt, *, share: float) -> None:
-    assert torch.equal(whole[0], less[0])
-    assert whole[1].keys() == less[1].keys()
-    for name, value in whole[1].items():
-        torch.testing.assert_close(less[1][name], value, rtol=1e-5, atol=1e-7)
-    assert less[2] < share * whole[2]
+def compare_learnt(reference: Learnt, checkpointed: Learnt, *, share: float) -> None:
+    assert torch.equal(reference[0], checkpointed[0])
+    assert reference[1].keys() == checkpointed[1].keys()
+    for name, value in reference[1].items():
+        torch.testing.assert_close(checkpointed[1][name], value, rtol=1e-5, atol=1e-7)
+    assert checkpointed[2] < share * reference[2]

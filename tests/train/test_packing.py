@@ -50,7 +50,7 @@ def test_packs_are_full_and_hold_every_item_once() -> None:
         filled = [sum(lengths[item] for item in pack) for pack in packs]
         assert max(filled) <= room
         # at most one pack is half empty, or two of them would have been one
-        assert sum(2 * own <= room for own in filled) <= 1
+        assert sum(2 * total <= room for total in filled) <= 1
         assert best_fit(lengths, room) == packs
     # the fullest that can take it: 3 goes to 7, not to 5
     assert best_fit([7, 5, 3], 10) == [[0, 2], [1]]
@@ -84,14 +84,14 @@ def target(request: pytest.FixtureRequest, tiny_target: LlamaTarget, make_target
 def test_features_are_those_of_each_document_alone(target: LlamaTarget, documents: Sequences) -> None:
     aux = (2, 4, 5)
     packed = documents.packed(PACKS)
-    found = inside(compute_features(target, packed, aux), packed, documents)
+    features = inside(compute_features(target, packed, aux), packed, documents)
     for index in range(len(documents)):
         alone = documents.batch([index])
         (expected,) = inside(compute_features(target, alone, aux), alone, documents).values()
-        torch.testing.assert_close(found[index], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(features[index], expected, rtol=1e-4, atol=1e-5)
     cached = CachedFeatures(target, aux, documents, 2, room=16, show=False)(packed)
     for index, value in inside(cached, packed, documents).items():
-        torch.testing.assert_close(value, found[index], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(value, features[index], rtol=1e-4, atol=1e-5)
 
 
 def test_no_slot_reaches_into_another_document(documents: Sequences) -> None:
@@ -108,14 +108,14 @@ def test_no_slot_reaches_into_another_document(documents: Sequences) -> None:
     assert together.sum() == apart.sum() > 0
 
 
-def losses(made: Objective, target: LlamaTarget, batch: Batch, progress: float) -> tuple[torch.Tensor, ...]:
-    features = compute_features(target, batch, made.head.config.aux_layers)
-    teacher = teach(target, features.hidden, batch, made.head.target_ids)
-    loss, sums = made(batch, features, teacher, made.denominators(batch), True, None, progress)
-    made.zero_grad()
+def losses(objective: Objective, target: LlamaTarget, batch: Batch, progress: float) -> tuple[torch.Tensor, ...]:
+    features = compute_features(target, batch, objective.head.config.aux_layers)
+    teacher = teach(target, features.hidden, batch, objective.head.target_ids)
+    loss, sums = objective(batch, features, teacher, objective.denominators(batch), True, None, progress)
+    objective.zero_grad()
     loss.backward()
-    found = torch.cat([p.grad.flatten() for p in made.parameters() if p.grad is not None])
-    return loss.detach(), torch.stack(list(sums)), found
+    gradients = torch.cat([p.grad.flatten() for p in objective.parameters() if p.grad is not None])
+    return loss.detach(), torch.stack(list(sums)), gradients
 
 
 def objectives(target: LlamaTarget, folder: Path) -> Iterator[Objective]:
@@ -123,19 +123,19 @@ def objectives(target: LlamaTarget, folder: Path) -> Iterator[Objective]:
         head = make_head(target, variant)
         names = {"eagle": ("ttt", "eagle"), "eagle3": ("ttt",)}.get(head.name, (head.name,))
         for name, reduction in itertools.product(names, ("token", "sequence")):
-            own = {} if head.name in ("medusa", "mlp", "p-eagle") else {"steps": K}
-            yield make_objective(head, name, reduction=reduction, **own)
+            options = {} if head.name in ("medusa", "mlp", "p-eagle") else {"steps": K}
+            yield make_objective(head, name, reduction=reduction, **options)
 
 
 @pytest.mark.parametrize("number", range(12))
 def test_losses_are_those_of_the_documents_unpacked(
     number: int, tiny_target: LlamaTarget, documents: Sequences, tmp_path: Path
 ) -> None:
-    made = next(itertools.islice(objectives(tiny_target, tmp_path), number, None))
-    packed = losses(made, tiny_target, documents.packed(PACKS), 0.0)
-    padded = losses(made, tiny_target, documents.batch(range(len(documents))), 0.0)
-    for mine, theirs in zip(packed, padded, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    objective = next(itertools.islice(objectives(tiny_target, tmp_path), number, None))
+    packed = losses(objective, tiny_target, documents.packed(PACKS), 0.0)
+    padded = losses(objective, tiny_target, documents.batch(range(len(documents))), 0.0)
+    for actual, expected in zip(packed, padded, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert padded[0] > 0
 
 
@@ -145,23 +145,23 @@ def test_the_adapted_target_too(tiny_target: LlamaTarget, tiny_target_folder: Pa
 
     head = make_head(tiny_target, "medusa")
     config = SCHEMAS["objective"]["medusa-2"](name="medusa-2", lora_rank=2, reduction="sequence")
-    made = MedusaTogether(head, config, load_target(str(tiny_target_folder)))
-    for name, parameter in made.target.named_parameters():
+    objective = MedusaTogether(head, config, load_target(str(tiny_target_folder)))
+    for name, parameter in objective.target.named_parameters():
         if name.endswith("lora_b"):
             parameter.data.fill_(0.01)
-    packed = losses(made, tiny_target, documents.packed(PACKS), 1.0)
-    padded = losses(made, tiny_target, documents.batch(range(len(documents))), 1.0)
-    for mine, theirs in zip(packed, padded, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+    packed = losses(objective, tiny_target, documents.packed(PACKS), 1.0)
+    padded = losses(objective, tiny_target, documents.batch(range(len(documents))), 1.0)
+    for actual, expected in zip(packed, padded, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
 
 
 def test_what_packing_would_break_is_seen(tiny_target: LlamaTarget, documents: Sequences) -> None:
     """Without its boundaries a packed row has other features: the comparisons above can fail."""
     packed = documents.packed(PACKS)
-    whole = packed._replace(starts=None)
+    boundless = packed._replace(starts=None)
     assert CausalAttention()._seen is None
-    one, other = (compute_features(tiny_target, batch, ()).hidden[0, 5:9] for batch in (packed, whole))
-    assert not torch.allclose(one, other, atol=1e-2)
+    separate, mixed = (compute_features(tiny_target, batch, ()).hidden[0, 5:9] for batch in (packed, boundless))
+    assert not torch.allclose(separate, mixed, atol=1e-2)
 
 
 def test_a_packed_run_resumes_with_the_same_bits(tiny_target_folder: Path, tmp_path: Path) -> None:
@@ -180,13 +180,13 @@ def test_a_packed_run_resumes_with_the_same_bits(tiny_target_folder: Path, tmp_p
         assert path is not None
         return load_file(path / "module.safetensors")
 
-    whole = run("run=whole")
+    uninterrupted = run("run=whole")
     rows = [row for row in read_metrics(tmp_path / "whole") if "train/tokens" in row]
     # two packs of two sequences of 28 tokens each: more than two padded rows would hold
     assert rows[0]["train/tokens"] > 2 * 28
     (tmp_path / "whole" / "checkpoints" / "latest").write_text("step-000002\n")
     again = run("run=whole")
     stored = run("run=stored", "features=offline")
-    for name, value in whole.items():
+    for name, value in uninterrupted.items():
         assert torch.equal(again[name], value), name
         torch.testing.assert_close(stored[name].float(), value.float(), rtol=1e-3, atol=1e-4)

@@ -49,9 +49,9 @@ def test_two_processes_learn_what_one_learns(mode: str, outputs: Path) -> None:
         values = [[row[key] for row in rows if key in row] for rows in (single, double)]
         assert len(values[0]) == 5
         assert values[1] == pytest.approx(values[0], rel=2e-3), key
-    one, two = (last(outputs / name, "module") for name in ("single", mode))
-    for name, value in one.items():
-        assert value.float().sub(two[name].float()).abs().max() < 1e-4, name
+    expected, actual = (last(outputs / name, "module") for name in ("single", mode))
+    for name, value in expected.items():
+        assert value.float().sub(actual[name].float()).abs().max() < 1e-4, name
 
 
 @pytest.mark.slow
@@ -75,9 +75,9 @@ def test_a_step_that_is_bad_in_one_process_is_left_out_by_all(mode: str, outputs
     losses = [[row["train/loss"] for row in rows if "train/loss" in row] for rows in (single, double)]
     assert len(losses[0]) == 2
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
-    one, two = (last(outputs / f"{name}-bad", "module", step=4) for name in ("single", mode))
-    for name, value in one.items():
-        assert value.float().sub(two[name].float()).abs().max() < 1e-4, name
+    expected, actual = (last(outputs / f"{name}-bad", "module", step=4) for name in ("single", mode))
+    for name, value in expected.items():
+        assert value.float().sub(actual[name].float()).abs().max() < 1e-4, name
 
 
 def last(run: Path, file: str, step: int = 5) -> dict:

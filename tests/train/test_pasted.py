@@ -16,8 +16,8 @@ from infer.cli import compose
 from infer.config import ModelConfig, ProposerConfig, ServeConfig
 from infer.config_checks import REPO_ROOT
 from infer.engine import Engine
-from infer.options.command_words import HEAD_FOLDER, TARGET_FOLDER, interpreter, model_words, python_command
-from infer.options.literal_text import literal_words
+from infer.options.command_words import HEAD_FOLDER, TARGET_FOLDER, interpreter, model_overrides, python_command
+from infer.options.literal_text import literal_overrides
 from tests.train.running import SETTINGS, run
 from train.publishing.provenance import portable
 
@@ -25,25 +25,25 @@ SMALL = ["data.num_sequences=8", "steps=2", "eval_prompts=2", "eval_max_tokens=8
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return (
         tmp_path_factory.mktemp("a place") / "it's ${here}"
     )  # a shell, Hydra and OmegaConf would each read it otherwise
 
 
 @pytest.fixture(scope="module")
-def trained(place: Path, tiny_target_folder: Path) -> tuple[Path, Path]:
+def trained(root: Path, tiny_target_folder: Path) -> tuple[Path, Path]:
     """The target and the export of a run whose target no file of conf/model names."""
-    target = place / "target"
+    target = root / "target"
     shutil.copytree(tiny_target_folder, target)
-    rows = place / "rows.jsonl"
+    rows = root / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "say {number}"}}\n' for number in range(20)))
-    words = ["model=demo", "model.name=mine", f"model.path={target}", f"output_dir={place / 'outputs'}", "run=first"]
-    words += ["data=files", f"data.path={rows}", "data.held_out_share=0.3", "features=offline"]
-    settings = [word for word in SETTINGS if not word.startswith("data.prompt_tokens")]
-    with (place / "said").open("w") as said, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stderr", said)
-        result = run(literal_words([*settings, *SMALL, *words], train_schema()))
+    options = ["model=demo", "model.name=mine", f"model.path={target}", f"output_dir={root / 'outputs'}", "run=first"]
+    options += ["data=files", f"data.path={rows}", "data.held_out_share=0.3", "features=offline"]
+    settings = [override for override in SETTINGS if not override.startswith("data.prompt_tokens")]
+    with (root / "said").open("w") as log, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", log)
+        result = run(literal_overrides([*settings, *SMALL, *options], train_schema()))
     return target, Path(result["export"])
 
 
@@ -54,15 +54,15 @@ def train_schema() -> Any:
 
 
 def serve_config(command: str) -> Any:
-    python, script, *words = shlex.split(command)
+    python, script, *overrides = shlex.split(command)
     assert python == interpreter() or python == "python"
     assert (Path.cwd() / script).resolve() == REPO_ROOT / "infer" / "serve.py"
-    return compose("serve", ServeConfig, literal_words(words, ServeConfig))
+    return compose("serve", ServeConfig, literal_overrides(overrides, ServeConfig))
 
 
-def test_the_last_line_serves_the_head(trained: tuple[Path, Path], place: Path) -> None:
+def test_the_last_line_serves_the_head(trained: tuple[Path, Path], root: Path) -> None:
     target, export = trained
-    line = (place / "said").read_text().strip().splitlines()[-1]
+    line = (root / "said").read_text().strip().splitlines()[-1]
     config = serve_config(line.removeprefix("serve it: "))
     assert (config.model.name, config.model.path) == ("mine", str(target))
     assert config.head.folder(config.output_dir, config.model.name) == export
@@ -84,20 +84,20 @@ def test_the_cards_commands_serve_it_once_they_are_filled_in(
     filled = [word.replace(TARGET_FOLDER, str(target)).replace(HEAD_FOLDER, str(export)) for word in shlex.split(serve)]
     config = serve_config(shlex.join(filled))
     assert config.head.folder(config.output_dir, config.model.name) == export
-    _, script, *words = shlex.split(compare.replace(TARGET_FOLDER, "X").replace(HEAD_FOLDER, "Y"))
-    words = [{"model=X": f"model={target}", "head.path=Y": f"head.path={export}"}.get(word, word) for word in words]
-    monkeypatch.setattr(sys, "argv", [script, *words, "prompt=a b", "max_tokens=4", "proposer.adaptive=false"])
+    _, script, *options = shlex.split(compare.replace(TARGET_FOLDER, "X").replace(HEAD_FOLDER, "Y"))
+    options = [{"model=X": f"model={target}", "head.path=Y": f"head.path={export}"}.get(word, word) for word in options]
+    monkeypatch.setattr(sys, "argv", [script, *options, "prompt=a b", "max_tokens=4", "proposer.adaptive=false"])
     generate.main()
     assert "acceptance" in capsys.readouterr().out
 
 
-def test_what_is_published_names_no_place_of_this_machine(trained: tuple[Path, Path], place: Path) -> None:
+def test_what_is_published_names_no_place_of_this_machine(trained: tuple[Path, Path], root: Path) -> None:
     _, export = trained
     texts = {path.name: path.read_bytes().decode(errors="replace") for path in export.iterdir()}
     assert set(texts) == {"config.json", "provenance.json", "README.md", "model.safetensors"}
     for name, text in texts.items():
-        for own in (str(place), str(place.parent.parent), str(REPO_ROOT), str(Path.home()) + "/"):
-            assert own not in text, (name, own)
+        for private in (str(root), str(root.parent.parent), str(REPO_ROOT), str(Path.home()) + "/"):
+            assert private not in text, (name, private)
     for name in ("config.json", "provenance.json", "README.md"):
         assert re.findall(r"(?<![\w./<>:-])/[\w.-]+/[\w./-]+", texts[name]) == [], name
     assert "`mine`" in texts["README.md"]
@@ -121,7 +121,7 @@ def test_places_in_any_text_of_a_record_are_renamed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("model", "overrides"),
     [
         (ModelConfig("demo", "models/demo"), ["model=demo"]),
         (
@@ -135,9 +135,9 @@ def test_places_in_any_text_of_a_record_are_renamed() -> None:
         (ModelConfig("name", "owner/name", dtype="auto"), ["model=owner/name"]),
     ],
 )
-def test_the_words_of_a_model_give_it_again(model: ModelConfig, words: list[str]) -> None:
-    assert model_words(model) == words
-    assert compose("serve", ServeConfig, literal_words(words, ServeConfig)).model == model
+def test_the_words_of_a_model_give_it_again(model: ModelConfig, overrides: list[str]) -> None:
+    assert model_overrides(model) == overrides
+    assert compose("serve", ServeConfig, literal_overrides(overrides, ServeConfig)).model == model
 
 
 def test_a_command_runs_from_the_folder_it_was_printed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,14 +50,14 @@ def test_the_data_are_read_as_in_the_run(
     turns = [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
     rows = [{"prompt": f"f{n}"} for n in range(6)] + [{"messages": turns}, {"title": "no"}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    kept = [item for item in settings if not item.startswith("data.prompt_tokens")]
-    own = [*kept, "data=files", f"data.path={tmp_path / 'rows.jsonl'}", "data.held_out_share=0.01"]
-    numbers = check(own)
+    base = [item for item in settings if not item.startswith("data.prompt_tokens")]
+    overrides = [*base, "data=files", f"data.path={tmp_path / 'rows.jsonl'}", "data.held_out_share=0.01"]
+    numbers = check(overrides)
     assert numbers["rows"] | {"train": 6, "held_out": 1, "dropped": {"bad": 1}} == numbers["rows"]
     assert numbers["answers"] in (6, 7)  # the conversation has two, unless it was the one held out
     assert "rows.jsonl, line 8: must hold one of" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"data\.path=.*none: no such file"):
-        check([*own, f"data.path={tmp_path / 'none'}"])
+        check([*overrides, f"data.path={tmp_path / 'none'}"])
 
 
 def test_what_cannot_work_is_refused(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,12 +74,12 @@ def test_what_cannot_work_is_refused(settings: list[str], monkeypatch: pytest.Mo
 
 
 def test_another_runs_settings_are_refused(settings: list[str], tmp_path: Path) -> None:
-    kept = [item for item in settings if item != "check=true"]
-    kept += ["run=one", "steps=1", "tracker=none", "eval_max_tokens=8", "eval_draft_tokens=2", "objective.steps=2"]
-    assert train(compose("train", TrainConfig, kept)) is not None
+    overrides = [item for item in settings if item != "check=true"]
+    overrides += ["run=one", "steps=1", "tracker=none", "eval_max_tokens=8", "eval_draft_tokens=2", "objective.steps=2"]
+    assert train(compose("train", TrainConfig, overrides)) is not None
     with pytest.raises(ValueError, match=r"run=one: .* begun with other settings: batch_size=4"):
-        check(kept, "check=true", "batch_size=4")
-    plan = make_plan(compose("train", TrainConfig, kept))
+        check(overrides, "check=true", "batch_size=4")
+    plan = make_plan(compose("train", TrainConfig, overrides))
     assert plan.lines[0].endswith("one, resumed")
     # no more is written than was planned
     written = sum(path.stat().st_size for path in (tmp_path / "outputs").rglob("*") if path.is_file())
@@ -95,13 +95,13 @@ def test_times_for_people(seconds: float, text: str) -> None:
 def test_a_sharded_target_is_planned_as_one_processs_share(
     settings: list[str], tiny_target: LlamaTarget, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = check([*settings, "parallel=ddp"])["memory_bytes"]
+    replicated = check([*settings, "parallel=ddp"])["memory_bytes"]
     monkeypatch.setenv("WORLD_SIZE", "4")
     sharded = check([*settings, "parallel=ddp", "features.target=sharded"])["memory_bytes"]
     layers = 4 * sum(parameter.numel() for parameter in tiny_target.layers.parameters())
     rooms = 2 / tiny_target.config.num_layers
-    assert whole - sharded == pytest.approx(layers * (3 / 4 - rooms), rel=0.02)
-    assert "one of 4 processes, which hold the target together" in capsys.readouterr().err
+    assert replicated - sharded == pytest.approx(layers * (3 / 4 - rooms), rel=0.02)
+    assert "one of 4 processes, which share the target" in capsys.readouterr().err
 
 
 def test_time_is_that_of_the_weights_a_step_really_uses(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +112,11 @@ def test_time_is_that_of_the_weights_a_step_really_uses(settings: list[str], mon
         numbers = check([*settings, "features.cache_gb=1", *more])
         return numbers["seconds"]["a step"], numbers["trained_parameters"]
 
-    own = "objective.steps=null", "eval_draft_tokens=2", "head.draft_vocab_size=200"
-    few, many = (seconds("head=medusa", f"head.num_heads={count}", *own) for count in (2, 4))
-    assert many[0] / few[0] == pytest.approx(many[1] / few[1], rel=0.01)
-    one, three = (seconds(f"objective.steps={count}", "eval_draft_tokens=1") for count in (1, 3))
-    assert three[0] / one[0] == pytest.approx(3, rel=0.01)
+    common = "objective.steps=null", "eval_draft_tokens=2", "head.draft_vocab_size=200"
+    two_heads, four_heads = (seconds("head=medusa", f"head.num_heads={count}", *common) for count in (2, 4))
+    assert four_heads[0] / two_heads[0] == pytest.approx(four_heads[1] / two_heads[1], rel=0.01)
+    one_step, three_steps = (seconds(f"objective.steps={count}", "eval_draft_tokens=1") for count in (1, 3))
+    assert three_steps[0] / one_step[0] == pytest.approx(3, rel=0.01)
     parallel, recurrent = seconds("head=p-eagle", "eval_draft_tokens=1"), seconds("objective.steps=8")
     shares = sum(max(0.7**depth, 0.2) for depth in range(8))
     assert parallel[0] / recurrent[0] == pytest.approx(shares / 8 * parallel[1] / recurrent[1], rel=0.01)

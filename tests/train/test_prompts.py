@@ -41,15 +41,15 @@ def test_files_of_one_name_are_told_apart() -> None:
 
 def test_bad_rows_are_left_out_counted_and_shown(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
     lines = [*prompts_of(20), "", "oops", *["{}"] * 10, json.dumps({"prompt": "long " * 60}), *prompts_of(5)]
-    found = read(tmp_path, lines, tiny_tokenizer, held_out_share=0.3)
-    reading = found.reading
-    assert (reading.read, len(found.train) + len(found.held_out)) == (37, 20)
+    prompts = read(tmp_path, lines, tiny_tokenizer, held_out_share=0.3)
+    reading = prompts.reading
+    assert (reading.read, len(prompts.train) + len(prompts.held_out)) == (37, 20)
     assert reading.dropped["bad"] == 11
     assert reading.dropped["too long"] == 1
     assert reading.dropped["twins"] + reading.dropped["held out already"] == 5
     text = reading.lines()
     assert text[0].startswith(
-        f"37 rows read (26 prompt): {len(found.train)} to train on, {len(found.held_out)} held out"
+        f"37 rows read (26 prompt): {len(prompts.train)} to train on, {len(prompts.held_out)} held out"
     )
     assert text[1] == f"left out: {tmp_path}/data.jsonl, line 22: not JSON (Expecting value at column 1)"
     assert text[-1] == "left out: 4 more"
@@ -66,26 +66,26 @@ def test_the_split_is_by_content(tmp_path: Path, tiny_tokenizer: Tokenizer) -> N
     assert turned.train == first.train
     assert first.held_out.keys() <= more.held_out.keys()
     assert not more.train.keys() & more.held_out.keys()
-    answers = [json.dumps({"prompt": "def f1(x):", "response": f"{n}"}) for n in range(3)]
-    twins = read(tmp_path, [*prompts_of(9, first=20), *answers, answers[0]], tiny_tokenizer, responses="regenerate")
+    responses = [json.dumps({"prompt": "def f1(x):", "response": f"{n}"}) for n in range(3)]
+    twins = read(tmp_path, [*prompts_of(9, first=20), *responses, responses[0]], tiny_tokenizer, responses="regenerate")
     assert twins.reading.dropped.total() == 3
 
 
 def test_answers_that_are_learnt_are_rows_of_their_own(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
     rows = [json.dumps({"prompt": f"f{n % 4}", "response": f"def g{n}(x)"}) for n in range(12)]
-    found = read(tmp_path, [*rows, rows[0]], tiny_tokenizer, responses="given", held_out_share=0.001)
-    assert (len(found.train), len(found.held_out), found.reading.dropped.total()) == (9, 1, 3)
-    found = read(tmp_path, [*rows, rows[0]], tiny_tokenizer, responses="given", held_out_share=0.001, deduplicate=False)
-    assert len(found.train) + found.reading.dropped.total() == 12
+    split = read(tmp_path, [*rows, rows[0]], tiny_tokenizer, responses="given", held_out_share=0.001)
+    assert (len(split.train), len(split.held_out), split.reading.dropped.total()) == (9, 1, 3)
+    split = read(tmp_path, [*rows, rows[0]], tiny_tokenizer, responses="given", held_out_share=0.001, deduplicate=False)
+    assert len(split.train) + split.reading.dropped.total() == 12
 
 
 def test_texts_that_begin_alike_are_on_both_sides(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
     texts = [json.dumps({"text": f"def f{n}(x): return x + {n}"}) for n in range(60)]
-    found = read(tmp_path, texts, tiny_tokenizer, responses="given", held_out_share=0.3, prompt_tokens=8)
-    assert len(found.train) > 20
-    assert len(found.held_out) > 5
-    assert {len(example.ids) for example in found.held_out.values()} == {8}
-    assert not {example.opening_key for example in found.train.values()} & found.held_out.keys()
+    prompts = read(tmp_path, texts, tiny_tokenizer, responses="given", held_out_share=0.3, prompt_tokens=8)
+    assert len(prompts.train) > 20
+    assert len(prompts.held_out) > 5
+    assert {len(example.ids) for example in prompts.held_out.values()} == {8}
+    assert not {example.opening_key for example in prompts.train.values()} & prompts.held_out.keys()
 
 
 @pytest.mark.parametrize("responses", ["regenerate", "given"])
@@ -94,30 +94,30 @@ def test_conversations_that_open_alike_are_on_one_side(
 ) -> None:
     """Acceptance is measured on the first prompt: what was asked later does not tell two of them apart."""
 
-    def row(opening: int, later: int) -> str:
-        turns = [("user", f"f{opening}?"), ("assistant", "so it is"), ("user", f"g{later}?"), ("assistant", "it is so")]
+    def row(opening: int, after: int) -> str:
+        turns = [("user", f"f{opening}?"), ("assistant", "so it is"), ("user", f"g{after}?"), ("assistant", "it is so")]
         return json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]})
 
-    rows = [row(opening, later) for opening in range(20) for later in range(3)]
-    found = read(tmp_path, [*rows, rows[0]], tiny_tokenizer, responses=responses, held_out_share=0.3)
-    asked = {example.messages[0]["content"] for example in found.train.values()}
-    assert not asked & {example.messages[0]["content"] for example in found.held_out_whole.values()}
-    assert len(asked) + len(found.held_out) == 20
-    assert len(found.train) == 3 * len(asked)  # nor does a common opening make twins of them
+    rows = [row(opening, after) for opening in range(20) for after in range(3)]
+    prompts = read(tmp_path, [*rows, rows[0]], tiny_tokenizer, responses=responses, held_out_share=0.3)
+    openings = {example.messages[0]["content"] for example in prompts.train.values()}
+    assert not openings & {example.messages[0]["content"] for example in prompts.held_out_conversations.values()}
+    assert len(openings) + len(prompts.held_out) == 20
+    assert len(prompts.train) == 3 * len(openings)  # nor does a common opening make twins of them
 
 
 def test_reading_stops_when_both_sides_are_full(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
-    found = read(tmp_path, prompts_of(400), tiny_tokenizer, num_sequences=5, eval_prompts=2, held_out_share=0.2)
-    assert (len(found.train), len(found.held_out)) == (5, 2)
-    assert found.reading.read < 60
+    prompts = read(tmp_path, prompts_of(400), tiny_tokenizer, num_sequences=5, eval_prompts=2, held_out_share=0.2)
+    assert (len(prompts.train), len(prompts.held_out)) == (5, 2)
+    assert prompts.reading.read < 60
 
 
 def test_a_held_out_side_of_ones_own(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
     (tmp_path / "held.jsonl").write_text("\n".join([*prompts_of(1), "bad", *prompts_of(1, first=50)]))
-    found = read(tmp_path, prompts_of(4), tiny_tokenizer, held_out_path=str(tmp_path / "held.jsonl"))
-    assert (len(found.train), len(found.held_out)) == (3, 2)
-    assert found.reading.dropped == {"bad": 1, "held out already": 1}
-    assert "held.jsonl, line 2" in found.reading.complaints[0]
+    prompts = read(tmp_path, prompts_of(4), tiny_tokenizer, held_out_path=str(tmp_path / "held.jsonl"))
+    assert (len(prompts.train), len(prompts.held_out)) == (3, 2)
+    assert prompts.reading.dropped == {"bad": 1, "held out already": 1}
+    assert "held.jsonl, line 2" in prompts.reading.complaints[0]
 
 
 def test_files_that_cannot_serve(tmp_path: Path, tiny_tokenizer: Tokenizer) -> None:
@@ -132,10 +132,10 @@ def test_files_that_cannot_serve(tmp_path: Path, tiny_tokenizer: Tokenizer) -> N
 
 def test_demo_prompts(tiny_tokenizer: Tokenizer) -> None:
     config = compose("train", TrainConfig, ["data.num_sequences=4", "data.prompt_tokens=9", "eval_prompts=3"])
-    found = read_prompts(config, tiny_tokenizer, 512)
-    assert [len(example.ids) for example in found.train.values()] == [9] * 4
-    assert [len(example.ids) for example in found.held_out.values()] == [9] * 3
-    assert found == read_prompts(config, tiny_tokenizer, 512)
-    assert found.train != read_prompts(dataclasses.replace(config, seed=1), tiny_tokenizer, 512).train
+    prompts = read_prompts(config, tiny_tokenizer, 512)
+    assert [len(example.ids) for example in prompts.train.values()] == [9] * 4
+    assert [len(example.ids) for example in prompts.held_out.values()] == [9] * 3
+    assert prompts == read_prompts(config, tiny_tokenizer, 512)
+    assert prompts.train != read_prompts(dataclasses.replace(config, seed=1), tiny_tokenizer, 512).train
     with pytest.raises(ValueError, match=r"data.prompt_tokens=9: leaves no room in a context of 11"):
         read_prompts(config, tiny_tokenizer, 11)

@@ -14,7 +14,7 @@ from train.features.store import MANIFEST
 from train.loop import train
 from train.planning.plan import Speed
 
-GIVEN = "data=files data.path={rows} data.responses=given"
+FILES = "data=files data.path={rows} data.responses=given"
 SETTINGS = ["data.num_sequences=6", "eval_prompts=2", "eval_draft_tokens=2", "tracker=none", "minutes=1"]
 CASES = [
     ("head=p-eagle parallel=zero3", r"parallel=zero3: head=p-eagle holds mask_hidden .* use parallel=zero2 or"),
@@ -29,9 +29,9 @@ CASES = [
     ("features=offline features.path={head}", r"features\.path=.*: holds something else than a store of features"),
     ("data.server=http://127.0.0.1:9/v1 data.retries=0", r"data\.server=http://127\.0\.0\.1:9/v1: cannot be used"),
     ("stage=regenerate data.server=http://127.0.0.1:9/v1 data.retries=0", r"data\.server=.*: cannot be used"),
-    (f"{GIVEN} stage=regenerate", r"stage=regenerate: .*data\.responses=given; leave one of them out"),
-    (f"{GIVEN} data.temperatures=[0.5]", r"data\.temperatures=\[0\.5\]: has no effect here, .*=given; leave it out"),
-    (f"{GIVEN} data.max_new_tokens=5", r"data\.max_new_tokens=5: has no effect here, .*=given; leave it out"),
+    (f"{FILES} stage=regenerate", r"stage=regenerate: .*data\.responses=given; leave one of them out"),
+    (f"{FILES} data.temperatures=[0.5]", r"data\.temperatures=\[0\.5\]: has no effect here, .*=given; leave it out"),
+    (f"{FILES} data.max_new_tokens=5", r"data\.max_new_tokens=5: has no effect here, .*=given; leave it out"),
     ("data.retries=2", r"data\.retries=2: has no effect here, is of requests, and there is no data\.server; leave"),
     ("data=files data.path={rows} data.held_out_path={rows} data.held_out_share=0.2", r"held_out_share=0\.2: has no"),
     ("objective.kl_scale=0.5", r"objective\.kl_scale=0\.5: is of objective\.loss=lk_hybrid, not of .*=kl; leave"),
@@ -41,7 +41,7 @@ CASES = [
 
 
 @pytest.fixture
-def places(tiny_head_folder: Path, tmp_path: Path) -> dict[str, Path]:
+def paths(tiny_head_folder: Path, tmp_path: Path) -> dict[str, Path]:
     """What the cases name: a head of 128 draft tokens, rows, and stores of which the manifests are there."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"say {n}", "response": f"it is {n}"}) + "\n" for n in range(12)))
@@ -55,11 +55,11 @@ def places(tiny_head_folder: Path, tmp_path: Path) -> dict[str, Path]:
     return {"head": tiny_head_folder, "rows": rows, "store": tmp_path / "store", "other": tmp_path / "other"}
 
 
-@pytest.mark.parametrize(("words", "message"), CASES, ids=[words for words, _ in CASES])
+@pytest.mark.parametrize(("line", "message"), CASES, ids=[line for line, _ in CASES])
 def test_refused_at_once(
-    words: str,
+    line: str,
     message: str,
-    places: dict[str, Path],
+    paths: dict[str, Path],
     tiny_target_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -68,15 +68,15 @@ def test_refused_at_once(
         monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.setattr("train.preparation.load_target", lambda *parts, **more: pytest.fail("a target was loaded"))
     monkeypatch.setattr("train.planning.plan.measure", lambda device, dtype: Speed(1e9, 1e9))
-    own = words.format(**places).split()
-    keys = {word.partition("=")[0] for word in own}
-    given = [word for word in SETTINGS if word.partition("=")[0] not in keys] + own
-    given += [f"model.path={tiny_target_folder}", f"output_dir={tmp_path / 'outputs'}"]
-    if "run=two" in own:
-        save_config(compose("train", TrainConfig, given), tmp_path / "outputs" / "two" / "config.yaml")
+    overrides = line.format(**paths).split()
+    keys = {override.partition("=")[0] for override in overrides}
+    arguments = [override for override in SETTINGS if override.partition("=")[0] not in keys] + overrides
+    arguments += [f"model.path={tiny_target_folder}", f"output_dir={tmp_path / 'outputs'}"]
+    if "run=two" in overrides:
+        save_config(compose("train", TrainConfig, arguments), tmp_path / "outputs" / "two" / "config.yaml")
     before = sorted(tmp_path.rglob("*"))
     # a run with zero3 is refused before that, as the single process that it is here
-    for ways in ["check=true", "check=false"][: 1 if "parallel=zero3" in own else 2]:
+    for check in ["check=true", "check=false"][: 1 if "parallel=zero3" in overrides else 2]:
         with pytest.raises(ValueError, match=message):
-            train(compose("train", TrainConfig, [*given, ways]), given)
+            train(compose("train", TrainConfig, [*arguments, check]), arguments)
     assert sorted(tmp_path.rglob("*")) == before

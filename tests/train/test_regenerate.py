@@ -14,7 +14,7 @@ from models.tokenizer import Tokenizer
 from train.config import DataConfig
 from train.data import regenerate as module
 from train.data.examples import Example
-from train.data.regenerate import EngineAnswerer, collect_parts, read_parts, regenerate, sampling_params
+from train.data.regenerate import EngineGenerator, collect_parts, read_parts, regenerate, sampling_params
 from train.data.sequences import Sequences
 from train.signals import Interrupted
 
@@ -38,10 +38,10 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def answer(engine: Engine, tiny_tokenizer: Tokenizer) -> Any:
-    def answer(examples: dict[int, Example], folder: Path, *, longest: int = 400, **more: Any) -> Sequences:
+def respond(engine: Engine, tiny_tokenizer: Tokenizer) -> Any:
+    def respond(examples: dict[int, Example], folder: Path, *, longest: int = 400, **more: Any) -> Sequences:
         failed = regenerate(
-            EngineAnswerer(engine), examples, params, folder, tiny_tokenizer, longest_prompt=longest, **more
+            EngineGenerator(engine), examples, params, folder, tiny_tokenizer, longest_prompt=longest, **more
         )
         done = read_parts(folder)
         assert not done.keys() & failed.keys()
@@ -49,7 +49,7 @@ def answer(engine: Engine, tiny_tokenizer: Tokenizer) -> Any:
             assert done.keys() | failed.keys() == examples.keys()
         return collect_parts(folder, [key for key in examples if key in done], {}).sequences
 
-    return answer
+    return respond
 
 
 def test_sampling_is_dealt_out_in_turn_and_seeded_by_the_row() -> None:
@@ -58,9 +58,9 @@ def test_sampling_is_dealt_out_in_turn_and_seeded_by_the_row() -> None:
 
 
 def test_ids_and_mask_are_what_was_generated(
-    engine: Engine, examples: dict[int, Example], answer: Any, tmp_path: Path
+    engine: Engine, examples: dict[int, Example], respond: Any, tmp_path: Path
 ) -> None:
-    data = answer(examples, tmp_path)
+    data = respond(examples, tmp_path)
     prompts = [list(example.ids) for example in examples.values()]
     completions = engine.generate(prompts, [params(number) for number in range(len(prompts))])
     for number, completion in enumerate(completions):
@@ -71,13 +71,13 @@ def test_ids_and_mask_are_what_was_generated(
 
 
 def test_every_turn_is_answered_on_the_targets_own_history(
-    engine: Engine, tiny_tokenizer: Tokenizer, answer: Any, tmp_path: Path
+    engine: Engine, tiny_tokenizer: Tokenizer, respond: Any, tmp_path: Path
 ) -> None:
     turns = ("def f(x):", "and then?", "so?")
     messages = [
         {"role": role, "content": text} for turn in turns for role, text in (("user", turn), ("assistant", "-"))
     ]
-    data = answer({7: Example(messages=tuple(messages))}, tmp_path)
+    data = respond({7: Example(messages=tuple(messages))}, tmp_path)
     history, rows = [], [data.row(number) for number in range(len(data))]
     learnt = [ids[mask].tolist() for ids, mask in rows]
     for turn in turns:
@@ -89,9 +89,11 @@ def test_every_turn_is_answered_on_the_targets_own_history(
         history.append({"role": "assistant", "content": tiny_tokenizer.decode(completion.token_ids)})
 
 
-def test_sequences_given_whole_are_taken_as_they_are(examples: dict[int, Example], answer: Any, tmp_path: Path) -> None:
-    given = Example(ids=(7, 8, 9, 10), loss_mask=(False, True, True, False))
-    data = answer({5: given, **examples}, tmp_path)
+def test_sequences_given_whole_are_taken_as_they_are(
+    examples: dict[int, Example], respond: Any, tmp_path: Path
+) -> None:
+    example = Example(ids=(7, 8, 9, 10), loss_mask=(False, True, True, False))
+    data = respond({5: example, **examples}, tmp_path)
     assert data.row(0)[0].tolist() == [7, 8, 9, 10]
     assert data.row(0)[1].tolist() == [False, True, True, False]
     assert len(data) == 11
@@ -102,7 +104,7 @@ def test_what_cannot_be_asked_is_reported(
 ) -> None:
     keys = list(examples)
     examples[keys[4]] = Example(ids=tuple(range(1, 60)))
-    answerer = EngineAnswerer(engine)
+    answerer = EngineGenerator(engine)
     failed = regenerate(answerer, examples, params, tmp_path, tiny_tokenizer, longest_prompt=50)
     assert failed == {keys[4]: "the prompt has 59 tokens; 1 to 50 are possible"}
     assert read_parts(tmp_path).keys() == set(keys) - {keys[4]}
@@ -115,7 +117,7 @@ def test_every_conversation_is_done_skipped_or_failed(
     """Counted from the rows themselves: what was lost on the way does not pass for an answer."""
     first, second, *_ = examples
     examples[first] = Example(ids=tuple(range(1, 60)))
-    answerer, short = EngineAnswerer(engine), SamplingParams(max_tokens=1)  # of one token nothing can be learnt
+    answerer, short = EngineGenerator(engine), SamplingParams(max_tokens=1)  # of one token nothing can be learnt
 
     def some(number: int) -> SamplingParams:
         return short if number == 1 else params(number)
@@ -132,10 +134,10 @@ def test_every_conversation_is_done_skipped_or_failed(
 
 
 def test_an_interruption_loses_nothing_that_was_finished(
-    engine: Engine, examples: dict[int, Example], answer: Any, tmp_path: Path
+    engine: Engine, examples: dict[int, Example], respond: Any, tmp_path: Path
 ) -> None:
     """Rows are known by their key: it does not matter which of them are asked for when the work goes on."""
-    whole = answer(examples, tmp_path / "whole")
+    complete = respond(examples, tmp_path / "whole")
     calls = 0
 
     def stop() -> None:
@@ -145,14 +147,14 @@ def test_an_interruption_loses_nothing_that_was_finished(
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        answer(examples, tmp_path / "cut", check=stop)
+        respond(examples, tmp_path / "cut", check=stop)
     assert not engine.has_work
-    kept = read_parts(tmp_path / "cut")
-    assert 0 < len(kept) < len(examples)
-    assert answer(examples, tmp_path / "cut").content_hash() == whole.content_hash()
+    parts = read_parts(tmp_path / "cut")
+    assert 0 < len(parts) < len(examples)
+    assert respond(examples, tmp_path / "cut").content_hash() == complete.content_hash()
 
 
-def test_processes_share_the_rows(examples: dict[int, Example], answer: Any, tmp_path: Path) -> None:
-    alone = answer(examples, tmp_path / "alone")
-    shared = [answer(examples, tmp_path / "shared", share=(rank, 3)) for rank in range(3)]
+def test_processes_share_the_rows(examples: dict[int, Example], respond: Any, tmp_path: Path) -> None:
+    alone = respond(examples, tmp_path / "alone")
+    shared = [respond(examples, tmp_path / "shared", share=(rank, 3)) for rank in range(3)]
     assert shared[2].content_hash() == alone.content_hash()

@@ -28,7 +28,7 @@ from tests.train.running import assert_equal, run, start, tensors, wait_for
 from train import checkpoint, schedule
 from train.config import TrainConfig
 from train.data.regenerate import regenerate
-from train.distributed.strategies import Whole
+from train.distributed.strategies import Replicated
 from train.loop import Run, train
 from train.publishing.trackers import read_metrics
 from train.signals import Interrupted
@@ -64,9 +64,9 @@ def test_interrupted_in_every_way_it_is_the_same_head(
     process.send_signal(signal.SIGUSR1)
     out, err = process.communicate(timeout=600)
     assert (process.returncode, out) == (0, ""), err
-    python, script, *words = shlex.split(err.strip().rpartition("resume with: ")[2])
+    python, script, *overrides = shlex.split(err.strip().rpartition("resume with: ")[2])
     assert shutil.which(python) or Path("/", python).is_file()
-    assert words == torn
+    assert overrides == torn
     assert Path("/", script).resolve() == ROOT / "train" / "run.py"
     stopped = int((folder / "checkpoints" / "latest").read_text().split("-")[1])
     assert 7 <= stopped < 30
@@ -79,31 +79,31 @@ def test_interrupted_in_every_way_it_is_the_same_head(
     assert run(torn)["run"] == "torn"
     assert "resumed after step" in capsys.readouterr().err
     assert_equal(tensors(tmp_path), tensors(elsewhere))
-    whole = [row for row in read_metrics(elsewhere / "steady") if "train/loss" in row]
+    steady = [row for row in read_metrics(elsewhere / "steady") if "train/loss" in row]
     torn = [row for row in read_metrics(folder) if "train/loss" in row]
-    assert [(row["step"], row["train/loss"]) for row in torn] == [(row["step"], row["train/loss"]) for row in whole]
+    assert [(row["step"], row["train/loss"]) for row in torn] == [(row["step"], row["train/loss"]) for row in steady]
     counts = [0.0, *(row["train/tokens"] for row in torn)]
-    each = [(b - a) / row["train/tokens_per_s"] for a, b, row in zip(counts, counts[1:], torn, strict=False)]
+    durations = [(b - a) / row["train/tokens_per_s"] for a, b, row in zip(counts, counts[1:], torn, strict=False)]
     record = json.loads((tmp_path / "heads" / "demo" / "eagle3" / "provenance.json").read_text())
-    assert record["seconds"] == pytest.approx(sum(each), abs=0.06)  # of the updates of all three processes
+    assert record["seconds"] == pytest.approx(sum(durations), abs=0.06)  # of the updates of all three processes
 
 
 def test_a_stop_at_a_step_that_is_left_out_loses_nothing(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Whole._clip
+    real = Replicated._clip
     norms: list[float] = []
 
-    def clip(self: Whole) -> float:
+    def clip(self: Replicated) -> float:
         norms.append(real(self))
         if len(norms) != 3:
             return norms[-1]
         os.kill(os.getpid(), signal.SIGTERM)
         return math.inf
 
-    monkeypatch.setattr(Whole, "_clip", clip)
-    own = [*settings, "run=one", "checkpoint_every=100"]
-    assert train(compose("train", TrainConfig, own), own) is None
+    monkeypatch.setattr(Replicated, "_clip", clip)
+    overrides = [*settings, "run=one", "checkpoint_every=100"]
+    assert train(compose("train", TrainConfig, overrides), overrides) is None
     assert (tmp_path / "one" / "checkpoints" / "latest").read_text() == "step-000003\n"
     assert [row["train/skipped_steps"] for row in read_metrics(tmp_path / "one") if row["step"] == 3] == [1]
 
@@ -113,22 +113,22 @@ def test_a_disk_that_fills_during_a_run(
     room: int, file: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """`capsys`: what is printed needs no disk."""
-    real, own = Run._between_steps, [*settings, "run=one", "steps=6", "checkpoint_every=3"]
-    with contextlib.ExitStack() as later, monkeypatch.context() as patch:
+    real, overrides = Run._between_steps, [*settings, "run=one", "steps=6", "checkpoint_every=3"]
+    with contextlib.ExitStack() as stack, monkeypatch.context() as patch:
 
         def between(self: Run) -> None:
             real(self)
             if self.step == 4:
-                later.enter_context(full_disk(room))
+                stack.enter_context(full_disk(room))
 
         patch.setattr(Run, "_between_steps", between)
         with pytest.raises(ValueError, match=rf"{tmp_path}/one/{file}: no room to write it: stopped after \d+ bytes"):
-            run(own)
+            run(overrides)
     folder = tmp_path / "one" / "checkpoints"
     assert (folder / "latest").read_text() == "step-000003\n"
     assert [path.name for path in folder.glob("step-*")] == ["step-000003"]
     if file == "metrics.jsonl":
-        run(own)
+        run(overrides)
         assert [row["step"] for row in read_metrics(tmp_path / "one") if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
@@ -139,17 +139,17 @@ def test_a_stop_is_heard_while_data_are_read_and_features_computed(
     module, _, function = name.rpartition(".")
     real, calls = getattr(sys.modules[module], function), 0
 
-    def slow(*given: Any) -> Any:
+    def slow(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         os.kill(os.getpid(), signal.SIGINT)
-        return real(*given)
+        return real(*args)
 
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "say {number}"}}\n' for number in range(20)))
-    kept = [item for item in settings if not item.startswith("data.prompt_tokens")]
-    own = [*kept, "data=files", f"data.path={tmp_path / 'rows.jsonl'}", "data.held_out_share=0.3", "run=one"]
+    base = [item for item in settings if not item.startswith("data.prompt_tokens")]
+    overrides = [*base, "data=files", f"data.path={tmp_path / 'rows.jsonl'}", "data.held_out_share=0.3", "run=one"]
     monkeypatch.setattr(name, slow)
-    assert train(compose("train", TrainConfig, own), own) is None
+    assert train(compose("train", TrainConfig, overrides), overrides) is None
     assert calls == 1
 
 
@@ -157,9 +157,9 @@ def test_a_run_is_resumed_under_its_own_settings_only(settings: list[str], tmp_p
     run(settings, "run=one", "steps=2")
     with pytest.raises(ValueError, match=r"begun with other settings: batch_size=4 \(the run has 8\); optim.lr=0.1 \("):
         run(settings, "run=one", "steps=2", "optim.lr=0.1", "batch_size=4")
-    for key, other in (("engine.exact", "False"), ("engine.kv_dtype", "fp8"), ("engine.weights", "int8")):
-        with pytest.raises(ValueError, match=rf"begun with other settings: {key}={other} \(the run has (same|True)\)"):
-            run(settings, "run=one", "steps=2", f"{key}={other}")
+    for key, value in (("engine.exact", "False"), ("engine.kv_dtype", "fp8"), ("engine.weights", "int8")):
+        with pytest.raises(ValueError, match=rf"begun with other settings: {key}={value} \(the run has (same|True)\)"):
+            run(settings, "run=one", "steps=2", f"{key}={value}")
     more = ["eval_every=7", "tracker=tensorboard", "engine.max_batch=4"]
     run(settings, "run=one", "steps=2", *more)  # nothing the head depends on
     (tmp_path / "mine").mkdir()
@@ -172,8 +172,8 @@ def test_a_run_goes_on_under_a_larger_budget(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Once it has ended, and once it was interrupted; further minutes at the pace that the run has measured."""
-    own, rows = [*settings, "run=one"], lambda: [r for r in read_metrics(tmp_path / "one") if "train/lr" in r]
-    run(own, "steps=4")
+    overrides, rows = [*settings, "run=one"], lambda: [r for r in read_metrics(tmp_path / "one") if "train/lr" in r]
+    run(overrides, "steps=4")
     first = tensors(tmp_path)
     real = Run._between_steps
 
@@ -184,24 +184,24 @@ def test_a_run_goes_on_under_a_larger_budget(
 
     with monkeypatch.context() as patch:
         patch.setattr(Run, "_between_steps", between)
-        longer = [*own, "steps=8"]
+        longer = [*overrides, "steps=8"]
         assert train(compose("train", TrainConfig, longer), longer) is None
     assert "8 steps (before: 4)" in capsys.readouterr().err
-    run(own, "steps=10")
+    run(overrides, "steps=10")
     assert [row["step"] for row in rows()] == list(range(1, 11))
-    peak, optim = 0.001, compose("train", TrainConfig, own).optim
+    peak, optim = 0.001, compose("train", TrainConfig, overrides).optim
     totals = [4] * 4 + [8] * 2 + [10] * 4  # the rate is that of a run of so many steps
-    wanted = [schedule.learning_rate(step, total, optim, peak) for step, total in enumerate(totals)]
-    assert [row["train/lr"] for row in rows()] == pytest.approx(wanted)
+    expected = [schedule.learning_rate(step, total, optim, peak) for step, total in enumerate(totals)]
+    assert [row["train/lr"] for row in rows()] == pytest.approx(expected)
     assert any(not torch.equal(value, first[name]) for name, value in tensors(tmp_path).items())
     assert json.loads((tmp_path / "heads" / "demo" / "eagle3" / "provenance.json").read_text())["steps"] == 10
     with pytest.raises(ValueError, match=r"steps=3: the run has done 10; give at least that, or begin anew"):
-        run(own, "steps=3")
+        run(overrides, "steps=3")
     budget = run_folder.read_budget(tmp_path / "one")
     assert budget is not None
     timed = dataclasses.replace(budget, steps=None, minutes=25.0, fit=10, pace=300.0)  # as of a run of 25 minutes
     run_folder.write_budget(tmp_path / "one", timed)
-    run(own, "steps=null", "minutes=35")
+    run(overrides, "steps=null", "minutes=35")
     assert [row["step"] for row in rows()] == list(range(1, 13))
 
 
@@ -212,18 +212,18 @@ def test_a_run_goes_on_with_the_weights_it_was_begun_with(
     """Whether all of its answers were written or none yet."""
     folder = tmp_path / "target"
     shutil.copytree(tiny_target_folder, folder)
-    own = [*settings, f"model.path={folder}", "run=one", "stage=regenerate"]
+    overrides = [*settings, f"model.path={folder}", "run=one", "stage=regenerate"]
     with monkeypatch.context() as patch:
         if torn:
             patch.setattr("train.data.folder.collect_parts", interrupted)
-        assert (train(compose("train", TrainConfig, own), own) is None) == torn
+        assert (train(compose("train", TrainConfig, overrides), overrides) is None) == torn
     weights = load_file(folder / "model.safetensors")
     before = weights["model.norm.weight"].clone()
     for scale, error in ((2, r"one.data was made from something else: target was \w+ and is \w+; put back"), (1, None)):
         weights["model.norm.weight"] = before * scale
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
-            run(own)
+            run(overrides)
 
 
 def test_sequences_of_another_chat_template_are_not_taken(
@@ -232,15 +232,15 @@ def test_sequences_of_another_chat_template_are_not_taken(
     """Neither by the same run nor by another one."""
     folder = tmp_path / "target"
     shutil.copytree(tiny_target_folder, folder)
-    own = [*settings, f"model.path={folder}", "stage=regenerate"]
-    run(own, "run=one")
+    overrides = [*settings, f"model.path={folder}", "stage=regenerate"]
+    run(overrides, "run=one")
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text() + "{# other #}")
     with pytest.raises(ValueError, match=r"one.data was made from something else: chat_template was \w+ and is \w+"):
-        run(own, "run=one")
-    run(own, "run=two")
-    one, two = (json.loads((tmp_path / name / "data" / "source.json").read_text()) for name in ("one", "two"))
-    assert one["recipe"] != two["recipe"]
+        run(overrides, "run=one")
+    run(overrides, "run=two")
+    first, second = (json.loads((tmp_path / name / "data" / "source.json").read_text()) for name in ("one", "two"))
+    assert first["recipe"] != second["recipe"]
 
 
 def interrupted(*rest: Any) -> Any:
@@ -268,14 +268,14 @@ def test_another_run_takes_the_sequences_that_it_would_make_itself(
     first = tmp_path / "first" / "data"
     run(settings, "run=wider", "steps=1", "head.draft_vocab_size=384", "sequence_length=30")
     err = capsys.readouterr().err
-    assert f"sequences as in {first}" in err
+    assert f"reusing the sequences of {first}" in err
     assert "the target continues" not in err
     for name in ("train.safetensors", "held_out.safetensors", "source.json"):
         assert (tmp_path / "wider" / "data" / name).read_bytes() == (first / name).read_bytes()
-    for number, other in enumerate(
+    for number, override in enumerate(
         ("seed=1", "data.top_k=5", "eval_max_tokens=20", "model.dtype=bfloat16", "engine.kv_dtype=fp8")
     ):
-        run(settings, f"run=other-{number}", "stage=regenerate", other)
+        run(settings, f"run=other-{number}", "stage=regenerate", override)
         assert "the target continues" in capsys.readouterr().err
 
 
@@ -313,18 +313,18 @@ def live(settings: list[str], seconds: float) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_killed_at_any_moment_it_loses_no_more_than_a_checkpoints_worth(settings: list[str], tmp_path: Path) -> None:
-    own = [*settings, "checkpoint_every=2", "eval_every=6", "steps=10"]
+    overrides = [*settings, "checkpoint_every=2", "eval_every=6", "steps=10"]
     begun = time.monotonic()
-    run([*own, "run=whole", f"output_dir={tmp_path / 'elsewhere'}"])
-    whole_time = time.monotonic() - begun
+    run([*overrides, "run=whole", f"output_dir={tmp_path / 'elsewhere'}"])
+    duration = time.monotonic() - begun
     moments = random.Random(5)
     folder = tmp_path / "torn"
     for _ in range(2):
         before = read_metrics(folder) if folder.is_dir() else []
-        live([*own, "run=torn"], whole_time * moments.uniform(0.1, 0.9))
+        live([*overrides, "run=torn"], duration * moments.uniform(0.1, 0.9))
         done = max((row["step"] for row in (read_metrics(folder) if folder.is_dir() else before)), default=0)
         latest = checkpoint.latest_checkpoint(folder / "checkpoints")
         saved = int(latest.name.removeprefix("step-")) if latest else 0
         assert saved >= done - 3  # the step in work, and two since the last checkpoint
-    run([*own, "run=torn"])
+    run([*overrides, "run=torn"])
     assert_equal(tensors(tmp_path), tensors(tmp_path / "elsewhere"))

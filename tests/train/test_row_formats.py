@@ -12,7 +12,7 @@ from infer.cli import compose
 from models.tokenizer import Tokenizer
 from tests.chats import ANSWER, LOOK, RESULT, SYSTEM, USER, calling, with_templates
 from train.config import FilesDataConfig, TrainConfig
-from train.data.dialogue import given_rows
+from train.data.dialogue import provided_rows
 from train.data.examples import parse_row
 from train.data.sources import read_items
 from train.data.tables import drop_nulls, drop_schema_nulls
@@ -46,7 +46,7 @@ def config(path: Path, **settings: Any) -> FilesDataConfig:
 
 def learnt(row: Any, tokenizer: Tokenizer) -> list[Any]:
     _, example = parse_row(row, config(Path("x")), tokenizer)
-    return given_rows(example, tokenizer, 4000)
+    return provided_rows(example, tokenizer, 4000)
 
 
 @pytest.fixture
@@ -88,17 +88,17 @@ def test_free_form_values_as_json_text(tokenizer: Tokenizer) -> None:
     for row in ROWS:
         expected = learnt(row, tokenizer)
         messages = [
-            {**one, "tool_calls": json.dumps(one["tool_calls"])} if "tool_calls" in one else one
-            for one in row["messages"]
+            {**message, "tool_calls": json.dumps(message["tool_calls"])} if "tool_calls" in message else message
+            for message in row["messages"]
         ]
         arguments = [
-            {**one, "tool_calls": [{**call, "function": texts(call["function"])} for call in one["tool_calls"]]}
-            if "tool_calls" in one
-            else one
-            for one in row["messages"]
+            {**message, "tool_calls": [{**call, "function": texts(call["function"])} for call in message["tool_calls"]]}
+            if "tool_calls" in message
+            else message
+            for message in row["messages"]
         ]
         tools = row["tools"] or []
-        for other in (
+        for variant in (
             {**row, "messages": messages},
             {**row, "messages": arguments},
             {**row, "messages": json.dumps(row["messages"])},
@@ -106,7 +106,7 @@ def test_free_form_values_as_json_text(tokenizer: Tokenizer) -> None:
             {**row, "tools": [json.dumps(tool) for tool in tools]},
             {**row, "tools": [tool["function"] for tool in tools]},
         ):
-            assert learnt(other, tokenizer) == expected
+            assert learnt(variant, tokenizer) == expected
 
 
 def texts(function: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def test_sharegpt_and_openai_s_older_form_are_the_same_conversation(tokenizer: T
             ("observation", RESULT["content"]),
             ("gpt", "Fine."),
         ]
-        row = {"conversations": [{"from": who, "value": text} for who, text in turns], "tools": json.dumps([LOOK])}
+        row = {"conversations": [{"from": role, "value": text} for role, text in turns], "tools": json.dumps([LOOK])}
         assert learnt(row, tokenizer) == expected
     older = {"role": "assistant", "content": None, "function_call": texts(call)}
     result = {"role": "function", "name": "weather", "content": RESULT["content"]}
@@ -145,8 +145,8 @@ def test_calls_that_cannot_be_read_are_a_bad_row(tokenizer: Tokenizer) -> None:
 def test_which_nulls_are_dropped() -> None:
     """Fields everywhere, never elements of lists; a default of null stays where the schema allows null."""
     assert drop_nulls({"a": None, "b": [None, {"c": None, "d": 0}]}) == {"b": [None, {"d": 0}]}
-    kept = {"default": None, "type": ["string", "null"]}
-    for schema in (kept, {"default": None, "enum": [1, None]}, {"default": None, "nullable": True},
+    nullable = {"default": None, "type": ["string", "null"]}
+    for schema in (nullable, {"default": None, "enum": [1, None]}, {"default": None, "nullable": True},
                    {"default": None, "oneOf": [{"type": "null"}]}):  # fmt: skip
         assert drop_schema_nulls({"p": {**schema, "title": None}}) == {"p": schema}
         assert list(drop_schema_nulls(schema)) == list(schema)
@@ -175,12 +175,12 @@ def test_what_is_cut_or_refused_is_named(
     settings += ["data.max_new_tokens=6"] if responses == "regenerate" else []
     result = train(compose("train", TrainConfig, settings), settings)
     assert result is not None
-    where = f"{path}, line 9: cut after message 3 of 4: the prompt has"
+    cut = f"{path}, line 9: cut after message 3 of 4: the prompt has"
     bad = f"{path}, line 10: tool_calls is a text and no JSON (message 2)"
     log, report = capsys.readouterr().err, (tmp_path / "one" / "report.md").read_text()
-    assert f"shortened: {where}" in log
+    assert f"shortened: {cut}" in log
     assert f"left out: {bad}" in log
-    assert f"shortened: {where}" in report
+    assert f"shortened: {cut}" in report
     assert f"left out: {bad}" in report
     assert "1 were shortened" in report
     named = json.loads((tmp_path / "one" / "data" / "source.json").read_text())["named"]

@@ -1,4 +1,4 @@
-"""Whole runs on the tiny target: what they leave behind, and what they refuse."""
+"""Replicated runs on the tiny target: what they leave behind, and what they refuse."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from train import schedule
 from train.config import TrainConfig
 from train.data.sequences import Batch
 from train.distributed.parallel import refuse_other_launch
-from train.distributed.strategies import Whole
+from train.distributed.strategies import Replicated
 from train.features.online import compute_features
 from train.loop import Run, resume_command, train
 from train.publishing.trackers import read_metrics
@@ -89,7 +89,7 @@ def test_what_a_run_leaves_behind(
     assert again["acceptance_length"] == result["acceptance_length"]
 
 
-OWN = ("head.draft_vocab_size", "objective.steps", "eval_draft_tokens")  # what SETTINGS say for eagle3
+EAGLE3_KEYS = ("head.draft_vocab_size", "objective.steps", "eval_draft_tokens")  # what SETTINGS say for eagle3
 HEADS = {
     "eagle": ["objective.steps=2", "objective.reduction=sequence"],
     "medusa": ["head.draft_vocab_size=200", "objective.labels=hard"],
@@ -103,9 +103,9 @@ def test_every_head_trains_resumes_and_is_exported(
     head: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is random in an objective depends on seed and step alone, so a resumed run gives the same bits."""
-    kept = [item for item in settings if not item.startswith(OWN)]
-    own = [*kept, f"head={head}", *HEADS[head], "steps=6", "checkpoint_every=3", "eval_every=3", "eval_draft_tokens=3"]
-    result = run(own, "run=whole")
+    base = [item for item in settings if not item.startswith(EAGLE3_KEYS)]
+    args = [*base, f"head={head}", *HEADS[head], "steps=6", "checkpoint_every=3", "eval_every=3", "eval_draft_tokens=3"]
+    result = run(args, "run=whole")
     assert result["gap"] == 0.0
     folder = Path(result["export"])
     assert folder == tmp_path / "heads" / "demo" / head
@@ -124,13 +124,13 @@ def test_every_head_trains_resumes_and_is_exported(
         if self.step == 3:
             raise Interrupted
 
-    torn = [*own, "run=torn", f"head.path={tmp_path / 'torn-head'}"]
+    torn = [*args, "run=torn", f"head.path={tmp_path / 'torn-head'}"]
     with monkeypatch.context() as patch:
         patch.setattr(Run, "_between_steps", stop)
         assert train(compose("train", TrainConfig, torn), torn) is None
     run(torn)
-    mine, theirs = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "torn-head"))
-    assert_equal(mine, theirs)
+    straight, resumed = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "torn-head"))
+    assert_equal(straight, resumed)
 
 
 def test_an_mlp_speculator_is_trained_in_two_stages(settings: list[str], tmp_path: Path) -> None:
@@ -139,12 +139,12 @@ def test_an_mlp_speculator_is_trained_in_two_stages(settings: list[str], tmp_pat
     texts.write_text(
         "".join(json.dumps({"text": f"{chr(97 + index)} = lambda x: x + {index}"}) + "\n" for index in range(20))
     )
-    kept = [item for item in settings if not item.startswith((*OWN, "data."))]
-    own = [*kept, "head=mlp", "head.n_predict=3", "eval_draft_tokens=3", "steps=4", "optim.lr=0.002"]
-    first = run([*own, "data=files", f"data.path={texts}", "data.responses=given"], "run=text")
+    base = [item for item in settings if not item.startswith((*EAGLE3_KEYS, "data."))]
+    overrides = [*base, "head=mlp", "head.n_predict=3", "eval_draft_tokens=3", "steps=4", "optim.lr=0.002"]
+    first = run([*overrides, "data=files", f"data.path={texts}", "data.responses=given"], "run=text")
     stage_1 = load_file(Path(first["export"]) / "model.safetensors")
     elsewhere = f"head.path={tmp_path / 'second'}"
-    more = [*own, "data.num_sequences=8", "data.max_new_tokens=12", "data.prompt_tokens=8", elsewhere]
+    more = [*overrides, "data.num_sequences=8", "data.max_new_tokens=12", "data.prompt_tokens=8", elsewhere]
     run([*more, f"head.start_from={first['export']}"], "run=own", "optim.lr=1e-12")
     for name, value in load_file(tmp_path / "second" / "model.safetensors").items():
         torch.testing.assert_close(value, stage_1[name], rtol=1e-5, atol=1e-6)
@@ -155,10 +155,10 @@ def test_an_mlp_speculator_is_trained_in_two_stages(settings: list[str], tmp_pat
 def test_medusa_2_publishes_a_target_and_its_head(
     settings: list[str], tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = [item for item in settings if not item.startswith(OWN)]
-    own = [*kept, "head=medusa", "head.num_heads=3", "objective=medusa-2", "steps=8", "eval_every=6"]
-    own += ["checkpoint_every=6", "eval_draft_tokens=3", "objective.lora_rank=4", "optim.lr=0.01"]
-    result = run(own, "run=whole")
+    base = [item for item in settings if not item.startswith(EAGLE3_KEYS)]
+    overrides = [*base, "head=medusa", "head.num_heads=3", "objective=medusa-2", "steps=8", "eval_every=6"]
+    overrides += ["checkpoint_every=6", "eval_draft_tokens=3", "objective.lora_rank=4", "optim.lr=0.01"]
+    result = run(overrides, "run=whole")
     assert result["gap"] == 0.0
     head, folder = Path(result["export"]), tmp_path / "models" / "demo-medusa-2"
     assert head == tmp_path / "heads" / "demo-medusa-2" / "medusa"
@@ -177,12 +177,12 @@ def test_medusa_2_publishes_a_target_and_its_head(
     ids = torch.arange(20)[None]
     target, before = load_target(str(folder)), load_target(str(tiny_target_folder))
     logits, old = (t.logits(compute_features(t, Batch(ids, ids > 0, (0,)), (LAST,)).hidden) for t in (target, before))
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
-    torch.testing.assert_close(logits, theirs, rtol=1e-4, atol=1e-4)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(logits, old, atol=1e-3)
 
-    words = [f"model={folder}", "model.name=demo-medusa-2", f"output_dir={tmp_path}", "head=medusa"]
-    config = compose("generate", GenerateConfig, words)
+    options = [f"model={folder}", "model.name=demo-medusa-2", f"output_dir={tmp_path}", "head=medusa"]
+    config = compose("generate", GenerateConfig, options)
     engine = Engine.load(config.model, config.head, config.engine, config.proposer, output_dir=config.output_dir)
     assert engine.proposer_name == "head"
     with pytest.raises(ValueError, match="another target"):
@@ -195,14 +195,16 @@ def test_medusa_2_publishes_a_target_and_its_head(
         if self.step == 6:
             raise Interrupted
 
-    torn = [*own, "run=torn", f"output_dir={tmp_path / 'torn'}"]
+    torn = [*overrides, "run=torn", f"output_dir={tmp_path / 'torn'}"]
     with monkeypatch.context() as patch:
         patch.setattr(Run, "_between_steps", stop)
         assert train(compose("train", TrainConfig, torn), torn) is None
     run(torn)
     for path in (head, folder):
-        mine, its = (load_file(p / "model.safetensors") for p in (path, tmp_path / "torn" / path.relative_to(tmp_path)))
-        assert_equal(mine, its)
+        straight, resumed = (
+            load_file(p / "model.safetensors") for p in (path, tmp_path / "torn" / path.relative_to(tmp_path))
+        )
+        assert_equal(straight, resumed)
 
 
 def test_updates_that_are_not_finite_are_left_out_and_end_the_run(settings: list[str], tmp_path: Path) -> None:
@@ -211,10 +213,10 @@ def test_updates_that_are_not_finite_are_left_out_and_end_the_run(settings: list
     ) as error:
         run(settings, "run=hot", "optim.lr=1e30", "checkpoint_every=1", "max_skipped=3")
     step = int(str(error.value).split(":")[0].removeprefix("step "))
-    kept = tmp_path / "hot" / "checkpoints" / f"step-{step - 3:06d}"
-    assert f"Last good checkpoint: {kept}" in str(error.value)
+    checkpoint = tmp_path / "hot" / "checkpoints" / f"step-{step - 3:06d}"
+    assert f"Last good checkpoint: {checkpoint}" in str(error.value)
     assert re.search(r"here in sequences (\d+, ){8}\.\.\.", str(error.value))
-    assert all(value.isfinite().all() for value in load_file(kept / "module.safetensors").values())
+    assert all(value.isfinite().all() for value in load_file(checkpoint / "module.safetensors").values())
     assert not (tmp_path / "heads").exists()
     rows = read_metrics(tmp_path / "hot")
     assert [row["train/skipped_steps"] for row in rows if "train/skipped_steps" in row] == [1, 2]
@@ -223,23 +225,23 @@ def test_updates_that_are_not_finite_are_left_out_and_end_the_run(settings: list
 def test_one_bad_update_changes_nothing(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = Whole._clip
+    real = Replicated._clip
     norms = []
 
-    def clip(self: Whole) -> float:
+    def clip(self: Replicated) -> float:
         norms.append(real(self))
         if len(norms) == 3:
-            kept.update({name: value.clone() for name, value in self.state().module.items()})
+            before.update({name: value.clone() for name, value in self.state().module.items()})
             return math.inf
         if len(norms) == 4:
-            assert_equal(kept, self.state().module)
+            assert_equal(before, self.state().module)
         return norms[-1]
 
-    kept: dict[str, torch.Tensor] = {}
-    monkeypatch.setattr(Whole, "_clip", clip)
+    before: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(Replicated, "_clip", clip)
     run(settings, "run=one", "steps=5", "eval_every=3")
     assert (tmp_path / "one" / "checkpoints" / "best").read_text() == "step-000003\n"
-    assert "step 3 left out: the gradient norm is not finite" in capsys.readouterr().err
+    assert "step 3 skipped: the gradient norm is not finite" in capsys.readouterr().err
     rows = read_metrics(tmp_path / "one")
     assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 4, 5]
     assert [row["step"] for row in rows if "train/skipped_steps" in row] == [3]
@@ -253,12 +255,12 @@ def test_the_head_that_drafted_best_is_exported(
     """A learning rate that ruins the head after it was good."""
     real = schedule.learning_rate
     monkeypatch.setattr(schedule, "learning_rate", lambda step, *rest: real(step, *rest) * (1 if step < 24 else 3000))
-    own = [*settings, "eval_every=12", "checkpoint_every=100", "keep_checkpoints=1"]
-    result = run(own, "run=one")
+    overrides = [*settings, "eval_every=12", "checkpoint_every=100", "keep_checkpoints=1"]
+    result = run(overrides, "run=one")
     taus = {row["step"]: row["eval/tau_engine"] for row in read_metrics(tmp_path / "one") if "eval/tau_engine" in row}
     assert taus[30] < taus[24]
     best = max((12, 24), key=lambda step: (taus[step], -step))
-    assert f"exported is the head of step {best}, τ {taus[best]:.3f} in the engine" in capsys.readouterr().err
+    assert f"exporting the head of step {best}, τ {taus[best]:.3f} in the engine" in capsys.readouterr().err
     assert result["acceptance_length"]["engine"] == pytest.approx(taus[best], abs=1e-4)
     provenance = json.loads((tmp_path / "heads" / "demo" / "eagle3" / "provenance.json").read_text())
     assert provenance["steps"] == best
@@ -282,7 +284,7 @@ def decided(folder: Path) -> int:
     return budget.decided
 
 
-def rows_of_ones_own(folder: Path) -> Path:
+def write_rows(folder: Path) -> Path:
     rows: list[Any] = [{"prompt": f"def f{index}(x):"} for index in range(6)]
     turns = ["user", "assistant", "user", "assistant"]
     rows += [{"messages": [{"role": role, "content": f"say {n}"} for role in turns]} for n in range(6)]
@@ -293,23 +295,23 @@ def rows_of_ones_own(folder: Path) -> Path:
 
 
 def test_data_of_ones_own(settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = [item for item in settings if not item.startswith("data.prompt_tokens")]
-    kept += ["data=files", f"data.path={rows_of_ones_own(tmp_path)}", "data.held_out_share=0.2", "run=own", "steps=2"]
-    kept += ["data.columns={prompt: question}"]
-    result = run(kept, "stage=regenerate")
+    overrides = [item for item in settings if not item.startswith("data.prompt_tokens")]
+    overrides += ["data=files", f"data.path={write_rows(tmp_path)}", "data.held_out_share=0.2", "run=own", "steps=2"]
+    overrides += ["data.columns={prompt: question}"]
+    result = run(overrides, "stage=regenerate")
     err = capsys.readouterr().err
     assert f"left out: {tmp_path / 'data.jsonl'}, line 14: must hold one of input_ids, messages" in err
     assert "15 rows read (7 prompt, 6 messages, 1 input_ids): " in err
     counts = result["counts"]
-    asked, held_out, dropped = (counts["rows"][key] for key in ("train", "held_out", "dropped"))
-    assert counts["rows"]["read"] == 15 == asked + held_out + sum(dropped.values())
+    num_train, held_out, dropped = (counts["rows"][key] for key in ("train", "held_out", "dropped"))
+    assert counts["rows"]["read"] == 15 == num_train + held_out + sum(dropped.values())
     assert dropped["bad"] == 1
-    assert counts["answers"] == {"conversations": asked, "done": asked, "skipped": 0, "failed": 0}
+    assert counts["answers"] == {"conversations": num_train, "done": num_train, "skipped": 0, "failed": 0}
     assert not (tmp_path / "own" / "checkpoints").exists()
-    assert run(kept)["gap"] == 0.0
+    assert run(overrides)["gap"] == 0.0
     assert "the target continues" not in capsys.readouterr().err
-    given = run([word for word in kept if "max_new_tokens" not in word], "data.responses=given", "run=given")
-    assert given["gap"] == 0.0
+    trained = run([word for word in overrides if "max_new_tokens" not in word], "data.responses=given", "run=given")
+    assert trained["gap"] == 0.0
 
 
 def test_sequences_must_hold_a_response(settings: list[str]) -> None:
@@ -330,13 +332,13 @@ def test_bf16_autocast_trains(settings: list[str], tmp_path: Path) -> None:
         ["head=p-eagle", *HEADS["p-eagle"], "objective.ratio=1.0"],  # no sample, which each process draws anew
         ["head=medusa", "head.num_heads=4", "objective=medusa-2", "objective.lora_rank=4"],
     ],
-    ids=lambda words: words[0],
+    ids=lambda value: value[0],
 )
 def test_two_processes_train_a_head_like_one(head: list[str], settings: list[str], tmp_path: Path) -> None:
     """As tests/train/test_parallel_modes.py for a head with a parameter of its own, and one whose target learns too."""
-    own = [*(item for item in settings if not item.startswith(OWN)), "steps=4", "eval_draft_tokens=3", *head]
-    run(own, "run=single", "batch_size=8", f"output_dir={tmp_path / 'elsewhere'}")
-    double = [*own, "parallel=ddp", "run=double", "batch_size=4"]
+    args = [*(item for item in settings if not item.startswith(EAGLE3_KEYS)), "steps=4", "eval_draft_tokens=3", *head]
+    run(args, "run=single", "batch_size=8", f"output_dir={tmp_path / 'elsewhere'}")
+    double = [*args, "parallel=ddp", "run=double", "batch_size=4"]
     summary = json.loads(on_two_processes(ROOT / "train" / "run.py", *double).splitlines()[-1])
     assert (summary["run"], summary["gap"]) == ("double", 0.0)
     single, double = (read_metrics(folder) for folder in (tmp_path / "elsewhere" / "single", tmp_path / "double"))
@@ -370,11 +372,11 @@ def test_launches_that_only_look_distributed_are_refused(settings: list[str], mo
     ],
 )
 def test_what_accelerate_was_told_elsewhere_is_refused(name: str, kind: str, world: int, error: str | None) -> None:
-    made: Any = types.SimpleNamespace(
+    accelerator: Any = types.SimpleNamespace(
         distributed_type=DistributedType(kind), num_processes=min(world, 2), gradient_accumulation_steps=1
     )
     with pytest.raises(ValueError, match=error) if error else contextlib.nullcontext():
-        refuse_other_launch(made, name, world)
+        refuse_other_launch(accelerator, name, world)
 
 
 def test_accelerates_own_accumulation_is_refused(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,9 +405,9 @@ def test_the_command_to_resume_can_be_pasted() -> None:
     config = compose("train", TrainConfig, ["run=x"])
     command = resume_command(config, ["head=eagle3", "run=x", "data.temperatures=[0.0, 1.0]"])
     assert command == f"{interpreter()} train/run.py head=eagle3 'data.temperatures=[0.0, 1.0]' run=x"
-    launcher, words = resume_command(config, [], 2).split(" --nproc_per_node ")
+    launcher, arguments = resume_command(config, [], 2).split(" --nproc_per_node ")
     assert launcher in ("torchrun", f"{interpreter()} -m torch.distributed.run")
-    assert words == "2 train/run.py run=x"
+    assert arguments == "2 train/run.py run=x"
 
 
 def test_missing_weights_and_unknown_models_are_named(settings: list[str], tmp_path: Path) -> None:
@@ -418,20 +420,20 @@ def test_missing_weights_and_unknown_models_are_named(settings: list[str], tmp_p
 
 
 def test_another_runs_head_is_replaced_only_where_one_says_so(settings: list[str], tmp_path: Path) -> None:
-    own = [*settings, "overwrite=false", "steps=1"]
-    first = run(own, "run=first")
-    again = run(own, "run=first")
+    overrides = [*settings, "overwrite=false", "steps=1"]
+    first = run(overrides, "run=first")
+    again = run(overrides, "run=first")
     assert again["export"] == first["export"]
     refusal = r"heads.demo.eagle3: holds the head of run first, .* head\.path=.* overwrite=true .* run= "
     for more in (["run=second"], ["run=second", "check=true"]):
         with pytest.raises(ValueError, match=refusal):
-            run(own, *more)
+            run(overrides, *more)
     assert not (tmp_path / "second").exists()
-    run(own, "run=second", "stage=regenerate")
-    run(own, "run=second", f"head.path={tmp_path / 'elsewhere'}")
-    run(own, "run=third", "overwrite=true")
+    run(overrides, "run=second", "stage=regenerate")
+    run(overrides, "run=second", f"head.path={tmp_path / 'elsewhere'}")
+    run(overrides, "run=third", "overwrite=true")
     with pytest.raises(ValueError, match="holds the head of run third"):
-        run(own, "run=first")
+        run(overrides, "run=first")
     (tmp_path / "heads" / "demo" / "eagle3" / "provenance.json").unlink()
     with pytest.raises(ValueError, match="holds a head that no run of ours exported"):
-        run(own, "run=third")
+        run(overrides, "run=third")

@@ -43,6 +43,6 @@ def test_two_machines_learn_what_one_process_learns(tiny_target_folder: Path, tm
     finally:
         for launcher in launchers:
             launcher.kill()
-    one, two = (last(tmp_path / name, "module") for name in ("single", "machines"))
-    for name, value in one.items():
-        assert value.float().sub(two[name].float()).abs().max() < 1e-4, name
+    expected, actual = (last(tmp_path / name, "module") for name in ("single", "machines"))
+    for name, value in expected.items():
+        assert value.float().sub(actual[name].float()).abs().max() < 1e-4, name

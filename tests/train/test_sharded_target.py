@@ -43,7 +43,7 @@ def batches_of(rank: int) -> list[Batch]:
     return [sequences.batch([0, 3]), sequences.packed([[1, 2], [3]]), sequences.batch([2])][: 3 - 2 * rank]
 
 
-def found_in(target: LlamaTarget, batches: Sequence[Batch], aux: Sequence[int]) -> torch.Tensor:
+def outputs_of(target: LlamaTarget, batches: Sequence[Batch], aux: Sequence[int]) -> torch.Tensor:
     """Features and logits, flat."""
     parts = [torch.stack(compute_features(target, batch, aux).aux) for batch in batches]
     return torch.cat([part.flatten() for part in parts] + [target.logits(part[-1]).flatten() for part in parts])
@@ -68,24 +68,24 @@ def test_features_logits_and_tokens_are_those_of_a_whole_target(outputs: Path, t
     config = EngineConfig(max_tokens_in_cache=1024, threads=1)
     engine = Engine(load_target(str(target_folder)), proposer="none", config=config)
     for rank in range(2):
-        found = torch.load(outputs / f"rank-{rank}.pt")
-        assert torch.equal(found["found"], found_in(engine.target, batches_of(rank), AUX))
-    answers = [own.token_ids for own in engine.generate(PROMPTS, SamplingParams(max_tokens=12, seed=1))]
-    assert torch.load(outputs / "rank-0.pt")["answers"] == answers
+        saved = torch.load(outputs / f"rank-{rank}.pt")
+        assert torch.equal(saved["found"], outputs_of(engine.target, batches_of(rank), AUX))
+    token_ids = [completion.token_ids for completion in engine.generate(PROMPTS, SamplingParams(max_tokens=12, seed=1))]
+    assert torch.load(outputs / "rank-0.pt")["answers"] == token_ids
 
 
 @pytest.mark.slow
 def test_a_process_holds_half_of_the_layers(outputs: Path, target_folder: Path) -> None:
     target = load_target(str(target_folder))
-    whole = sum(p.numel() for p in target.layers.parameters())
+    total = sum(p.numel() for p in target.layers.parameters())
     rest = target.embed_tokens.weight.numel() + target.norm.weight.numel()
-    kept, rooms = shared_elements(list(target.layers), 2)
-    assert kept == pytest.approx(whole / 2, rel=0.01)
-    assert rooms == pytest.approx(2 * whole / LAYERS, rel=0.01)
+    per_process, rooms = shared_elements(list(target.layers), 2)
+    assert per_process == pytest.approx(total / 2, rel=0.01)
+    assert rooms == pytest.approx(2 * total / LAYERS, rel=0.01)
     for rank in range(2):
-        held = torch.load(outputs / f"rank-{rank}.pt")["held"]
-        assert held == pytest.approx(4 * (kept + rooms + rest), rel=0.01)
-        assert held < 0.62 * 4 * (whole + rest)
+        num_bytes = torch.load(outputs / f"rank-{rank}.pt")["held"]
+        assert num_bytes == pytest.approx(4 * (per_process + rooms + rest), rel=0.01)
+        assert num_bytes < 0.62 * 4 * (total + rest)
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_a_head_trained_on_it_has_the_same_bits(features: str, outputs: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         ([], r"features\.target=sharded: .* parallel=single has one; use parallel=ddp"),
         (["parallel=ddp", "engine.weights=int8"], r"features\.target=sharded: .*; use engine\.weights=same"),
@@ -112,9 +112,9 @@ def test_a_head_trained_on_it_has_the_same_bits(features: str, outputs: Path) ->
         ),
     ],
 )
-def test_what_does_not_go_with_a_sharded_target_is_refused(words: list[str], message: str) -> None:
+def test_what_does_not_go_with_a_sharded_target_is_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        compose("train", TrainConfig, ["features.target=sharded", *words])
+        compose("train", TrainConfig, ["features.target=sharded", *overrides])
 
 
 def test_an_unknown_way_to_hold_the_target_is_refused() -> None:
@@ -122,13 +122,13 @@ def test_an_unknown_way_to_hold_the_target_is_refused() -> None:
         compose("train", TrainConfig, ["features.target=half"])
 
 
-class Alone:
+class SingleProcess:
     """One process that holds everything."""
 
     rank, ranks = 0, 1
 
-    def gather(self, whole: torch.Tensor, own: torch.Tensor) -> Callable[[], Any]:
-        whole.copy_(own)
+    def gather(self, gathered: torch.Tensor, shard: torch.Tensor) -> Callable[[], Any]:
+        gathered.copy_(shard)
         return lambda: None
 
     def any(self, flag: bool) -> bool:
@@ -141,8 +141,8 @@ def test_layers_of_two_kinds_give_the_bits_of_a_whole_target(form: str, gemma_fo
     if form == "GGUF file":
         path = tmp_path / "gemma.gguf"
         write_gguf(gemma_folder, path)
-    whole, gathered = load_target(str(path)), load_target(str(path), exchange=Alone())
-    assert torch.equal(found_in(gathered, batches_of(0), (2, 5)), found_in(whole, batches_of(0), (2, 5)))
+    full, gathered = load_target(str(path)), load_target(str(path), exchange=SingleProcess())
+    assert torch.equal(outputs_of(gathered, batches_of(0), (2, 5)), outputs_of(full, batches_of(0), (2, 5)))
 
 
 @pytest.mark.parametrize(
@@ -161,4 +161,4 @@ def test_a_wrong_checkpoint_is_refused_by_name(
     change(tensors)
     save_file(tensors, file)
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        load_target(str(folder), exchange=Alone())
+        load_target(str(folder), exchange=SingleProcess())

@@ -58,9 +58,9 @@ def test_files_in_turn(tmp_path: Path) -> None:
     for name, count in (("a", 1), ("b", 3), ("c", 2)):
         rows = [{"prompt": f"{name}{number}"} for number in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = {turn: [item.row["prompt"] for item in read(str(tmp_path), interleave=turn)] for turn in (False, True)}
-    assert found[False] == ["a0", "b0", "b1", "b2", "c0", "c1"]
-    assert found[True] == ["a0", "b0", "c0", "b1", "c1", "b2"]
+    prompts = {turn: [item.row["prompt"] for item in read(str(tmp_path), interleave=turn)] for turn in (False, True)}
+    assert prompts[False] == ["a0", "b0", "b1", "b2", "c0", "c1"]
+    assert prompts[True] == ["a0", "b0", "c0", "b1", "c1", "b2"]
 
 
 def test_folders_patterns_and_lists(folder: Path, tmp_path: Path) -> None:

@@ -84,8 +84,8 @@ def test_wandb_offline_without_credentials(tmp_path: Path) -> None:
     """The real package: its files land in the run's folder, under an id of its own, without the secrets."""
     settings = {"wandb_api_key": "wandb_api_key-value", "nested": {"note": "hf_abcdefghijkl"}, "lr": 0.1}
     track(WandbConfig("wandb"), tmp_path / "run", **settings)
-    own = (tmp_path / "run" / "wandb-id").read_text().strip()
-    [record] = (tmp_path / "run" / "wandb").glob(f"offline-run-*/run-{own}.wandb")
+    run_id = (tmp_path / "run" / "wandb-id").read_text().strip()
+    [record] = (tmp_path / "run" / "wandb").glob(f"offline-run-*/run-{run_id}.wandb")
     assert appears(b"train/loss", record.parent)
     stored = everything_in(record.parent)
     assert b"wandb_api_key-value" not in stored
@@ -96,18 +96,18 @@ def test_wandb_offline_without_credentials(tmp_path: Path) -> None:
 
 def test_a_run_keeps_its_id_and_shares_it_with_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs of one name, in two folders; the first is resumed."""
-    asked: list[str] = []
+    run_ids: list[str] = []
 
     def init(**arguments: Any) -> Any:
-        asked.append(arguments["id"])
-        return types.SimpleNamespace(log=lambda *given, **named: None, finish=lambda: None)
+        run_ids.append(arguments["id"])
+        return types.SimpleNamespace(log=lambda *values, **named: None, finish=lambda: None)
 
-    wandb = types.SimpleNamespace(init=init, Settings=lambda **given: types.SimpleNamespace(base_url="https://x"))
+    wandb = types.SimpleNamespace(init=init, Settings=lambda **values: types.SimpleNamespace(base_url="https://x"))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     for folder in ("one", "other", "one"):
         track(WandbConfig("wandb", mode="online"), tmp_path / folder)
-    assert asked[0] == asked[2] != asked[1]
+    assert run_ids[0] == run_ids[2] != run_ids[1]
 
 
 def test_results_go_to_wandb_as_far_as_they_are_let(tmp_path: Path) -> None:
@@ -149,12 +149,12 @@ def test_an_unreachable_server_means_offline(
         check_tracker(WandbConfig("wandb", mode="online"))
 
 
-@pytest.mark.parametrize("found", [None, types.ModuleType("wandb")])
+@pytest.mark.parametrize("module", [None, types.ModuleType("wandb")])
 def test_no_wandb_is_no_reason_to_stop(
-    found: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Not installed, or only a folder of that name, which imports as an empty package."""
-    monkeypatch.setitem(sys.modules, "wandb", found)
+    monkeypatch.setitem(sys.modules, "wandb", module)
     track(WandbConfig("wandb"), tmp_path / "run")
     assert "wandb is not installed" in capsys.readouterr().err
     assert len(read_metrics(tmp_path / "run")) == 2

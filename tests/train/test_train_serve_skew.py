@@ -49,12 +49,12 @@ GREEDY = SamplingParams(max_tokens=40)
 @pytest.fixture(scope="module")
 def head_of(engine: Engine, tiny_target: LlamaTarget, responses: Sequences) -> Callable[[str], Head]:
     """One of each that knows `responses` nearly by heart."""
-    made: dict[str, Head] = {}
+    heads: dict[str, Head] = {}
 
     def get(variant: str) -> Head:
-        if variant not in made:
-            made[variant] = memorise(make_head(tiny_target, variant), engine.target, responses, STEPS, rounds=50)
-        return made[variant]
+        if variant not in heads:
+            heads[variant] = memorise(make_head(tiny_target, variant), engine.target, responses, STEPS, rounds=50)
+        return heads[variant]
 
     return get
 
@@ -106,13 +106,13 @@ def export(head: Head, folder: Path, target: LlamaTarget) -> Path:
     return folder
 
 
-def spy(head: Head, seen: list[tuple[list[int], list[int], int]]) -> Head:
+def spy(head: Head, calls: list[tuple[list[int], list[int], int]]) -> Head:
     """Records tokens, positions and depth of every row that the head is run on. Put on a class, copies have it too."""
     kind = type(head)
 
     class Watched(kind):  # type: ignore[misc, valid-type]
         def step(self, ids: Tensor, state: Tensor, positions: Tensor, attention: object, depth: int) -> Tensor:
-            seen.append((ids.flatten().tolist(), positions.flatten().tolist(), depth))
+            calls.append((ids.flatten().tolist(), positions.flatten().tolist(), depth))
             return super().step(ids, state, positions, attention, depth)
 
     watched = Watched(head.config)
@@ -130,9 +130,9 @@ def test_item_01_layer_j_is_hidden_state_j(
     """Training's features and the engine's are HF's hidden_states[j]: what enters layer j, before any norm."""
     head = head_of(variant)
     ids = torch.tensor([prompts[0]])
-    wanted = torch.cat([hidden_states[layer][0] for layer in head.config.aux_layers], dim=-1)
+    expected = torch.cat([hidden_states[layer][0] for layer in head.config.aux_layers], dim=-1)
     trained = torch.cat(features_of(head, engine, Batch(ids, ids > 0, (0,))).aux, dim=-1)[0]
-    assert torch.allclose(trained, wanted, atol=1e-4)
+    assert torch.allclose(trained, expected, atol=1e-4)
 
     engine.set_proposer("head", head)
     proposer = engine._head
@@ -147,7 +147,7 @@ def test_item_01_layer_j_is_hidden_state_j(
     proposer.commit = commit  # type: ignore[method-assign]
     engine.generate([prompts[0]], SamplingParams(max_tokens=2))
     engine.set_proposer("none")
-    assert torch.allclose(committed[0], wanted, atol=1e-4)
+    assert torch.allclose(committed[0], expected, atol=1e-4)
 
 
 @torch.no_grad()
@@ -194,8 +194,8 @@ def test_item_04_rotary_embedding_and_context_are_the_targets(
     assert loaded.config.layer.rope == target.config.rope
     assert loaded.config.layer.max_position_embeddings == 300
     (rotary,) = target.rotaries
-    mine, theirs = (own.rows(torch.arange(300), torch.float32) for own in (loaded.rotary, rotary))
-    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    actual, expected = (embedding.rows(torch.arange(300), torch.float32) for embedding in (loaded.rotary, rotary))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("variant", WITH_ATTENTION)
@@ -203,23 +203,23 @@ def test_item_05_positions_are_the_features(
     variant: str, engine: Engine, head_of: Callable[[str], Head], prompts: list[list[int]]
 ) -> None:
     """The row of slot i, which holds token t[i+1], stands at position i; a drafted one d further at i + d."""
-    seen: list[tuple[list[int], list[int], int]] = []
-    watched = spy(head_of(variant), seen)
+    calls: list[tuple[list[int], list[int], int]] = []
+    watched = spy(head_of(variant), calls)
     (completion,) = serve(engine, watched, prompts[:1], SamplingParams(max_tokens=12))
     text = prompts[0] + completion.token_ids
     mask = watched.mask_slot()
     slot, read = -1, []
-    for ids, positions, depth in seen:
+    for ids, positions, depth in calls:
         if depth:
             assert positions == [slot + depth]
             continue
         assert positions == list(range(positions[0], positions[0] + len(positions)))
-        own = len(ids)
-        while mask is not None and own > 1 and len(ids) - own < STEPS - 1 and ids[own - 1] == mask[0]:
-            own -= 1
-        assert ids[:own] == text[positions[0] + 1 : positions[0] + 1 + own]
-        slot = positions[own - 1]
-        read += positions[:own]
+        count = len(ids)
+        while mask is not None and count > 1 and len(ids) - count < STEPS - 1 and ids[count - 1] == mask[0]:
+            count -= 1
+        assert ids[:count] == text[positions[0] + 1 : positions[0] + 1 + count]
+        slot = positions[count - 1]
+        read += positions[:count]
     assert read == list(range(slot + 1))
     assert slot >= len(prompts[0]) + 4
     assert alignment.draft_positions(torch.arange(9), 2)[3].item() == 3 + 2
@@ -306,8 +306,8 @@ def test_item_08_forced_tokens_say_what_drafted_ones_do(
 def test_item_09_chats_are_written_alike(tiny_tokenizer: Tokenizer) -> None:
     """Training's prompt is the server's: one template, one generation prompt, no second beginning of text."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def f(x):"}]
-    whole = [*messages, {"role": "assistant", "content": "the answer in the data"}]
-    _, example = parse_row({"messages": whole}, FilesDataConfig(name="files", path="x"), tiny_tokenizer)
+    conversation = [*messages, {"role": "assistant", "content": "the answer in the data"}]
+    _, example = parse_row({"messages": conversation}, FilesDataConfig(name="files", path="x"), tiny_tokenizer)
     trained = first_prompt(example, tiny_tokenizer, 400)
     served = tiny_tokenizer.encode(tiny_tokenizer.render_chat(messages), add_special_tokens=False)
     assert trained == served
@@ -331,18 +331,18 @@ def test_item_10_a_tree_holds_the_chain_and_no_draft_is_deeper_than_the_head(
             engine.set_proposer("head", head, config=config)
             proposer = engine._head
             assert proposer is not None
-            seen: set[tuple[int, ...]] = set()
+            paths: set[tuple[int, ...]] = set()
             real = proposer.propose
 
-            def propose(requests: Sequence, budgets: Sequence[Budget], real=real, seen=seen) -> object:  # type: ignore[no-untyped-def]
+            def propose(requests: Sequence, budgets: Sequence[Budget], real=real, paths=paths) -> object:  # type: ignore[no-untyped-def]
                 drafted = real(requests, budgets)
                 for node in range(1, int(drafted.length[0])):
-                    seen.add(tuple(drafted.token[0, drafted.path(0, node)].tolist()))
+                    paths.add(tuple(drafted.token[0, drafted.path(0, node)].tolist()))
                 return drafted
 
             proposer.propose = propose  # type: ignore[method-assign]
             engine.generate([prompts[0]], SamplingParams(max_tokens=3))
-            trees.append(seen)
+            trees.append(paths)
     finally:
         engine.set_proposer("none", config=before)
     assert trees[0]
@@ -379,23 +379,23 @@ def test_item_11_accepted_positions_are_read_again_with_the_targets_features(
         target = load_target(str(tiny_target_folder))
         drafts = ProposerConfig(name="head", max_draft_tokens=STEPS)
         config = EngineConfig(max_tokens_in_cache=512, max_batch=1, prefix_cache=False)
-        own = Engine(target, head=head_of(variant), proposer="head", config=config, proposer_config=drafts)
+        engine = Engine(target, head=head_of(variant), proposer="head", config=config, proposer_config=drafts)
         if speculative:
-            request_id = own.add(text, SamplingParams(max_tokens=40))
-            while len(own._requests[request_id].tokens) < len(text) + 25:
-                own.step()
-            request = own._requests[request_id]
+            request_id = engine.add(text, SamplingParams(max_tokens=40))
+            while len(engine._requests[request_id].tokens) < len(text) + 25:
+                engine.step()
+            request = engine._requests[request_id]
             text, computed = list(request.tokens), request.computed
             assert request.stats.accepted > 0
         else:
-            request_id = own.add(text[: computed + 1], SamplingParams(max_tokens=4))
-            own.step()
-            request = own._requests[request_id]
-        own.speculator.propose([request], [Budget(1, 1)])  # reads what is pending
-        slots = [own._pool._slot(request, place) for place in range(1, computed + 1)]
-        caches.append([cache[:, :, slots].clone() for cache in own._pool.layers.caches[8:]])
-    for mine, fresh in zip(*caches, strict=True):
-        assert torch.allclose(mine, fresh, atol=1e-4)
+            request_id = engine.add(text[: computed + 1], SamplingParams(max_tokens=4))
+            engine.step()
+            request = engine._requests[request_id]
+        engine.speculator.propose([request], [Budget(1, 1)])  # reads what is pending
+        slots = [engine._pool._slot(request, position) for position in range(1, computed + 1)]
+        caches.append([cache[:, :, slots].clone() for cache in engine._pool.layers.caches[8:]])
+    for actual, fresh in zip(*caches, strict=True):
+        assert torch.allclose(actual, fresh, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", WITH_ATTENTION)
@@ -426,14 +426,14 @@ def test_item_13_the_dtype_that_is_measured_is_the_one_that_serves(
     target = load_target(str(tiny_target_folder), dtype=torch.bfloat16)
     drafts = ProposerConfig(name="head", max_draft_tokens=STEPS)
     config = EngineConfig(max_tokens_in_cache=2048, max_batch=8)
-    own = Engine(target, proposer="none", config=config, proposer_config=drafts)
-    answers = own.generate(prompts, GREEDY)
-    rows = [(a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * len(a.token_ids)) for a in answers]
+    engine = Engine(target, proposer="none", config=config, proposer_config=drafts)
+    plain = engine.generate(prompts, GREEDY)
+    rows = [(a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * len(a.token_ids)) for a in plain]
     batch = Sequences.of(rows).batch(range(len(rows)))
     head = copy.deepcopy(head_of(variant)).to(torch.bfloat16)
-    completions = serve(own, head, prompts)
-    assert [c.token_ids for c in completions] == [a.token_ids for a in answers]
-    simulated = simulate(head, batch, features_of(head, own, batch), STEPS)
+    completions = serve(engine, head, prompts)
+    assert [c.token_ids for c in completions] == [a.token_ids for a in plain]
+    simulated = simulate(head, batch, features_of(head, engine, batch), STEPS)
     served = total(completions)
     # bf16 rounds a batch of training and a row of serving differently in its last bits, so a tie may fall otherwise
     assert simulated.acceptance_length == pytest.approx(served.acceptance_length, rel=0.02)
@@ -444,18 +444,18 @@ def test_item_14_a_borrowed_lm_head_is_the_served_one(tied: bool, make_target_fo
     """Packed or not, tied or not; and training a head never touches the target's own weights."""
     target = load_target(str(make_target_folder(tie_word_embeddings=tied)))
     state = torch.randn(3, 64)
-    wanted = target.logits(state).clone()
+    expected = target.logits(state).clone()
     head = make_head(target, "eagle, the target's embedding")
-    assert torch.equal(head.logits(state, 0), wanted)
+    assert torch.equal(head.logits(state, 0), expected)
     served = Engine(target, head=head)._head
     assert served is not None
     assert torch.equal(served._head.logits(state, 0), target.logits(state))
-    assert torch.allclose(served._head.logits(state, 0), wanted, atol=1e-5)
+    assert torch.allclose(served._head.logits(state, 0), expected, atol=1e-5)
     fresh = load_target(target.path)
     for variant in ONE_OF_EACH:
-        own = make_head(fresh, variant)
-        theirs = {p.data_ptr() for p in fresh.parameters()}
-        assert not theirs & {p.data_ptr() for p in own.parameters() if p.requires_grad}
+        trained = make_head(fresh, variant)
+        pointers = {p.data_ptr() for p in fresh.parameters()}
+        assert not pointers & {p.data_ptr() for p in trained.parameters() if p.requires_grad}
 
 
 @pytest.mark.parametrize("variant", ONE_OF_EACH)
@@ -463,29 +463,29 @@ def test_item_15_cached_prefixes_and_chunks_draft_alike(
     variant: str, tiny_target_folder: Path, head_of: Callable[[str], Head], prompts: list[list[int]]
 ) -> None:
     """The feature of the last cached position is there: a warm request accepts what a cold one does."""
-    found = []
+    results = []
     long = [prompts[0] * 5, prompts[0] * 5 + prompts[1]]
     for config in ({"prefill_chunk": 7, "max_rows": 64}, {"prefix_cache": False}):
         target = load_target(str(tiny_target_folder))
         drafts = ProposerConfig(name="head", max_draft_tokens=STEPS)
         options = EngineConfig(max_tokens_in_cache=1024, max_batch=1, page_size=8, **config)
-        own = Engine(target, head=head_of(variant), proposer="head", config=options, proposer_config=drafts)
+        current = Engine(target, head=head_of(variant), proposer="head", config=options, proposer_config=drafts)
         for _ in range(2):  # the second time from the cache
-            found.append([(c.token_ids, c.stats) for c in own.generate(long, SamplingParams(max_tokens=12))])
-    assert all(own == found[0] for own in found)
-    assert sum(stats.drafted for _, stats in found[0]) > 0
+            results.append([(c.token_ids, c.stats) for c in current.generate(long, SamplingParams(max_tokens=12))])
+    assert all(current == results[0] for current in results)
+    assert sum(stats.drafted for _, stats in results[0]) > 0
 
 
 def test_item_16_acceptance_length_counts_the_bonus_over_all_verifies() -> None:
     """Tokens over verifies of all requests together, not a mean of means; positions without a condition."""
-    one, other = SpeculationStats(), SpeculationStats()
-    one.record(drafted=3, accepted=3, emitted=4)
+    first, second = SpeculationStats(), SpeculationStats()
+    first.record(drafted=3, accepted=3, emitted=4)
     for _ in range(3):
-        other.record(drafted=3, accepted=0, emitted=1)
-    other.record(drafted=1, accepted=1, emitted=2)
+        second.record(drafted=3, accepted=0, emitted=1)
+    second.record(drafted=1, accepted=1, emitted=2)
     merged = SpeculationStats()
-    for stats in (one, other):
+    for stats in (first, second):
         merged.merge(stats)
-    assert (one.acceptance_length, other.acceptance_length) == (4.0, 1.25)
+    assert (first.acceptance_length, second.acceptance_length) == (4.0, 1.25)
     assert merged.acceptance_length == 9 / 5
     assert merged.acceptance_by_position == [2 / 5, 1 / 4, 1 / 4]

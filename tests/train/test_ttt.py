@@ -39,9 +39,9 @@ def objective(head: Eagle3Head, **settings: object) -> TrainingTimeTest:
     return TrainingTimeTest(head, TttConfig(**{"name": "ttt", "steps": STEPS, **settings}))  # type: ignore[arg-type]
 
 
-def run(made: TrainingTimeTest, target: LlamaTarget, batch: Batch, features: Features) -> tuple[torch.Tensor, StepSums]:
-    own = teach(target, features.hidden, batch, made.head.target_ids)
-    return made(batch, features, own, made.denominators(batch))
+def run(ttt: TrainingTimeTest, target: LlamaTarget, batch: Batch, features: Features) -> tuple[torch.Tensor, StepSums]:
+    targets = teach(target, features.hidden, batch, ttt.head.target_ids)
+    return ttt(batch, features, targets, ttt.denominators(batch))
 
 
 def slow(
@@ -96,13 +96,13 @@ def test_loss_and_metrics_equal_the_definition(
     batch: Batch, features: Features,
 ) -> None:  # fmt: skip
     head = make_head(tiny_target, responses, vocab=48, **flags)
-    made = objective(head, **settings)
-    loss, sums = run(made, engine.target, batch, features)
-    want, rows = slow(
+    ttt = objective(head, **settings)
+    loss, sums = run(ttt, engine.target, batch, features)
+    expected, rows = slow(
         head, engine.target, batch, features,
-        weight=made.config.step_weight, drop=made.config.drop_out_of_vocab, loss=made.config.loss,
+        weight=ttt.config.step_weight, drop=ttt.config.drop_out_of_vocab, loss=ttt.config.loss,
     )  # fmt: skip
-    assert loss.item() == pytest.approx(want, rel=1e-5)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
     for step, row in enumerate(rows):
         assert [float(column[step]) for column in sums] == pytest.approx(row, rel=1e-5)
 
@@ -115,23 +115,23 @@ def test_some_choices_lie_outside_the_draft_vocabulary(
     teacher = teach(engine.target, features.hidden, batch, head.target_ids)
     assert 0 < int(teacher.in_vocab.sum()) < len(teacher.in_vocab)
     assert len(teacher.in_vocab) == int(alignment.served(batch.assistant).sum())
-    kept, sums = run(objective(head), engine.target, batch, features)
-    every, same = run(objective(head, drop_out_of_vocab=False), engine.target, batch, features)
-    assert kept.item() < every.item()
-    assert torch.equal(sums.correct, same.correct)
+    partial_loss, sums = run(objective(head), engine.target, batch, features)
+    full_loss, full_sums = run(objective(head, drop_out_of_vocab=False), engine.target, batch, features)
+    assert partial_loss.item() < full_loss.item()
+    assert torch.equal(sums.correct, full_sums.correct)
 
 
 @torch.no_grad()
 def test_leaving_prompt_slots_out_changes_no_state(random_head: Eagle3Head, batch: Batch, features: Features) -> None:
     first = 5
-    whole = list(draft_states(random_head, batch.ids, features.aux, STEPS))
+    full = list(draft_states(random_head, batch.ids, features.aux, STEPS))
     part = list(draft_states(random_head, batch.ids, features.aux, STEPS, first))
-    for a, b in zip(whole, part, strict=True):
+    for a, b in zip(full, part, strict=True):
         assert torch.allclose(a[:, first:], b, atol=1e-6)
     slots = alignment.served_slots(alignment.served(batch.assistant))
     assert slots.shape[1] < batch.ids.shape[1] - first
     some = draft_states(random_head, batch.ids, features.aux, STEPS, slots=slots)
-    for a, b in zip(whole, some, strict=True):
+    for a, b in zip(full, some, strict=True):
         assert torch.allclose(alignment.at(a, slots), b, atol=1e-6)
 
 
@@ -140,11 +140,11 @@ def test_padding_and_neighbours_change_nothing(
     engine: Engine, random_head: Eagle3Head, responses: Sequences, batch: Batch, features: Features
 ) -> None:
     alone = responses.batch([0])
-    own = compute_features(engine.target, alone, random_head.config.aux_layers)
+    single_features = compute_features(engine.target, alone, random_head.config.aux_layers)
     length = alone.ids.shape[1]
     states = zip(
         draft_states(random_head, batch.ids, features.aux, STEPS),
-        draft_states(random_head, alone.ids, own.aux, STEPS),
+        draft_states(random_head, alone.ids, single_features.aux, STEPS),
         strict=True,
     )
     masks = alignment.step_masks(alone.assistant, STEPS)[:, 0]
@@ -153,9 +153,9 @@ def test_padding_and_neighbours_change_nothing(
 
 
 def gradients(head: Eagle3Head) -> dict[str, torch.Tensor]:
-    found = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
+    grads = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
     head.zero_grad(set_to_none=True)
-    return found
+    return grads
 
 
 def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -168,52 +168,52 @@ def test_everything_but_the_embedding_learns(
     engine: Engine, random_head: Eagle3Head, batch: Batch, features: Features
 ) -> None:
     run(objective(random_head), engine.target, batch, features)[0].backward()
-    found = gradients(random_head)
-    assert found.keys() == {name for name, _ in random_head.named_parameters()} - {"embed_tokens.weight"}
-    assert all(value.abs().max() > 0 for value in found.values())
+    grads = gradients(random_head)
+    assert grads.keys() == {name for name, _ in random_head.named_parameters()} - {"embed_tokens.weight"}
+    assert all(value.abs().max() > 0 for value in grads.values())
 
 
 def test_accumulated_batches_add_up_to_the_large_one(
     engine: Engine, random_head: Eagle3Head, responses: Sequences, batch: Batch, features: Features
 ) -> None:
-    made = objective(random_head)
-    loss, sums = run(made, engine.target, batch, features)
+    ttt = objective(random_head)
+    loss, sums = run(ttt, engine.target, batch, features)
     loss.backward()
-    whole = gradients(random_head)
-    denominators = made.denominators(batch)
+    expected = gradients(random_head)
+    denominators = ttt.denominators(batch)
     total, parts = 0.0, []
     for rows in ([0, 1], [2, 3, 4], [5]):
         part = responses.batch(rows)
-        own = compute_features(engine.target, part, random_head.config.aux_layers)
-        taught = teach(engine.target, own.hidden, part, random_head.target_ids)
-        value, part_sums = made(part, own, taught, denominators)
+        part_features = compute_features(engine.target, part, random_head.config.aux_layers)
+        taught = teach(engine.target, part_features.hidden, part, random_head.target_ids)
+        value, part_sums = ttt(part, part_features, taught, denominators)
         value.backward()
         total += value.item()
         parts.append(torch.stack(list(part_sums)))
     assert total == pytest.approx(loss.item(), rel=1e-5)
     assert torch.allclose(torch.stack(parts).sum(0), torch.stack(list(sums)), rtol=1e-4)
-    assert_close(gradients(random_head), whole)
+    assert_close(gradients(random_head), expected)
 
 
 def test_chunks_change_nothing(
     engine: Engine, random_head: Eagle3Head, batch: Batch, features: Features, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = objective(random_head)
-    loss, sums = run(made, engine.target, batch, features)
+    ttt = objective(random_head)
+    loss, sums = run(ttt, engine.target, batch, features)
     loss.backward()
-    whole = gradients(random_head)
+    expected = gradients(random_head)
     monkeypatch.setattr(teacher, "CHUNK_ELEMENTS", 384 * 17)
-    again, chunk_sums = run(made, engine.target, batch, features)
+    again, chunk_sums = run(ttt, engine.target, batch, features)
     again.backward()
     assert again.item() == pytest.approx(loss.item(), rel=1e-6)
     assert torch.allclose(torch.stack(list(chunk_sums)), torch.stack(list(sums)), rtol=1e-5)
-    assert_close(gradients(random_head), whole)
+    assert_close(gradients(random_head), expected)
 
 
 def test_a_batch_that_serves_no_slot_is_harmless(engine: Engine, random_head: Eagle3Head) -> None:
     nothing = Batch(torch.ones(2, 9, dtype=torch.int64), torch.zeros(2, 9, dtype=torch.bool), (0, 1))
-    own = compute_features(engine.target, nothing, random_head.config.aux_layers)
-    loss, sums = run(objective(random_head), engine.target, nothing, own)
+    empty_features = compute_features(engine.target, nothing, random_head.config.aux_layers)
+    loss, sums = run(objective(random_head), engine.target, nothing, empty_features)
     loss.backward()
     assert loss.item() == 0.0
     assert sums.count.tolist() == [0.0] * STEPS
@@ -224,8 +224,8 @@ def test_soft_cross_entropy_equals_torch_and_its_gradient() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(7, 11, generator=generator, dtype=torch.float64, requires_grad=True)
     probs = torch.randn(7, 11, generator=generator, dtype=torch.float64).softmax(-1)
-    mine = SoftCrossEntropy.apply(logits, probs)
-    assert torch.allclose(mine, F.cross_entropy(logits, probs, reduction="none"))
+    actual = SoftCrossEntropy.apply(logits, probs)
+    assert torch.allclose(actual, F.cross_entropy(logits, probs, reduction="none"))
     assert torch.autograd.gradcheck(lambda z: SoftCrossEntropy.apply(z, probs), logits)
 
 
@@ -253,10 +253,10 @@ def test_greedy_responses_are_the_teachers_choices(
 def test_bf16_autocast_keeps_probabilities_in_fp32(
     engine: Engine, random_head: Eagle3Head, batch: Batch, features: Features
 ) -> None:
-    made = objective(random_head)
-    exact, _ = run(made, engine.target, batch, features)
+    ttt = objective(random_head)
+    exact, _ = run(ttt, engine.target, batch, features)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rough, sums = run(made, engine.target, batch, features)
+        rough, sums = run(ttt, engine.target, batch, features)
     rough.backward()
     assert rough.dtype == sums.overlap.dtype == torch.float32
     assert rough.item() == pytest.approx(exact.item(), rel=0.02)

@@ -39,8 +39,8 @@ def test_round_trip_on_random_counts() -> None:
     ids = target_ids(d2t)
     assert torch.equal(ids, t2d.nonzero().flatten())
     rest = [token for token in range(1000) if not t2d[token]]
-    kept = [int(counts[token]) for token in ids.tolist() if token not in (0, 999)]
-    assert min(kept) >= max(int(counts[token]) for token in rest)
+    included = [int(counts[token]) for token in ids.tolist() if token not in (0, 999)]
+    assert min(included) >= max(int(counts[token]) for token in rest)
 
 
 def test_counts_are_not_changed() -> None:

@@ -28,10 +28,10 @@ def word(values: list[int], bits: int) -> int:
 
 def pack_rows(values: Array, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
     """Along the last dimension, padded with zeros; `order` says which column lies where in a word."""
-    per = 32 // bits
-    places = order or tuple(range(per))
-    padded = np.pad(values, ((0, 0), (0, -values.shape[1] % per)))
-    words = [[word([int(row[i + p]) for p in places], bits) for i in range(0, len(row), per)] for row in padded]
+    per_word = 32 // bits
+    places = order or tuple(range(per_word))
+    padded = np.pad(values, ((0, 0), (0, -values.shape[1] % per_word)))
+    words = [[word([int(row[i + p]) for p in places], bits) for i in range(0, len(row), per_word)] for row in padded]
     return torch.tensor(words, dtype=torch.int32)
 
 
@@ -39,16 +39,16 @@ def affine(weight: Array, bits: int, size: int, symmetric: bool) -> tuple[Array,
     """Values from 0 `[N, K]`, zeros `[N, G]` and fp16 scales `[N, G]`, of groups of `size` columns in order."""
     rows, columns = weight.shape
     grouped = weight.reshape(rows, columns // size, size)
-    most = (1 << bits) - 1
+    max_value = (1 << bits) - 1
     if symmetric:
-        scale = np.abs(grouped).max(2) / (most // 2)
-        zero = np.full(scale.shape, (most + 1) // 2)
+        scale = np.abs(grouped).max(2) / (max_value // 2)
+        zero = np.full(scale.shape, (max_value + 1) // 2)
     else:
         low, high = np.minimum(grouped.min(2), 0), np.maximum(grouped.max(2), 0)
-        scale = (high - low) / most
+        scale = (high - low) / max_value
         zero = np.rint(-low / scale).astype(int)
     scale = scale.astype(np.float16)
-    values = np.clip(np.rint(grouped / scale[..., None].astype(np.float64)) + zero[..., None], 0, most).astype(int)
+    values = np.clip(np.rint(grouped / scale[..., None].astype(np.float64)) + zero[..., None], 0, max_value).astype(int)
     return values.reshape(rows, columns), zero, scale
 
 
@@ -56,22 +56,22 @@ def widened(values: Array, zero: Array, scale: Array, group: Array) -> Array:
     return (scale.astype(np.float32)[:, group] * (values - zero[:, group]).astype(np.float32)).astype(np.float32)
 
 
-def gptq(bits: int, size: int, *, symmetric: bool = True, shuffled: bool = False, less: int = 1) -> Quantiser:
+def gptq(bits: int, size: int, *, symmetric: bool = True, shuffled: bool = False, zero_offset: int = 1) -> Quantiser:
     def quantise(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
         columns = weight.shape[1]
         order = rng.permutation(columns) if shuffled else np.arange(columns)  # order[i]: the column in the i-th place
         values, zero, scale = affine(weight[:, order], bits, size, symmetric)
         group = np.empty(columns, int)
         group[order] = np.arange(columns) // size
-        own = np.empty_like(values)
-        own[:, order] = values
+        unshuffled = np.empty_like(values)
+        unshuffled[:, order] = values
         parts = {
-            "qweight": pack_rows(own, bits).t().contiguous(),
-            "qzeros": pack_rows(((zero - less) % (1 << bits)).T, bits),
+            "qweight": pack_rows(unshuffled, bits).t().contiguous(),
+            "qzeros": pack_rows(((zero - zero_offset) % (1 << bits)).T, bits),
             "scales": torch.from_numpy(scale.T.copy()),
             "g_idx": torch.from_numpy(group.astype(np.int32)),
         }
-        return parts, widened(own, zero, scale, group)
+        return parts, widened(unshuffled, zero, scale, group)
 
     return quantise
 
@@ -94,8 +94,8 @@ def packed(bits: int, size: int | None, *, symmetric: bool = True) -> Quantiser:
     """compressed-tensors' pack-quantized. Its numbers are signed, and stored with half the range added."""
 
     def quantise(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
-        own = size or weight.shape[1]
-        values, zero, scale = affine(weight, bits, own, symmetric)
+        group_size = size or weight.shape[1]
+        values, zero, scale = affine(weight, bits, group_size, symmetric)
         parts = {
             "weight_packed": pack_rows(values, bits),
             "weight_scale": torch.from_numpy(scale),
@@ -103,32 +103,32 @@ def packed(bits: int, size: int | None, *, symmetric: bool = True) -> Quantiser:
         }
         if not symmetric:
             parts["weight_zero_point"] = pack_rows(zero.T, bits).t().contiguous()
-        return parts, widened(values, zero, scale, np.arange(weight.shape[1]) // own)
+        return parts, widened(values, zero, scale, np.arange(weight.shape[1]) // group_size)
 
     return quantise
 
 
-def plain8(kind: str, *, whole: bool = False) -> Quantiser:
+def plain8(kind: str, *, per_tensor: bool = False) -> Quantiser:
     """compressed-tensors' int-quantized and float-quantized: the numbers as they are, a scale per row or for all."""
 
     def quantise(weight: Array, rng: np.random.Generator) -> tuple[Stored, Array]:
-        most = np.abs(weight).max(keepdims=True) if whole else np.abs(weight).max(1, keepdims=True)
-        scale = torch.from_numpy(most / (127 if kind == "int" else 448)).to(torch.bfloat16)
+        amax = np.abs(weight).max(keepdims=True) if per_tensor else np.abs(weight).max(1, keepdims=True)
+        scale = torch.from_numpy(amax / (127 if kind == "int" else 448)).to(torch.bfloat16)
         scaled = torch.from_numpy(weight) / scale.float()
         stored = scaled.round().to(torch.int8) if kind == "int" else scaled.to(torch.float8_e4m3fn)
-        own = stored.float().numpy() * scale.float().numpy()
-        return {"weight": stored, "weight_scale": scale.reshape(-1) if whole else scale}, own
+        dequantised = stored.float().numpy() * scale.float().numpy()
+        return {"weight": stored, "weight_scale": scale.reshape(-1) if per_tensor else scale}, dequantised
 
     return quantise
 
 
 def compressed(form: str, *, ignore: tuple[str, ...] = ("lm_head",), **weights: Any) -> dict[str, Any]:
     """The section as llm-compressor writes it, null keys too."""
-    own = {
+    base = {
         "num_bits": 8, "type": "int", "symmetric": True, "group_size": None, "strategy": "channel", "dynamic": False,
         "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {},
     }  # fmt: skip
-    group = {"targets": ["Linear"], "weights": own | weights, "input_activations": None, "output_activations": None}
+    group = {"targets": ["Linear"], "weights": base | weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -152,9 +152,9 @@ def write(source: Path, section: dict[str, Any], quantise: Quantiser, out: Path,
         else:
             stored[name] = ordinary[name] = tensor
     config = json.loads((source / "config.json").read_text())
-    for folder, tensors, more in ((out, stored, {"quantization_config": section}), (plain, ordinary, {})):
+    for folder, tensors, extra_config in ((out, stored, {"quantization_config": section}), (plain, ordinary, {})):
         folder.mkdir()
         save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(config | more))
+        (folder / "config.json").write_text(json.dumps(config | extra_config))
         for file in source.glob("token*"):
             (folder / file.name).write_bytes(file.read_bytes())

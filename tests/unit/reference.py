@@ -21,11 +21,11 @@ def relative_error(actual: Tensor, wanted: Tensor) -> float:
 
 
 @torch.no_grad()
-def reference_outputs(folder: Path, ids: Tensor, **more: Any) -> Any:
+def reference_outputs(folder: Path, ids: Tensor, **kwargs: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return model(ids, output_hidden_states=True, **more)
+    return model(ids, output_hidden_states=True, **kwargs)
 
 
 @torch.no_grad()

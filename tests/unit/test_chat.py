@@ -36,7 +36,7 @@ SPECIAL = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
 
 
 @pytest.fixture(scope="module")
-def theirs(tiny_target_folder: Path) -> Any:
+def hf_tokenizer(tiny_target_folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(tiny_target_folder)
@@ -74,7 +74,7 @@ def attempt(render: Any) -> str | None:
 
 
 @pytest.mark.parametrize("family", sorted(set(TEMPLATES) - NEEDS_TEXT_ARGUMENTS))
-def test_every_family_renders_as_in_transformers(family: str, theirs: Any, tiny_tokenizer: Tokenizer) -> None:
+def test_every_family_renders_as_in_transformers(family: str, hf_tokenizer: Any, tiny_tokenizer: Tokenizer) -> None:
     ours, rendered = with_templates(tiny_tokenizer, family), 0
     for name, conversation in CONVERSATIONS.items():
         tools, texts = conversation.get("tools"), TEMPLATES[family]
@@ -85,7 +85,7 @@ def test_every_family_renders_as_in_transformers(family: str, theirs: Any, tiny_
         for generation_prompt in (True, False):
 
             def render(template: str = template, tools: Any = tools, prompt: bool = generation_prompt) -> str:
-                return theirs.apply_chat_template(
+                return hf_tokenizer.apply_chat_template(
                     for_transformers(conversation, family),  # noqa: B023  # called at once
                     tools=tools,
                     chat_template=template,
@@ -101,7 +101,7 @@ def test_every_family_renders_as_in_transformers(family: str, theirs: Any, tiny_
             assert text == expected, (family, name)
             rendered += expected is not None
             if expected is not None and generation_prompt:
-                ids = theirs(expected, add_special_tokens=False)["input_ids"]
+                ids = hf_tokenizer(expected, add_special_tokens=False)["input_ids"]
                 assert ours.apply_chat_template(conversation["messages"], tools=tools) == ids
     assert rendered >= 8
 
@@ -148,9 +148,9 @@ SNIPPETS = [
 
 @pytest.mark.parametrize("template", SNIPPETS)
 @pytest.mark.parametrize("tools", [None, [LOOK]])
-def test_the_environment_is_transformers_own(template: str, tools: Any, theirs: Any) -> None:
+def test_the_environment_is_transformers_own(template: str, tools: Any, hf_tokenizer: Any) -> None:
     messages = [{"role": "system", "content": "naïve <b>"}, {"role": "user", "content": "日本 & 'x'"}]
-    expected = theirs.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False)
+    expected = hf_tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, tokenize=False)
     text = Chat({"default": template}).render(messages, tools=tools, generation_prompt=False)
     assert text == expected
 
@@ -241,10 +241,10 @@ def test_named_templates(where: str, tiny_target_folder: Path, tmp_path: Path) -
         (folder / "additional_chat_templates").mkdir()
         (folder / "additional_chat_templates" / "tool_use.jinja").write_text(NAMED["tool_use"])
         (folder / "chat_template.jinja").write_text(NAMED["default"])
-    tokenizer, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    tokenizer, reference = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
     for tools, text in ((None, "plain"), ([], "plain"), ([LOOK], "with 1")):
         assert tokenizer.render_chat([USER], tools=tools) == text
-        assert theirs.apply_chat_template([USER], tools=tools or None, tokenize=False) == text
+        assert reference.apply_chat_template([USER], tools=tools or None, tokenize=False) == text
     assert tokenizer.chat.text_for(tools=True) == NAMED["tool_use"]
     assert tokenizer.chat_template == NAMED["default"]
 

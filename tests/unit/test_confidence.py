@@ -10,80 +10,81 @@ import pytest
 from infer.request import Request, SamplingParams
 from infer.speculation.budget import Budget
 from infer.speculation.control.acceptance_model import LATE, AcceptanceModel
+from infer.speculation.control.batch_plan import Candidate
 from infer.speculation.control.confidence import Confidence, ExitDecision, Prices
-from infer.speculation.control.planner import Candidate, Controller
+from infer.speculation.control.planner import Controller
 from tests.drafts import chain
 from tests.unit.test_controller import chains, make_costs, with_rates
 
 DEPTH = 4
 
 
-def request(name: str = "0", **params) -> Request:
+def make_request(name: str = "0", **params) -> Request:
     return Request(name, [1], SamplingParams(**params), 0, [1], frozenset())
 
 
-def draft(confidence: Confidence, own: Request, log_probabilities: list[float]) -> list[ExitDecision]:
-    confidence.start([own], [len(log_probabilities)])
-    return [confidence.score([own], [value])[0] for value in log_probabilities]
+def draft(confidence: Confidence, request: Request, log_probabilities: list[float]) -> list[ExitDecision]:
+    confidence.start([request], [len(log_probabilities)])
+    return [confidence.score([request], [value])[0] for value in log_probabilities]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_chances_learn_what_a_drafters_confidence_is_worth(temperature):
     """It says 0.9 or 0.3, and is right in 0.95 or 0.2 of such cases."""
-    confidence, chance, own = Confidence(AcceptanceModel()), random.Random(0), request(temperature=temperature)
+    confidence, rng, request = Confidence(AcceptanceModel()), random.Random(0), make_request(temperature=temperature)
     truth = {0.9: 0.95, 0.3: 0.2}
-    hoped = emitted = 0.0
-    for turn in range(3000):
-        said = [chance.choice([0.9, 0.3]) for _ in range(DEPTH)]
-        draft(confidence, own, [math.log(value) for value in said])
-        right = next((place for place in range(DEPTH) if chance.random() > truth[said[place]]), DEPTH)
+    predicted = emitted = 0.0
+    for step in range(3000):
+        stated = [rng.choice([0.9, 0.3]) for _ in range(DEPTH)]
+        draft(confidence, request, [math.log(value) for value in stated])
+        right = next((place for place in range(DEPTH) if rng.random() > truth[stated[place]]), DEPTH)
         expected = confidence.update("0", DEPTH, right)
         assert expected is not None
         confidence._acceptance.record("0", "head", chain(DEPTH, right), expected)
-        if turn >= 1000:
-            hoped, emitted = hoped + expected, emitted + right
-    assert hoped == pytest.approx(emitted, rel=0.05)
-    for said, right in truth.items():
-        draft(confidence, own, [math.log(said)])
+        if step >= 1000:
+            predicted, emitted = predicted + expected, emitted + right
+    assert predicted == pytest.approx(emitted, rel=0.05)
+    for stated, right in truth.items():
+        draft(confidence, request, [math.log(stated)])
         assert confidence._drafts["0"].chances == pytest.approx([right], abs=0.1)
     assert confidence.errors is not None
-    ours, plain = confidence.errors
-    assert ours < 0.85 * plain
-    other = request(temperature=1.0 - temperature)
+    learnt_error, plain_error = confidence.errors
+    assert learnt_error < 0.85 * plain_error
+    other = make_request(temperature=1.0 - temperature)
     draft(confidence, other, [math.log(0.3)])
     assert confidence._drafts["0"].chances[0] > 0.3  # of which nothing is known
 
 
 def test_a_token_is_kept_and_followed_if_it_is_worth_it():
-    confidence, own = Confidence(with_rates([0.8])), request()
+    confidence, request = Confidence(with_rates([0.8])), make_request()
     sure, unsure = math.log(0.99), math.log(0.01)
-    assert draft(confidence, own, [unsure] * 3) == [(True, True), (True, True), (True, False)]  # without prices
+    assert draft(confidence, request, [unsure] * 3) == [(True, True), (True, True), (True, False)]  # without prices
     confidence.prices = Prices(row=0.3, step=0.0, level=0.0)
-    assert draft(confidence, own, [sure, sure, sure]) == [(True, True), (True, True), (True, False)]
-    assert draft(confidence, own, [unsure])[0] == (True, False)  # the first is always kept
-    assert draft(confidence, own, [sure, unsure])[1] == (False, False)
+    assert draft(confidence, request, [sure, sure, sure]) == [(True, True), (True, True), (True, False)]
+    assert draft(confidence, request, [unsure])[0] == (True, False)  # the first is always kept
+    assert draft(confidence, request, [sure, unsure])[1] == (False, False)
     assert confidence.update("0", 1, 1) == pytest.approx(confidence._maps[False].chance((0, 0, 1)), abs=0.5)
     confidence.prices = Prices(row=0.1, step=0.85, level=0.0)
-    assert draft(confidence, own, [sure, sure])[0] == (True, False)
+    assert draft(confidence, request, [sure, sure])[0] == (True, False)
 
 
 def test_a_level_is_drafted_if_it_is_worth_it_to_all_together():
     names = [str(index) for index in range(4)]
-    confidence, batch = Confidence(with_rates([0.8] * 4)), [request(name) for name in names]
+    confidence, batch = Confidence(with_rates([0.8] * 4)), [make_request(name) for name in names]
     confidence.prices = Prices(row=0.1, step=0.1, level=1.0)
     confidence.start(batch, [DEPTH] * 4)
-    assert [own.continue_ for own in confidence.score(batch, [-0.01] * 4)] == [True] * 4
+    assert [verdict.continue_ for verdict in confidence.score(batch, [-0.01] * 4)] == [True] * 4
     confidence.start(batch, [DEPTH] * 4)
-    assert [own.continue_ for own in confidence.score(batch[:1], [-0.01])] == [False]
+    assert [verdict.continue_ for verdict in confidence.score(batch[:1], [-0.01])] == [False]
 
 
 def test_what_must_not_be_judged_is_left_alone():
     confidence = Confidence(AcceptanceModel())
     confidence.prices = Prices(row=2.0, step=2.0, level=2.0)
-    block, other = request("0", temperature=1.0, acceptance="block"), request("1", proposer="combined")
-    for own in (block, other):
-        assert draft(confidence, own, [-9.0, -9.0]) == [(True, True)] * 2
-        assert confidence.update(own.request_id, 2, 0) is None
+    block, other = make_request("0", temperature=1.0, acceptance="block"), make_request("1", proposer="combined")
+    for request in (block, other):
+        assert draft(confidence, request, [-9.0, -9.0]) == [(True, True)] * 2
+        assert confidence.update(request.request_id, 2, 0) is None
 
 
 def test_the_controller_opens_chains_at_the_prices_of_its_plan():
@@ -98,7 +99,7 @@ def test_the_controller_opens_chains_at_the_prices_of_its_plan():
     assert prices.row == pytest.approx(0.5 * speed)
     assert prices.step == pytest.approx(0.0)
     assert prices.level == pytest.approx(0.3 * speed)
-    draft(confidence, request("0"), [-0.1] * 3)
+    draft(confidence, make_request("0"), [-0.1] * 3)
     controller.record_draft("0", "head", LATE, chain(3, 3))
     assert confidence.errors is not None
     assert controller.forecast is not None

@@ -25,7 +25,7 @@ GOLDEN = Path(__file__).with_name("config_keys.txt")
 SCHEMAS = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
 COMMANDS = {**infer_config.COMMANDS, **train_config.COMMANDS}
 FILES = sorted(path.relative_to(CONF).as_posix() for path in Path(CONF).rglob("*.yaml"))
-GIVEN = {  # what an option asks the user for
+REQUIRED_OVERRIDES = {  # what an option asks the user for
     "data/files": ["data.path=x.jsonl"],
     "data/hub": ["data.path=owner/name"],
     "experiment/chat-eagle3": ["data.path=x.jsonl"],
@@ -63,7 +63,7 @@ def test_options_compose_under_their_own_name_and_read_back_equal(
     command: str, group: str, option: str, tmp_path: Path
 ) -> None:
     path = [] if (group, option) == ("head", "none") else ["head.path=x"]
-    overrides = [f"{group}={option}", *GIVEN.get(f"{group}/{option}", []), *path, "engine.threads=1"]
+    overrides = [f"{group}={option}", *REQUIRED_OVERRIDES.get(f"{group}/{option}", []), *path, "engine.threads=1"]
     if (command, group, option) in REFUSED:
         with pytest.raises(ValueError, match=rf"head={option}: (training|an evaluation) needs a head"):
             compose(command, COMMANDS[command], overrides)
@@ -291,6 +291,6 @@ def test_relative_paths_count_from_the_repository(tmp_path: Path, monkeypatch: p
     assert config.head.folder(config.output_dir, "demo") == ROOT / "outputs" / "heads" / "demo" / "eagle3"
     hub = compose("serve", infer_config.ServeConfig, ["model=llama3-8b"])
     assert hub.model.path_or_hub_id == "meta-llama/Meta-Llama-3-8B-Instruct"
-    given = compose("serve", infer_config.ServeConfig, [f"head.path={tmp_path}", f"model.path={tmp_path}"])
-    assert given.head.folder(given.output_dir, "demo") == tmp_path
-    assert given.model.path_or_hub_id == str(tmp_path)
+    local = compose("serve", infer_config.ServeConfig, [f"head.path={tmp_path}", f"model.path={tmp_path}"])
+    assert local.head.folder(local.output_dir, "demo") == tmp_path
+    assert local.model.path_or_hub_id == str(tmp_path)

@@ -18,22 +18,13 @@ from infer.speculation.budget import NOTHING, Budget, VerifiedDraft, candidate_b
 from infer.speculation.control import planner as planning
 from infer.speculation.control.acceptance_model import AGES, LATE, AcceptanceBucket, AcceptanceModel
 from infer.speculation.control.baseline_probe import DRAFTED_STEPS, SETTLES_S
+from infer.speculation.control.batch_plan import HYSTERESIS, MIN_GAIN, Candidate, best_plan, split_into_pieces
 from infer.speculation.control.confidence import Confidence
 from infer.speculation.control.cost_model import DECAY, ContextCost, CostModel, CostTable, Curve
-from infer.speculation.control.planner import (
-    HYSTERESIS,
-    MIN_GAIN,
-    PLAN_STEPS,
-    PROBE_SHARE,
-    TRACKING_STEPS,
-    Candidate,
-    Controller,
-    best_plan,
-    split_into_pieces,
-)
+from infer.speculation.control.planner import PLAN_STEPS, PROBE_SHARE, TRACKING_STEPS, Controller
 from infer.speculation.control.profiler import (
     LONG_TOKENS,
-    MOST_REPEATS,
+    MAX_REPEATS,
     PROMPT_TOKENS,
     START_S,
     Stopwatch,
@@ -58,10 +49,10 @@ def chains(count: int, depth: int) -> list[Candidate]:
 
 def with_rates(rates: list[float]) -> AcceptanceModel:
     """Request i's drafts are right at a rate of its own at every depth, of which there is plenty of evidence."""
-    acceptance, chance = AcceptanceModel(), random.Random(0)
+    acceptance, rng = AcceptanceModel(), random.Random(0)
     for index, rate in enumerate(rates):
         for _ in range(300):
-            right = next((place for place in range(4) if chance.random() > rate), 4)
+            right = next((place for place in range(4) if rng.random() > rate), 4)
             acceptance.record(str(index), "head", chain(4, right), 0.0)
     return acceptance
 
@@ -114,7 +105,7 @@ def test_context_decides_whether_drafting_pays(row, cost, pays):
     """Long plain steps make it worth more; dear rows and drafts less."""
     for context, drafts in ((100, not pays), (2000, pays)):
         controller = Controller(with_context(make_costs(row, draft=0.5), *cost), with_rates([0.6]))
-        controller.plan(("0",), 1, [own._replace(context=context) for own in chains(1, 4)])
+        controller.plan(("0",), 1, [candidate._replace(context=context) for candidate in chains(1, 4)])
         assert bool(controller.current.budgets) == drafts
 
 
@@ -147,16 +138,16 @@ class KnownMachine:
         self.now += self.PLAIN
 
     def verify(self, requests, drafts: int) -> None:
-        further = [own.context - PROMPT_TOKENS for own in requests]
+        further = [request.context - PROMPT_TOKENS for request in requests]
         first, rest = self.FIRST * len(requests), self.FURTHER * len(requests) * drafts
         self.now += self.FIXED + first + rest + sum(further) * (self.CONTEXT.first + self.CONTEXT.further * drafts)
 
     def draft(self, requests, budget) -> None:
-        further = sum(own.context - PROMPT_TOKENS for own in requests)
+        further = sum(request.context - PROMPT_TOKENS for request in requests)
         self.now += budget.depth * (self.LEVEL * len(requests) + self.CONTEXT.levels["head"] * further)
 
     def prefill_drafter(self, requests) -> None:
-        self.now += self.READ * sum(own.computed for own in requests)
+        self.now += self.READ * sum(request.computed for request in requests)
 
 
 def profile(machine: KnownMachine, context: int = 4096, max_batch: int = 4) -> CostTable:
@@ -175,8 +166,8 @@ def test_a_known_machine_is_measured_as_it_is(context, holds, beyond):
     assert costs.draft("head", 4, 3) == pytest.approx(6e-3)
     assert costs.read("head", 200) == pytest.approx(6e-3)
     assert costs.read("ngram", 200) == 0.0
-    found = table.beyond
-    measured = (found.first, found.further, found.levels.get("head", 0.0))
+    context_cost = table.beyond
+    measured = (context_cost.first, context_cost.further, context_cost.levels.get("head", 0.0))
     assert measured == (pytest.approx((0.01e-3, 0.002e-3, 0.004e-3)) if beyond else (0.0, 0.0, 0.0))
     assert CostTable.from_json(json.loads(json.dumps(table.to_json()))) == table
     costs.set_context([LONG_TOKENS])
@@ -204,7 +195,7 @@ def test_what_follows_a_large_work_is_timed_when_it_has_settled():
     watch = Stopwatch(lambda: now, 9.0)
     seconds = watch.timed([Work(small), Work(once, again=False), Work(large)], 1.0)
     assert seconds == pytest.approx((1e-3, 1e-3, 0.1))
-    assert steps == 1 + MOST_REPEATS
+    assert steps == 1 + MAX_REPEATS
 
 
 def test_a_machine_that_holds_no_request_cannot_be_measured():
@@ -238,9 +229,9 @@ def test_rows_that_took_no_time_when_they_were_measured_can_become_dear():
 
 def test_what_drafts_bring_along_is_told_from_what_rows_cost():
     """A drafted step takes 4 more than its rows, whose price is as it was measured."""
-    costs, table, chance = make_costs(row=1.0, draft=2.0), make_costs(row=1.0, draft=2.0), random.Random(0)
+    costs, table, rng = make_costs(row=1.0, draft=2.0), make_costs(row=1.0, draft=2.0), random.Random(0)
     for _ in range(3000):
-        rows = chance.randint(2, 6)
+        rows = rng.randint(2, 6)
         costs.learn(batch=1, rows=1, seconds=table.plain(1))
         costs.learn(batch=1, rows=rows, seconds=table.verify(1, float(rows)) + 4.0)
     for rows in (2.0, 6.0):
@@ -269,7 +260,7 @@ def test_what_drafts_have_taught_fades_while_nobody_drafts():
     assert costs.verify(1, 8.0) > table.verify(1, 8.0) + 5.0
     controller, nobody = (
         Controller(costs, AcceptanceModel()),
-        [own._replace(ready=False, worth_tracking=False) for own in chains(1, 4)],
+        [candidate._replace(ready=False, worth_tracking=False) for candidate in chains(1, 4)],
     )
     for _ in range(70 * PLAN_STEPS):
         controller.plan(("0",), 1, nobody)
@@ -352,16 +343,16 @@ def test_of_short_steps_only_some_teach_what_they_cost(monkeypatch):
 
 def test_who_comes_while_others_are_drafted_for_is_so_too_and_changes_no_plan(monkeypatch):
     controller, plans = Controller(make_costs(row=0.1, draft=0.1), with_rates([0.9] * 4)), []
-    made = planning.best_plan
-    monkeypatch.setattr(planning, "best_plan", lambda *own: plans.append(own[0]) or made(*own))
+    original = planning.best_plan
+    monkeypatch.setattr(planning, "best_plan", lambda *item: plans.append(item[0]) or original(*item))
     sampled = Candidate("s", "head", Budget(4, 4), bucket=AcceptanceBucket(sampled=True))
     other = Candidate("o", "ngram", Budget(4, 4))
     unwoken = Candidate("u", "head", Budget(4, 4), ready=False, worth_tracking=False)
 
     def plan(names: str, load: int) -> dict[str, int]:
-        known = [own._replace(request_id=name) for own, name in zip(chains(len(names), 4), names, strict=True)]
-        known = [{"s": sampled, "o": other, "u": unwoken}.get(own.request_id, own) for own in known]
-        controller.plan(tuple(names), load, known)
+        candidates = [item._replace(request_id=name) for item, name in zip(chains(len(names), 4), names, strict=True)]
+        candidates = [{"s": sampled, "o": other, "u": unwoken}.get(item.request_id, item) for item in candidates]
+        controller.plan(tuple(names), load, candidates)
         return {name: controller.budget(name, Budget(4, 4)).depth for name in names}
 
     depth = plan("abcd", 4)["a"]
@@ -406,7 +397,9 @@ def test_chains_are_judged_where_a_step_takes_long_enough(count, milliseconds, s
     table = make_costs(row=0.3, draft=0.1).table
 
     def scaled(curves: tuple[Curve, ...]) -> tuple[Curve, ...]:
-        return tuple(Curve(own.sizes, tuple(milliseconds * 1e-3 * value for value in own.seconds)) for own in curves)
+        return tuple(
+            Curve(curve.sizes, tuple(milliseconds * 1e-3 * value for value in curve.seconds)) for curve in curves
+        )
 
     drafts = {"head": scaled(table.drafts["head"])}
     costs = CostModel(replace(table, verify=scaled(table.verify), around=(0.0,) * 3, drafts=drafts))
@@ -443,8 +436,8 @@ def test_a_machine_that_becomes_slower_makes_all_costs_grow_alike(rows, within):
     for _ in range(300):
         costs.learn(batch=4, rows=rows, seconds=2 * table.verify(4, float(rows)))
         costs.learn_draft("head", [4, 4], 2 * table.draft("head", 4, 2))
-    for own in (lambda own: own.plain(4), lambda own: own.verify(4, 12.0), lambda own: own.draft("head", 4, 3)):
-        assert own(costs) == pytest.approx(2 * own(table), rel=within)
+    for cost in (lambda cost: cost.plain(4), lambda cost: cost.verify(4, 12.0), lambda cost: cost.draft("head", 4, 3)):
+        assert cost(costs) == pytest.approx(2 * cost(table), rel=within)
 
 
 @given(
@@ -458,14 +451,14 @@ def test_no_plan_of_chains_is_much_better_than_the_chosen_one(rates, row, draft)
     chances = [acceptance.chances(str(index), "head", depth) for index in range(batch)]
 
     def speed(depths: tuple[int, ...]) -> float:
-        tokens = batch + sum(sum(own[:asked]) for own, asked in zip(chances, depths, strict=True))
+        tokens = batch + sum(sum(probs[:planned]) for probs, planned in zip(chances, depths, strict=True))
         drafting = costs.draft("head", batch, max(depths)) if max(depths) else 0.0
         return tokens / (costs.verify(batch, float(batch + sum(depths))) + drafting)
 
     plan = best_plan(batch, chains(batch, depth), costs, acceptance, 0)
-    asked = tuple(plan.budgets.get(str(index), NOTHING).depth for index in range(batch))
+    planned = tuple(plan.budgets.get(str(index), NOTHING).depth for index in range(batch))
     best = max(speed(depths) for depths in itertools.product(range(depth + 1), repeat=batch))
-    assert plan.speed == pytest.approx(speed(asked), rel=1e-6)
+    assert plan.speed == pytest.approx(speed(planned), rel=1e-6)
     assert plan.speed >= best / (1 + MIN_GAIN) / (1 + HYSTERESIS)
     assert plan.speed >= speed((0,) * batch)
 
@@ -484,8 +477,8 @@ def tree(path: list[int], nodes: int = 16) -> VerifiedDraft:
     return VerifiedDraft(Budget(nodes, 4), nodes, 4, path)
 
 
-def drawn(chance: random.Random, ranks: list[float], nodes: int) -> VerifiedDraft:
-    return tree([node for node, rank in enumerate(ranks[:nodes], start=1) if chance.random() < rank], nodes)
+def drawn(rng: random.Random, ranks: list[float], nodes: int) -> VerifiedDraft:
+    return tree([node for node, rank in enumerate(ranks[:nodes], start=1) if rng.random() < rank], nodes)
 
 
 RANKS = [0.8, 0.5, 0.4, 0.2, 0.15, 0.1, 0.08, 0.06] + [0.01] * 8
@@ -493,9 +486,9 @@ RANKS = [0.8, 0.5, 0.4, 0.2, 0.15, 0.1, 0.08, 0.06] + [0.01] * 8
 
 def test_of_a_tree_the_best_nodes_are_drafted_as_far_as_they_pay():
     """Each of them brings as much as its rank was seen to, and costs a row."""
-    acceptance, chance, candidate = AcceptanceModel(), random.Random(0), Candidate("0", "head", Budget(16, 4))
+    acceptance, rng, candidate = AcceptanceModel(), random.Random(0), Candidate("0", "head", Budget(16, 4))
     for _ in range(1000):
-        acceptance.record("0", "head", drawn(chance, RANKS, 16), 0.0)
+        acceptance.record("0", "head", drawn(rng, RANKS, 16), 0.0)
     sizes = []
     for row in (0.01, 1.0, 3.0, 30.0):
         costs = make_costs(row=row, draft=0.1)
@@ -510,13 +503,13 @@ def test_of_a_tree_the_best_nodes_are_drafted_as_far_as_they_pay():
 
 
 def test_nodes_that_a_smaller_tree_leaves_out_are_tried_again_when_the_text_changes():
-    acceptance, chance, steps = AcceptanceModel(), random.Random(0), []
+    acceptance, rng, steps = AcceptanceModel(), random.Random(0), []
     candidate, costs = Candidate("0", "head", Budget(16, 4)), make_costs(row=0.3, draft=0.1)
     for ranks in ([0.5, 0.2] + [0.0] * 14, [0.9, 0.8, 0.6] + [0.4] * 4 + [0.25] * 9):
         for _ in range(1500):
             nodes = best_plan(1, [candidate], costs, acceptance, 0).budgets.get("0", NOTHING).nodes
             steps.append(nodes)
-            acceptance.record("0", "head", drawn(chance, ranks, nodes or 16), 0.0)
+            acceptance.record("0", "head", drawn(rng, ranks, nodes or 16), 0.0)
     assert np.mean(steps[1000:1500]) < 6
     assert np.mean(steps[2500:]) > 10
 
@@ -524,7 +517,7 @@ def test_nodes_that_a_smaller_tree_leaves_out_are_tried_again_when_the_text_chan
 def test_what_is_not_known_of_a_trees_ranks_is_taken_from_those_before():
     acceptance = AcceptanceModel({"head": [0.9, 0.8, 0.7, 0.6]})
     gains = acceptance.gains("0", "head", Budget(16, 4))
-    assert gains == pytest.approx([0.9 * (1 - 0.8**own.nodes) / 0.2 for own in candidate_budgets(Budget(16, 4))])
+    assert gains == pytest.approx([0.9 * (1 - 0.8**budget.nodes) / 0.2 for budget in candidate_budgets(Budget(16, 4))])
     for _ in range(2000):
         acceptance.record("0", "head", tree([1, 2, 5]), 0.0)
     assert acceptance.expected("0", "head", tree([])) == pytest.approx(3.0, abs=0.1)
@@ -535,9 +528,9 @@ def test_what_is_not_known_of_a_trees_ranks_is_taken_from_those_before():
 
 def test_nodes_that_bring_more_than_those_before_them_are_drafted_with_them():
     """As in a fixed tree, whose nodes stand level by level."""
-    acceptance, chance = AcceptanceModel(), random.Random(0)
+    acceptance, rng = AcceptanceModel(), random.Random(0)
     for _ in range(1000):
-        acceptance.record("0", "head", drawn(chance, [0.5, 0.02, 0.02, 0.02, 0.9, 0.8] + [0.02] * 10, 16), 0.0)
+        acceptance.record("0", "head", drawn(rng, [0.5, 0.02, 0.02, 0.02, 0.9, 0.8] + [0.02] * 10, 16), 0.0)
     pieces = split_into_pieces([Candidate("0", "head", Budget(16, 4))], acceptance)
     assert pieces[0].budget.nodes == 6
     assert pieces[0].gain == pytest.approx(2.26, abs=0.15)
@@ -578,11 +571,11 @@ def test_chances_follow_a_request_and_start_from_what_its_drafter_showed():
 
 @pytest.mark.parametrize(("misses", "drafts"), [(8, True), (60, False)])
 def test_a_few_misses_in_a_row_end_no_drafts_but_many_do(misses, drafts):
-    acceptance, chance = AcceptanceModel(), random.Random(0)
+    acceptance, rng = AcceptanceModel(), random.Random(0)
 
     def others(count: int) -> None:  # right at a rate of 0.45, as drafts of sampled texts are
         for index in range(count):
-            right = next((place for place in range(4) if chance.random() > 0.45), 4)
+            right = next((place for place in range(4) if rng.random() > 0.45), 4)
             acceptance.record(f"other {index}", "head", chain(4, right), 0.0)
 
     others(1000)
@@ -613,9 +606,9 @@ def test_what_a_texts_beginning_shows_says_nothing_of_its_end():
     [(0, 64, [16, 16, 32]), (20, 36, [12, 4]), (0, 10, [10]), (40, 41, [1]), (5, 5, [0])],
 )
 def test_what_is_ahead_of_a_text_by_age(emitted, end, counts):
-    found = AcceptanceBucket.counts(0.0, emitted, end)
-    assert list(found.values()) == counts
-    assert list(found) == sorted(found)
+    by_bucket = AcceptanceBucket.counts(0.0, emitted, end)
+    assert list(by_bucket.values()) == counts
+    assert list(by_bucket) == sorted(by_bucket)
 
 
 def test_a_short_text_is_not_worth_following_for_what_only_its_end_would_gain():
@@ -633,8 +626,8 @@ def test_a_short_text_is_not_worth_following_for_what_only_its_end_would_gain():
 def test_who_is_not_worth_waking_is_not_planned_for():
     for worth_tracking in (True, False):
         controller = Controller(make_costs(row=0.5, draft=0.5), AcceptanceModel({"head": [0.9] * 4}))
-        known = [own._replace(ready=False, worth_tracking=worth_tracking) for own in chains(2, 4)]
-        controller.plan(tuple(own.request_id for own in known), len(known), known)
+        candidates = [candidate._replace(ready=False, worth_tracking=worth_tracking) for candidate in chains(2, 4)]
+        controller.plan(tuple(candidate.request_id for candidate in candidates), len(candidates), candidates)
         assert bool(controller.current.budgets) == worth_tracking
 
 
@@ -694,15 +687,18 @@ def test_a_beginning_that_fails_does_not_end_drafting_for_what_follows():
     controller = Controller(make_costs(row=0.5, draft=0.5), AcceptanceModel())
     lengths, emitted, seconds = dict.fromkeys("0123", 0), 0, 0.0
     for _ in range(4000):
-        known = [
+        candidates = [
             Candidate(name, "head", Budget(4, 4), bucket=AcceptanceBucket.of(0.0, length))
             for name, length in lengths.items()
         ]
-        controller.plan(tuple(lengths), len(lengths), known)
-        asked = {own.request_id: controller.budget(own.request_id, own.allowed).depth for own in known}
-        drafting = controller.costs.draft("head", len(known), max(asked.values()))
-        whole = controller.costs.verify(4, 4.0 + sum(asked.values())) + drafting
-        for name, depth in asked.items():
+        controller.plan(tuple(lengths), len(lengths), candidates)
+        depths = {
+            candidate.request_id: controller.budget(candidate.request_id, candidate.allowed).depth
+            for candidate in candidates
+        }
+        drafting = controller.costs.draft("head", len(candidates), max(depths.values()))
+        step_seconds = controller.costs.verify(4, 4.0 + sum(depths.values())) + drafting
+        for name, depth in depths.items():
             right = depth if lengths[name] >= AGES[-1] else 0
             controller.record_draft(name, "head", AcceptanceBucket.of(0.0, lengths[name]), chain(depth, right))
             lengths[name] += 1 + right
@@ -710,18 +706,18 @@ def test_a_beginning_that_fails_does_not_end_drafting_for_what_follows():
             if lengths[name] >= 96:
                 controller.forget(name)
                 lengths[name] = 0
-        controller.record_step(4, 4 + sum(asked.values()), drafting, whole)
-        seconds += whole
+        controller.record_step(4, 4 + sum(depths.values()), drafting, step_seconds)
+        seconds += step_seconds
     assert emitted / seconds > 1.25 * 4 / controller.costs.plain(4)
 
 
 def test_who_comes_between_two_plans_is_judged_by_one_calculation(monkeypatch):
-    controller, asked = Controller(make_costs(row=0.5, draft=0.5), AcceptanceModel({"head": [0.9] * 4})), []
+    controller, calls = Controller(make_costs(row=0.5, draft=0.5), AcceptanceModel({"head": [0.9] * 4})), []
     verify = controller.costs.verify
-    monkeypatch.setattr(controller.costs, "verify", lambda *sizes: (asked.append(sizes), verify(*sizes))[1])
+    monkeypatch.setattr(controller.costs, "verify", lambda *sizes: (calls.append(sizes), verify(*sizes))[1])
     ahead = AcceptanceBucket.counts(0.0, 64, 128)
     assert all(controller.should_track("head", Budget(4, 4), 4, ahead) for _ in range(9))
-    assert len(asked) == 1
+    assert len(calls) == 1
     for _ in range(300):
         controller.acceptance.record("a", "head", chain(4, 0), 0.0, LATE)
     for _ in range(20):
@@ -731,20 +727,23 @@ def test_who_comes_between_two_plans_is_judged_by_one_calculation(monkeypatch):
 
 def run(controller: Controller, steps: int, rate: float, batch: int = 4, depth: int = 4) -> tuple[float, float, int]:
     """Simulated seconds and tokens of a batch whose drafts are right at `rate`, and steps in which anybody drafted."""
-    chance, costs, seconds, tokens, drafting_steps = random.Random(1), controller.costs, 0.0, 0, 0
+    rng, costs, seconds, tokens, drafting_steps = random.Random(1), controller.costs, 0.0, 0, 0
     for _ in range(steps):
-        known = chains(batch, depth)
-        controller.plan(tuple(own.request_id for own in known), batch, known)
-        asked = {own.request_id: controller.budget(own.request_id, own.allowed).depth for own in known}
-        rows, deepest = batch + sum(asked.values()), max(asked.values())
+        candidates = chains(batch, depth)
+        controller.plan(tuple(candidate.request_id for candidate in candidates), batch, candidates)
+        depths = {
+            candidate.request_id: controller.budget(candidate.request_id, candidate.allowed).depth
+            for candidate in candidates
+        }
+        rows, deepest = batch + sum(depths.values()), max(depths.values())
         drafting = costs.draft("head", batch, deepest)
-        whole = costs.verify(batch, float(rows)) + drafting
-        for name, drafted in asked.items():
-            right = next((place for place in range(drafted) if chance.random() > rate), drafted)
+        step_seconds = costs.verify(batch, float(rows)) + drafting
+        for name, drafted in depths.items():
+            right = next((place for place in range(drafted) if rng.random() > rate), drafted)
             controller.record_draft(name, "head", LATE, chain(drafted, right))
             tokens += 1 + right
-        controller.record_step(batch, rows, drafting, whole)
-        seconds, drafting_steps = seconds + whole, drafting_steps + (deepest > 0)
+        controller.record_step(batch, rows, drafting, step_seconds)
+        seconds, drafting_steps = seconds + step_seconds, drafting_steps + (deepest > 0)
     return seconds, tokens / seconds, drafting_steps
 
 
@@ -760,23 +759,23 @@ def test_where_drafts_do_not_pay_probes_cost_a_bounded_share():
 
 def test_a_probe_of_who_is_not_followed_lasts_until_it_has_drafted():
     controller = Controller(make_costs(row=9.0, draft=9.0), AcceptanceModel())
-    unfollowed = [own._replace(ready=False) for own in chains(2, 4)]
+    unfollowed = [item._replace(ready=False) for item in chains(2, 4)]
 
     def step(drafted: int) -> list[str]:
         """Whom it gives a budget; one draft was verified if `drafted`."""
         controller.plan(("0", "1"), 2, unfollowed)
-        asked = [name for name in ("0", "1") if controller.budget(name, Budget(4, 4)).nodes]
-        assert asked == [name for name in ("0", "1") if not controller.skips(name)]
-        if asked and drafted:
-            controller.record_draft(asked[0], "head", LATE, chain(drafted, 0))
+        names = [name for name in ("0", "1") if controller.budget(name, Budget(4, 4)).nodes]
+        assert names == [name for name in ("0", "1") if not controller.skips(name)]
+        if names and drafted:
+            controller.record_draft(names[0], "head", LATE, chain(drafted, 0))
         controller.record_step(2, 2 + drafted, 0.0, 12.0)
-        return asked
+        return names
 
     probes = [(step(drafted=0), index) for index in range(20_000)]
-    lasting = [len(list(group)) for asked, group in itertools.groupby(probes, key=lambda own: own[0]) if asked]
+    lasting = [len(list(group)) for names, group in itertools.groupby(probes, key=lambda item: item[0]) if names]
     assert len(lasting) > 2
     assert set(lasting[:-1]) == {TRACKING_STEPS}  # the last may be cut off
-    assert {name for asked, _ in probes for name in asked} == {"0", "1"}
+    assert {name for names, _ in probes for name in names} == {"0", "1"}
     while step(drafted=0):  # of which some is left
         pass
     while not (first := step(drafted=0)):
@@ -786,15 +785,15 @@ def test_a_probe_of_who_is_not_followed_lasts_until_it_has_drafted():
 
 
 def test_where_nobody_drafts_one_who_comes_changes_no_plan():
-    controller, asked = Controller(make_costs(row=9.0, draft=9.0), AcceptanceModel()), []
+    controller, counts = Controller(make_costs(row=9.0, draft=9.0), AcceptanceModel()), []
 
     def plan(count: int) -> int:
         names = tuple(map(str, range(count)))
-        asked.append(count)
+        counts.append(count)
         if due := controller.needs_candidates(names, count):
-            asked.clear()
+            counts.clear()
         controller.plan(names, count, chains(count, 4) if due else None)
-        return len(asked)
+        return len(counts)
 
     assert [plan(8), plan(9), plan(10), plan(8), plan(11), plan(9), plan(8)] == [0, 1, 2, 3, 0, 1, 0]
 
@@ -817,21 +816,21 @@ def test_budgets_stay_within_what_is_allowed_now():
 
 
 def test_a_table_is_measured_once_and_a_damaged_one_anew(tmp_path):
-    made = []
+    calls = []
 
     def make() -> CostTable:
-        made.append(1)
+        calls.append(1)
         return make_costs(1.0, 1.0).table
 
     first = kept_table(tmp_path, {"target": "a"}, make)
     assert kept_table(tmp_path, {"target": "a"}, make) == first
-    assert len(made) == 1
+    assert len(calls) == 1
     kept_table(tmp_path, {"target": "b"}, make)
-    assert len(made) == 2
+    assert len(calls) == 2
     for file in tmp_path.iterdir():
         file.write_text("{")
     assert kept_table(tmp_path, {"target": "a"}, make) == first
-    assert len(made) == 3
+    assert len(calls) == 3
 
 
 def test_a_draft_that_may_have_read_prompts_does_not_say_what_drafts_cost():
@@ -857,9 +856,9 @@ def test_a_machine_that_is_slow_for_a_step_teaches_nothing_of_its_drafts():
     drafting, verify = table.draft("head", 2, depth), float(table.verify(2, 10.0))
     for slow in (1.0, 2.0, 0.5, 2.0, 2.0, 2.0):
         controller.record_step(2, 10, slow * drafting, slow * (verify + drafting))
-    whole = controller.costs.plain(2) / table.plain(2)
-    assert whole > 1.05
-    assert controller.costs.draft("head", 2, depth) == pytest.approx(whole * drafting, rel=0.1)
+    ratio = controller.costs.plain(2) / table.plain(2)
+    assert ratio > 1.05
+    assert controller.costs.draft("head", 2, depth) == pytest.approx(ratio * drafting, rel=0.1)
 
 
 def test_a_round_whose_drafts_cannot_be_told_teaches_what_all_of_it_costs():
@@ -871,14 +870,18 @@ def test_a_round_whose_drafts_cannot_be_told_teaches_what_all_of_it_costs():
     for _ in range(300):
         controller.record_step(2, rows, None, 3 * (table.verify(2, float(rows)) + table.draft("head", 2, depth)))
         controller.record_step(2, 2, None, 3 * table.plain(2))
-    for own in (lambda own: own.plain(2), lambda own: own.verify(2, float(rows)), lambda own: own.draft("head", 2, 3)):
-        assert own(controller.costs) == pytest.approx(3 * own(table), rel=0.02)
+    for cost in (
+        lambda cost: cost.plain(2),
+        lambda cost: cost.verify(2, float(rows)),
+        lambda cost: cost.draft("head", 2, 3),
+    ):
+        assert cost(controller.costs) == pytest.approx(3 * cost(table), rel=0.02)
 
 
 @given(
     sizes=st.lists(st.integers(1, 99), min_size=1, max_size=5, unique=True).map(sorted),
-    asked=st.lists(st.floats(-10, 200), min_size=1, max_size=5),
+    queries=st.lists(st.floats(-10, 200), min_size=1, max_size=5),
 )
-def test_a_curve_answers_many_sizes_as_it_does_each(sizes, asked):
+def test_a_curve_answers_many_sizes_as_it_does_each(sizes, queries):
     curve = Curve(tuple(map(float, sizes)), tuple(float(size**2 % 17) for size in sizes))
-    assert curve(np.array(asked)) == pytest.approx([curve(size) for size in asked])
+    assert curve(np.array(queries)) == pytest.approx([curve(size) for size in queries])

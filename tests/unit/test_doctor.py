@@ -52,12 +52,12 @@ def test_unknown_options_are_refused() -> None:
 
 
 def test_requirements_are_those_of_the_pyproject() -> None:
-    found = {requirement.name: extra for extra, requirement in doctor.requirements(PYPROJECT)}
-    assert found["torch"] == ""
-    assert found["accelerate"] == "train"
-    assert found["fastapi"] == "serve"
-    assert found["pytest"] == "dev"
-    assert "headway" not in found
+    extras = {requirement.name: extra for extra, requirement in doctor.requirements(PYPROJECT)}
+    assert extras["torch"] == ""
+    assert extras["accelerate"] == "train"
+    assert extras["fastapi"] == "serve"
+    assert extras["pytest"] == "dev"
+    assert "headway" not in extras
 
 
 @pytest.mark.parametrize(

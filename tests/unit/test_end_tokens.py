@@ -127,11 +127,11 @@ def test_any_of_them_ends_a_request(engine: Engine, end: int) -> None:
 
 @pytest.mark.parametrize("end", sorted(ENDS))
 def test_min_tokens_and_ignore_eos_heed_all_of_them(engine: Engine, end: int) -> None:
-    likely = {"allowed_token_ids": (end, WORD), "logit_bias": {end: 100.0}}
-    completion = complete(engine, min_tokens=3, **likely)
+    biased = {"allowed_token_ids": (end, WORD), "logit_bias": {end: 100.0}}
+    completion = complete(engine, min_tokens=3, **biased)
     assert completion.token_ids == [WORD, WORD, WORD, end]
-    assert complete(engine, ignore_eos=True, **likely).token_ids == [end] * 8
-    ignored = complete(engine, ignore_eos=True, stop_token_ids=(end,), **likely)
+    assert complete(engine, ignore_eos=True, **biased).token_ids == [end] * 8
+    ignored = complete(engine, ignore_eos=True, stop_token_ids=(end,), **biased)
     assert (ignored.token_ids, ignored.stop_reason) == ([end], end)  # the request's own, then
 
 

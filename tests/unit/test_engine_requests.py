@@ -70,8 +70,8 @@ def test_no_more_than_asked_for_are_in_the_engine_together(engine):
         together.append(engine.stats.running + engine.stats.waiting)
 
     alone = engine.generate(prompts, params)
-    held_back = engine.generate(prompts, params, at_once=2, on_output=count)
-    assert [own.token_ids for own in held_back] == [own.token_ids for own in alone]
+    held_back = engine.generate(prompts, params, max_concurrency=2, on_output=count)
+    assert [completion.token_ids for completion in held_back] == [completion.token_ids for completion in alone]
     assert len(held_back) == 8
     assert max(together) <= 3  # the last prompt has two answers
 
@@ -186,9 +186,9 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tiny_target_folder, make
     file = folder / "tokenizer.json"
     file.write_text(file.read_text().replace('"<|endoftext|>"', '"<|other|>"'))
     model = ModelConfig(name="tiny", path=str(tiny_target_folder))
-    asked = ProposerConfig(name="draft_model", draft_model=str(folder))
+    settings = ProposerConfig(name="draft_model", draft_model=str(folder))
     with pytest.raises(ValueError, match=r"must share the target's tokenizer"):
-        Engine.load(model, None, None, asked)
+        Engine.load(model, None, None, settings)
 
 
 def test_a_draft_model_with_a_short_context_stops_drafting_and_the_request_goes_on(

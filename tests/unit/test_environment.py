@@ -20,7 +20,7 @@ OURS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 )
 def test_threads_spin_shortly_unless_the_user_says_how(chosen: dict[str, str], expected: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in OURS}
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", "import infer.environment, torch; torch.ones(1)"],
         cwd=ROOT,
         env={**environment, **chosen, "OMP_DISPLAY_ENV": "verbose"},
@@ -28,7 +28,7 @@ def test_threads_spin_shortly_unless_the_user_says_how(chosen: dict[str, str], e
         text=True,
         check=True,
     )
-    said = re.search(r"GOMP_SPINCOUNT = '(\d+)'", ran.stderr)
-    if said is None:
+    match = re.search(r"GOMP_SPINCOUNT = '(\d+)'", process.stderr)
+    if match is None:
         pytest.skip("this torch has another OpenMP than GNU's")
-    assert said[1] == expected
+    assert match[1] == expected

@@ -55,12 +55,12 @@ FAMILIES = {
 
 @pytest.fixture(scope="session")
 def make_family_folder(tmp_path_factory):
-    made = {}
+    folders = {}
 
-    def make(name, **more):
-        key = (name, *sorted(more.items()))
-        if key in made:
-            return made[key]
+    def make(name, **changes):
+        key = (name, *sorted(changes.items()))
+        if key in folders:
+            return folders[key]
         import transformers
 
         kind, options = FAMILIES[name]
@@ -76,11 +76,11 @@ def make_family_folder(tmp_path_factory):
             "initializer_range": 0.2,  # so that logits differ by more than rounding
         }
         torch.manual_seed(5)
-        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes | options | more))
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes | options | changes))
         folder = tmp_path_factory.mktemp("family")
         model.save_pretrained(folder)
         randomise_biases_and_norms(folder)
-        made[key] = folder
+        folders[key] = folder
         return folder
 
     return make
@@ -110,7 +110,7 @@ def test_drafts_change_no_token(make_family_folder, name, dtype):
     folder = make_family_folder(name)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, 384, (n,), generator=generator).tolist() for n in (3, 40, 61)] + [[5, 6, 7] * 12]
-    answers = {}
+    token_ids = {}
     for proposer in ("none", "ngram", "head"):
         target = load_target(str(folder), dtype=dtype)
         head = Eagle3Head(Eagle3Config.for_target(target.config, draft_vocab_size=200, aux_layers=(0, 1, 3)))
@@ -122,12 +122,12 @@ def test_drafts_change_no_token(make_family_folder, name, dtype):
         for seed, temperature in ((0, 0.0), (7, 0.8)):
             params = SamplingParams(max_tokens=40, ignore_eos=True, seed=seed, temperature=temperature)
             completions = engine.generate(prompts, params)
-            answers[proposer, seed] = [completion.token_ids for completion in completions]
+            token_ids[proposer, seed] = [completion.token_ids for completion in completions]
             if proposer == "head":
                 assert sum(completion.stats.drafted for completion in completions) > 0
     for seed in (0, 7):
-        assert answers["ngram", seed] == answers["none", seed]
-        assert answers["head", seed] == answers["none", seed]
+        assert token_ids["ngram", seed] == token_ids["none", seed]
+        assert token_ids["head", seed] == token_ids["none", seed]
 
 
 @pytest.mark.parametrize("name", ["mistral window", "qwen3 moe"])

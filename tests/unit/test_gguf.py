@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from models.attention import CausalAttention
 from models.checkpoint import fingerprint, open_tensors, read_config
 from models.fetching import place_of
-from models.gguf.file import AT_ONCE, GgufFile, dequantises
+from models.gguf.file import CHUNK_WEIGHTS, GgufFile, dequantises
 from models.targets import empty_target, load_target, read_target_config
 from models.targets.writing import save_target
 from tests.gguf_writing import write_gguf
@@ -59,11 +59,11 @@ IDS = torch.randint(0, 384, (2, 90), generator=torch.Generator().manual_seed(3))
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """`written(family)`: the GGUF file, and a folder of what its tensors stand for."""
-    made = {}
+    cached = {}
 
     def make(name):
-        if name in made:
-            return made[name]
+        if name in cached:
+            return cached[name]
         import transformers
 
         kind, options = FAMILIES[name]
@@ -84,8 +84,8 @@ def written(tmp_path_factory):
         model.save_pretrained(folder)
         randomise_biases_and_norms(folder)
         save_file(write_gguf(folder, file), folder / "model.safetensors", metadata={"format": "pt"})
-        made[name] = file, folder
-        return made[name]
+        cached[name] = file, folder
+        return cached[name]
 
     return make
 
@@ -111,9 +111,9 @@ def test_logits_equal_those_of_its_folder_in_transformers(written, name):
     assert target.config.architecture == family
     for key in ("head_dim", "num_kv_heads", "vocab_size", "tie_word_embeddings", "max_position_embeddings", "experts"):
         assert getattr(target.config, key) == getattr(config, key), key
-    more = {"gguf_file": file.name} if name in READ_BY_TRANSFORMERS else {}
+    gguf_options = {"gguf_file": file.name} if name in READ_BY_TRANSFORMERS else {}
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        file.parent if more else folder, dtype=torch.float32, **more
+        file.parent if gguf_options else folder, dtype=torch.float32, **gguf_options
     ).eval()
     with torch.no_grad():
         out = target(IDS, torch.arange(IDS.shape[1]).expand_as(IDS), CausalAttention())
@@ -122,15 +122,15 @@ def test_logits_equal_those_of_its_folder_in_transformers(written, name):
 
 def test_gemma_is_read_as_its_folder_states(written):
     file, folder = written("gemma3")
-    ours, theirs = read_config(file), json.loads((folder / "config.json").read_text())
-    assert ours["architectures"] == theirs["architectures"]
-    assert ours["layer_types"] == theirs["layer_types"]
-    assert ours["sliding_window"] == theirs["sliding_window"]
-    assert ours["rope_theta"] == theirs["rope_parameters"]["full_attention"]["rope_theta"]
-    assert ours["rope_local_base_freq"] == theirs["rope_parameters"]["sliding_attention"]["rope_theta"]
-    assert ours["query_pre_attn_scalar"] == 32
-    assert ours["head_dim"] == 32
-    assert ours["tie_word_embeddings"]
+    config, reference = read_config(file), json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == reference["architectures"]
+    assert config["layer_types"] == reference["layer_types"]
+    assert config["sliding_window"] == reference["sliding_window"]
+    assert config["rope_theta"] == reference["rope_parameters"]["full_attention"]["rope_theta"]
+    assert config["rope_local_base_freq"] == reference["rope_parameters"]["sliding_attention"]["rope_theta"]
+    assert config["query_pre_attn_scalar"] == 32
+    assert config["head_dim"] == 32
+    assert config["tie_word_embeddings"]
 
 
 def test_gemma_gives_the_logits_of_transformers(written, tmp_path):
@@ -169,7 +169,7 @@ def test_smollm2_gives_the_logits_of_transformers():
 @pytest.mark.parametrize("kind", [kind for kind in Kind if dequantises(kind)], ids=lambda kind: kind.name)
 def test_every_type_is_widened_as_the_package_widens_it(tmp_path, kind):
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    rows, columns = AT_ONCE // 256 + 7, 256  # more than is widened at a time
+    rows, columns = CHUNK_WEIGHTS // 256 + 7, 256  # more than is widened at a time
     raw = np.random.default_rng(2).integers(0, 256, (rows, columns // block * block_bytes), dtype=np.uint8)
     writer = gguf.GGUFWriter(tmp_path / "blocks.gguf", "llama")
     writer.add_tensor("blocks", raw, raw_dtype=kind)
@@ -177,19 +177,19 @@ def test_every_type_is_widened_as_the_package_widens_it(tmp_path, kind):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    ours = GgufFile(tmp_path / "blocks.gguf").read("blocks", torch.float64 if kind is Kind.F64 else torch.float32)
+    tensor = GgufFile(tmp_path / "blocks.gguf").read("blocks", torch.float64 if kind is Kind.F64 else torch.float32)
     wanted = raw.view(np.float64) if kind is Kind.F64 else quants.dequantize(raw, kind)
-    assert ours.shape == (rows, columns)
-    assert np.array_equal(ours.numpy(), wanted.reshape(rows, columns), equal_nan=True)
+    assert tensor.shape == (rows, columns)
+    assert np.array_equal(tensor.numpy(), wanted.reshape(rows, columns), equal_nan=True)
 
 
 def test_each_tensor_is_read_once(written, monkeypatch):
     file, _ = written("llama")
     read, names = GgufFile.read, []
 
-    def counted(self, name, *more, **by):
+    def counted(self, name, *args, **kwargs):
         names.append(name)
-        return read(self, name, *more, **by)
+        return read(self, name, *args, **kwargs)
 
     monkeypatch.setattr(GgufFile, "read", counted)
     load_target(str(file), dtype=torch.bfloat16)
@@ -198,16 +198,16 @@ def test_each_tensor_is_read_once(written, monkeypatch):
 
 def test_part_of_the_layers_and_a_target_without_weights(written):
     file, _ = written("llama tied")
-    whole, part = load_target(str(file)), load_target(str(file), layers=[-1])
+    target, part = load_target(str(file)), load_target(str(file), layers=[-1])
     parameters = dict(part.named_parameters())
-    for name, parameter in whole.named_parameters():
+    for name, parameter in target.named_parameters():
         assert (
             parameters[name].is_meta
             if name.startswith("layers.") and ".3." not in name
             else (torch.equal(parameters[name], parameter))
         )
-    assert empty_target(file).config == whole.config
-    assert part.fingerprint == whole.fingerprint
+    assert empty_target(file).config == target.config
+    assert part.fingerprint == target.fingerprint
 
 
 def test_fingerprints_tell_files_apart(written, tmp_path):

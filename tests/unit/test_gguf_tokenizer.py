@@ -94,15 +94,15 @@ def byte_level(folder: Path, pre: str, **keys: Any) -> tuple[Path, tokenizers.To
     tokens = sorted(state["vocab"], key=state["vocab"].get)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in state["merges"]]
     types = [CONTROL if token in CONTROLS else NORMAL for token in tokens]
-    every = {
+    all_keys = {
         "tokenizer.ggml.pre": pre,
         "merges": merges,
         "eos_token_id": 0,
         "bos_token_id": 1,
         "add_bos_token": False,
     } | keys
-    given_keys = {name: value for name, value in every.items() if value is not None}
-    return write(folder / f"{pre}.gguf", "gpt2", tokens, types, **given_keys), backend
+    present_keys = {name: value for name, value in all_keys.items() if value is not None}
+    return write(folder / f"{pre}.gguf", "gpt2", tokens, types, **present_keys), backend
 
 
 @pytest.mark.parametrize("pre", STEPS)
@@ -131,8 +131,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def test_special_tokens_templates_and_end_tokens(tmp_path: Path) -> None:
-    named = {"tokenizer.chat_template": "A{{ bos_token }}", "tokenizer.chat_template.tool_use": "B"}
-    file, _ = byte_level(tmp_path, "llama-bpe", eot_token_id=2, padding_token_id=0, add_bos_token=None, **named)
+    templates = {"tokenizer.chat_template": "A{{ bos_token }}", "tokenizer.chat_template.tool_use": "B"}
+    file, _ = byte_level(tmp_path, "llama-bpe", eot_token_id=2, padding_token_id=0, add_bos_token=None, **templates)
     tokenizer = Tokenizer.load(file)
     assert tokenizer.special_tokens == {"bos_token": "<|begin|>", "eos_token": "<|end|>", "pad_token": "<|end|>"}
     assert tokenizer.eos_ids == read_end_tokens(file) == (0, 2)
@@ -179,16 +179,16 @@ def sentence_piece(folder: Path, **keys: Any) -> Path:
     tokens = ["<unk>", "<s>", "</s>", *byte_tokens, *pieces, *letters]
     types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(pieces) + len(letters))]
     scores = [0.0] * 259 + [-float(place) for place in range(len(pieces) + len(letters))]
-    every = {"scores": scores, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0} | keys
-    return write(folder / "spm.gguf", "llama", tokens, types, **{k: v for k, v in every.items() if v is not None})
+    all_keys = {"scores": scores, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0} | keys
+    return write(folder / "spm.gguf", "llama", tokens, types, **{k: v for k, v in all_keys.items() if v is not None})
 
 
 def test_sentence_piece(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(sentence_piece(tmp_path))
-    named = tokenizer.backend.id_to_token
+    id_to_token = tokenizer.backend.id_to_token
 
     def pieces(text: str) -> list[str | None]:
-        return [named(token) for token in tokenizer.encode(text)]
+        return [id_to_token(token) for token in tokenizer.encode(text)]
 
     assert pieces("hello world") == ["<s>", "▁hello", "▁wo", "r", "l", "d"]
     assert pieces("é\n") == ["<s>", "▁", "<0xC3>", "<0xA9>", "<0x0A>"]

@@ -69,8 +69,8 @@ SHAPES = {
 
 def write(head, folder, target):
     folder.mkdir(exist_ok=True)
-    facts = {"verifier": target.path, "verifier_architecture": "LlamaForCausalLM", "speculative_tokens": 4}
-    save_head(head, folder, provenance={"target_fingerprint": target.fingerprint}, **facts)
+    metadata = {"verifier": target.path, "verifier_architecture": "LlamaForCausalLM", "speculative_tokens": 4}
+    save_head(head, folder, provenance={"target_fingerprint": target.fingerprint}, **metadata)
     return folder
 
 
@@ -79,25 +79,25 @@ def draft_logits(head, target, steps):
     ids = torch.randint(1, V, (1, 12), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         aux = target(ids, torch.arange(12)[None], CausalAttention(), aux_layers=head.config.aux_layers).aux
-        state, tokens, found = head.fuse(aux), ids, []
+        state, tokens, logits = head.fuse(aux), ids, []
         for depth in range(steps):
             state = head.step(tokens, state, torch.arange(12)[None] + depth, CausalAttention(), depth)
-            found.append(head.logits(state, depth))
+            logits.append(head.logits(state, depth))
             tokens = torch.full_like(ids, 7)
-    return found
+    return logits
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_written_loads_again_to_equal_logits(tiny_target, tmp_path, variant):
     head = make_head(tiny_target, variant)
     folder = write(head, tmp_path / "head", tiny_target)
-    again = load_head(folder, name=VARIANTS[variant][0], target=tiny_target)
-    assert again.config == head.config
-    assert torch.equal(again.target_ids, head.target_ids)
+    reloaded = load_head(folder, name=VARIANTS[variant][0], target=tiny_target)
+    assert reloaded.config == head.config
+    assert torch.equal(reloaded.target_ids, head.target_ids)
     steps = min(3, head.config.max_depth or 3)
-    mine, theirs = (draft_logits(own, tiny_target, steps) for own in (head, again))
-    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    second = write(again, tmp_path / "again", tiny_target)
+    before, after = (draft_logits(candidate, tiny_target, steps) for candidate in (head, reloaded))
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    second = write(reloaded, tmp_path / "again", tiny_target)
     assert (second / "config.json").read_text() == (folder / "config.json").read_text()
     first, other = load_file(folder / "model.safetensors"), load_file(second / "model.safetensors")
     assert first.keys() == other.keys()

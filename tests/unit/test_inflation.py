@@ -70,8 +70,8 @@ def learned(tiny_target, tiny_target_folder):
     """A head that knows some greedy answers of the tests' target by heart, and their prompts."""
     prompts = [[5, 6, 7, 8], list(range(40, 60)), [9] * 12, [300, 2, 71]]
     engine = Engine(load_target(str(tiny_target_folder)), proposer="none")
-    answers = engine.generate(prompts, SamplingParams(max_tokens=32, ignore_eos=True))
-    rows = [(a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * 32) for a in answers]
+    completions = engine.generate(prompts, SamplingParams(max_tokens=32, ignore_eos=True))
+    rows = [(a.prompt_ids + a.token_ids, [False] * len(a.prompt_ids) + [True] * 32) for a in completions]
     head = make_head(tiny_target, "eagle3", seed=3)
     return memorise(head, tiny_target, Sequences.of(rows), 4, rounds=40), prompts
 
@@ -91,9 +91,9 @@ def test_head_logits_are_the_small_heads(tiny_target, tiny_target_folder, varian
             state = head.step(ids[:, 1:], state, positions, CausalAttention(), depth)
             logits.append(head.logits(state, depth))
     vocabulary = small.config.draft_vocab_size
-    for expected, found in zip(logits[:2], logits[2:], strict=True):
-        torch.testing.assert_close(found[..., :vocabulary], expected, rtol=1e-4, atol=1e-4)
-        assert (found[..., vocabulary:] < expected.amin() - 1000).all()
+    for expected, actual in zip(logits[:2], logits[2:], strict=True):
+        torch.testing.assert_close(actual[..., :vocabulary], expected, rtol=1e-4, atol=1e-4)
+        assert (actual[..., vocabulary:] < expected.amin() - 1000).all()
     assert torch.equal(wide.target_ids[:vocabulary], small.target_ids)
     assert (wide.target_ids[vocabulary:] >= 384).all()
     assert torch.equal(wide.t2d.nonzero()[:, 0], wide.target_ids)
@@ -101,24 +101,24 @@ def test_head_logits_are_the_small_heads(tiny_target, tiny_target_folder, varian
 
 def test_acceptance_in_the_engine_is_the_small_heads(tiny_target_folder, learned):
     head, prompts = learned
-    answers = []
+    results = []
     for wide in (False, True):
         if wide:
             target = inflate_target(tiny_target_folder, TINY, dtype=torch.float32, device="cpu")
-            own = inflate_head(head, TINY, target_layers=8, dtype=torch.float32, device="cpu")
+            drafter = inflate_head(head, TINY, target_layers=8, dtype=torch.float32, device="cpu")
         else:
-            target, own = load_target(str(tiny_target_folder)), head
+            target, drafter = load_target(str(tiny_target_folder)), head
         engine = Engine(
-            target, head=own, config=EngineConfig(), proposer_config=ProposerConfig(name="auto", max_draft_tokens=4)
+            target, head=drafter, config=EngineConfig(), proposer_config=ProposerConfig(name="auto", max_draft_tokens=4)
         )
         for params in (
             SamplingParams(max_tokens=32, ignore_eos=True),
             SamplingParams(temperature=0.8, seed=3, max_tokens=32, ignore_eos=True),
         ):
-            answers += [(a.token_ids, a.stats.accepted_by_position) for a in engine.generate(prompts, params)]
-    half = len(answers) // 2
-    assert answers[:half] == answers[half:]
-    assert sum(sum(accepted) for _, accepted in answers) > 60  # drafts were accepted
+            results += [(a.token_ids, a.stats.accepted_by_position) for a in engine.generate(prompts, params)]
+    half = len(results) // 2
+    assert results[:half] == results[half:]
+    assert sum(sum(accepted) for _, accepted in results) > 60  # drafts were accepted
 
 
 def test_written_folders_load_by_the_usual_paths(tmp_path, monkeypatch, tiny_target_folder, tiny_head_folder, capsys):
@@ -135,8 +135,8 @@ def test_written_folders_load_by_the_usual_paths(tmp_path, monkeypatch, tiny_tar
             Eagle3HeadConfig(name="eagle3", path=str(head)),
             proposer=ProposerConfig(name="head"),
         )
-        (answer,) = engine.generate(["import os"], SamplingParams(max_tokens=16))
-        texts.append((answer.token_ids, answer.text, answer.stats.accepted))
+        (completion,) = engine.generate(["import os"], SamplingParams(max_tokens=16))
+        texts.append((completion.token_ids, completion.text, completion.stats.accepted))
     assert texts[0] == texts[1]
     assert inflate_demo.main([*command, str(out)]) == 2
     assert "is there already" in capsys.readouterr().err

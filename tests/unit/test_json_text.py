@@ -46,16 +46,16 @@ def test_a_value_ends_where_it_ends(value: Any, indent: int | None, after: str) 
 @given(value=st.dictionaries(st.text(max_size=4), VALUES, max_size=3), indent=INDENTS, data=st.data())
 def test_members_of_an_object_that_breaks_off(value: dict[str, Any], indent: int | None, data: Any) -> None:
     text = json.dumps(value, indent=indent)
-    assert [(name, json.loads(inner), whole) for name, inner, whole in members(text)] == [
+    assert [(name, json.loads(inner), complete) for name, inner, complete in members(text)] == [
         (name, inner, True) for name, inner in value.items()
     ]
     listed = list(value.values())
     assert [json.loads(inner) for inner, _ in elements(json.dumps(listed, indent=indent))] == listed
-    begun = list(members(text[: data.draw(st.integers(1, len(text)))]))
-    assert [name for name, _, _ in begun] == list(value)[: len(begun)]
-    assert all(whole for _, _, whole in begun[:-1])
-    for name, inner, whole in begun:
-        if whole:
+    parsed = list(members(text[: data.draw(st.integers(1, len(text)))]))
+    assert [name for name, _, _ in parsed] == list(value)[: len(parsed)]
+    assert all(complete for _, _, complete in parsed[:-1])
+    for name, inner, complete in parsed:
+        if complete:
             assert json.loads(inner) == value[name]
         else:
             assert indent or json.dumps(value[name]).startswith(inner)

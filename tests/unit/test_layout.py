@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import importlib
 import os
 import re
@@ -93,21 +94,23 @@ def module_of(path: Path) -> str:
 
 def imported_when(path: Path, *, deferred: bool, names: Collection[str]) -> set[str]:
     """The modules of `names` that a file imports: when it is loaded, or with `deferred` those inside functions too."""
-    found: set[str] = set()
-    left: list[ast.AST] = list(parse(path).body)
-    while left:
-        node = left.pop()
+    modules: set[str] = set()
+    pending: list[ast.AST] = list(parse(path).body)
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not deferred:
             continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             module = node.module or ""
-            found |= {f"{module}.{alias.name}" if f"{module}.{alias.name}" in names else module for alias in node.names}
-        left += ast.iter_child_nodes(node)
-    return found & set(names)
+            modules |= {
+                f"{module}.{alias.name}" if f"{module}.{alias.name}" in names else module for alias in node.names
+            }
+        pending += ast.iter_child_nodes(node)
+    return modules & set(names)
 
 
 @pytest.mark.parametrize(("packages", "deferred"), [(PRODUCT, False), (("infer", "train"), True)])
@@ -122,6 +125,28 @@ def test_no_modules_import_each_other(packages: tuple[str, ...], deferred: bool)
 def test_a_folder_has_at_most_twelve_modules(package: str) -> None:
     counts = Counter(relative(path.parent) for path in sources(package))
     assert {folder: count for folder, count in counts.items() if count > 12} == {}
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+# Lines that a file may have; the first pattern that fits a file counts.
+BUDGETS = {
+    "infer/engine/step.py": 300,
+    "models/heads/*.py": 200,
+    "models/targets/gemma3.py": 150,
+    "models/targets/qwen*.py": 150,
+    "*.py": 500,
+}
+
+
+def test_files_stay_within_their_budgets() -> None:
+    left = {relative(path): lines_of(path) for path in sources(*PRODUCT)}
+    for pattern, most in BUDGETS.items():
+        files = {name: left.pop(name) for name in fnmatch.filter(left, pattern)}
+        assert files, pattern
+        assert {name: lines for name, lines in files.items() if lines > most} == {}
 
 
 ROOTS = {
@@ -142,8 +167,8 @@ def test_the_root_of_a_package_holds_entry_points_and_schemas(package: str) -> N
 
 def test_no_file_beside_an_entry_point_shadows_a_module() -> None:
     """Python puts an entry point's own folder first on sys.path."""
-    ours = {"kernels", "models", "infer", "train", "scripts", "tests"}
-    taken = set(sys.stdlib_module_names) | (set(metadata.packages_distributions()) - ours) | FOREIGN
+    our_packages = {"kernels", "models", "infer", "train", "scripts", "tests"}
+    taken = set(sys.stdlib_module_names) | (set(metadata.packages_distributions()) - our_packages) | FOREIGN
     names = {
         f"{folder}/{path.name}": path.stem
         for folder in ("train", "infer", "scripts")
@@ -210,24 +235,24 @@ def test_an_allowed_name_still_imports_the_library(file: str, name: str, tmp_pat
 
 
 def forbidden(tree: ast.Module) -> list[str]:
-    found = [name for name in imported_modules(tree) if name.split(".")[0] in FORBIDDEN_IMPORTS]
+    violations = [name for name in imported_modules(tree) if name.split(".")[0] in FORBIDDEN_IMPORTS]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
-            found.append("torch.load")
+            violations.append("torch.load")
         if isinstance(node, ast.Name) and node.id in ("eval", "exec"):
-            found.append(node.id)
+            violations.append(node.id)
         unsafe = isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "allow_pickle")
         if unsafe and ast.unparse(node.value) != "False":
-            found.append(ast.unparse(node))
+            violations.append(ast.unparse(node))
         if isinstance(node, ast.Constant) and node.value == "_target_":
-            found.append("_target_")
-    return found
+            violations.append("_target_")
+    return violations
 
 
 def test_no_code_from_data() -> None:
     """No pickle, no remote code, no class names in a configuration; one place reads a pickle's tensors."""
-    found = {relative(path): names for path in sources(*PRODUCT) if (names := forbidden(parse(path)))}
-    assert found == {"models/formats/pickled.py": ["torch.load"]}
+    violations = {relative(path): names for path in sources(*PRODUCT) if (names := forbidden(parse(path)))}
+    assert violations == {"models/formats/pickled.py": ["torch.load"]}
     tree = parse(ROOT / "models/formats/pickled.py")
     (call,) = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load")
     assert "weights_only=True" in [ast.unparse(keyword) for keyword in call.keywords]

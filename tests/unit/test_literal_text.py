@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from infer import config as infer_config
 from infer.cli import compose, load_config, save_config, to_config
 from infer.config import EvalConfig, GenerateConfig, ServeConfig
-from infer.options.literal_text import literal_words
+from infer.options.literal_text import literal_overrides
 from train import config as train_config
 from train.config import TrainConfig
 
@@ -34,7 +34,7 @@ SCHEMAS = {**infer_config.SCHEMAS, **train_config.SCHEMAS}
 
 
 def typed(command: str, schema: type[Any], *words: str) -> Any:
-    return compose(command, schema, literal_words(words, schema))
+    return compose(command, schema, literal_overrides(words, schema))
 
 
 @pytest.mark.parametrize("texts", [TEXTS[start : start + 7] for start in range(0, len(TEXTS), 7)])
@@ -73,7 +73,7 @@ def test_any_text_is(text: str) -> None:
     """By Hydra's own parser, and as a config is written for ranks and resumed runs."""
     if text == "null":
         return
-    (word,) = literal_words([f"++one={text}"], Texts)
+    (word,) = literal_overrides([f"++one={text}"], Texts)
     parsed = OverridesParser.create().parse_override(word)
     composed = OmegaConf.merge(OmegaConf.structured(Texts), {parsed.key_or_group: parsed.value()})
     assert to_config(cast(DictConfig, composed), Texts).one == text
@@ -97,12 +97,12 @@ def test_items_of_lists_are() -> None:
 
 def test_all_else_is_hydra_s() -> None:
     for word in ("prompt=null", "seed=1", "--cfg", "job", "model=demo", "proposer.tree=[[0],[1]]", "columns={a: b}"):
-        assert literal_words([word], EvalConfig if "columns" in word else GenerateConfig) == [word]
+        assert literal_overrides([word], EvalConfig if "columns" in word else GenerateConfig) == [word]
     sweep = ["-m", "precision=fp32,bf16", "run=a", "output_dir=x y"]
-    assert literal_words(sweep, TrainConfig) == ["-m", "precision=fp32,bf16", "run='a'", "output_dir='x y'"]
+    assert literal_overrides(sweep, TrainConfig) == ["-m", "precision=fp32,bf16", "run='a'", "output_dir='x y'"]
     place = ["-m", "objective.steps=3,5", "head.path=outputs/heads/${objective.steps}"]  # a folder for each of them
-    assert literal_words(place, TrainConfig) == place
-    assert literal_words(["-m", "prompt=a,b"], GenerateConfig) == ["-m", "prompt='a,b'"]
+    assert literal_overrides(place, TrainConfig) == place
+    assert literal_overrides(["-m", "prompt=a,b"], GenerateConfig) == ["-m", "prompt='a,b'"]
 
 
 @pytest.mark.parametrize("text", ["echo \\${HOME}", "x\\${seed}y", "a \\\\${b}", "  'quoted', = {1} "])
@@ -119,9 +119,9 @@ def test_the_command_generates_from_what_was_typed(
 
 
 def test_a_prompts_file_holds_one_prompt_per_line(tmp_path: Path) -> None:
-    from infer.generate import given_prompts
+    from infer.generate import user_prompts
 
     prompts = ["echo \\${HOME}", "  blanks ", "form\x0cfeed", "line\u2028separator"]
     file = tmp_path / "a=${b}, c.txt"
     file.write_text("\ufeff" + "\n\n".join(prompts) + "\r\n", encoding="utf-8")
-    assert given_prompts(typed("generate", GenerateConfig, f"prompts_file={file}")) == prompts
+    assert user_prompts(typed("generate", GenerateConfig, f"prompts_file={file}")) == prompts

@@ -69,8 +69,8 @@ def test_every_row_is_shaped_by_its_own_prefix(presence, frequency, repetition, 
     paths = [path[:length] for length in range(len(path) + 1)] + [[7, 7]]  # a chain, and a branch beside it
     logits = torch.randn(len(paths), V, generator=torch.Generator().manual_seed(len(path)))
     actual = shaped(params, paths, logits)
-    for row, own in enumerate(paths):
-        torch.testing.assert_close(actual[row], reference(params, own, logits[row]), rtol=1e-5, atol=1e-5)
+    for row, prefix in enumerate(paths):
+        torch.testing.assert_close(actual[row], reference(params, prefix, logits[row]), rtol=1e-5, atol=1e-5)
 
 
 def test_a_word_is_bad_only_after_its_beginning():

@@ -38,7 +38,7 @@ def test_ties_go_to_the_shorter_path_and_the_lower_rank() -> None:
 )
 def test_no_tree_of_this_size_is_worth_more(accuracy: list[list[float]], nodes: int) -> None:
     paths, expected = best_paths(accuracy, nodes)
-    everything = [
+    all_paths = [
         path
         for depth in range(1, len(accuracy) + 1)
         for path in itertools.product(*map(range, map(len, accuracy[:depth])))
@@ -50,7 +50,7 @@ def test_no_tree_of_this_size_is_worth_more(accuracy: list[list[float]], nodes: 
     trees = (
         tree
         for size in range(nodes + 1)
-        for tree in itertools.combinations(everything, size)
+        for tree in itertools.combinations(all_paths, size)
         if all(len(path) == 1 or path[:-1] in tree for path in tree)
     )
     assert expected == pytest.approx(1 + max(sum(map(value, tree)) for tree in trees))
@@ -59,8 +59,8 @@ def test_no_tree_of_this_size_is_worth_more(accuracy: list[list[float]], nodes: 
         StaticShape(paths)  # every parent is there, no path twice
 
 
-def exported(folder: Path, **facts: object) -> Path:
-    (folder / "provenance.json").write_text(json.dumps(facts))
+def exported(folder: Path, **provenance: object) -> Path:
+    (folder / "provenance.json").write_text(json.dumps(provenance))
     return folder
 
 

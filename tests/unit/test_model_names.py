@@ -69,8 +69,8 @@ def test_any_folder_is_taken_as_typed(name: str, place: Path) -> None:
 
 def test_what_is_typed_wins_over_a_recipe(place: Path) -> None:
     def model(*words: str) -> ModelConfig:
-        given = ["experiment=chat-eagle3", "data.path=x.jsonl", *words]
-        return compose("train", TrainConfig, given).model
+        overrides = ["experiment=chat-eagle3", "data.path=x.jsonl", *words]
+        return compose("train", TrainConfig, overrides).model
 
     assert model().path == "outputs/chat_target"
     assert (model("model=Mine").path, model("model=Mine").name) == (str(place / "Mine"), "mine")
@@ -180,8 +180,8 @@ def test_a_head_is_looked_up_among_exports_and_then_among_shipped_ones(
     shutil.copytree(tiny_head_folder, exports / "eagle3")
     assert chosen() == ("eagle3", exports / "eagle3")
     shutil.rmtree(exports)
-    given = ["head=auto", f"head.path={tiny_head_folder}", f"output_dir={output_dir}"]
-    assert with_head(compose("serve", ServeConfig, given)).head == HeadConfig("eagle3", str(tiny_head_folder))
+    overrides = ["head=auto", f"head.path={tiny_head_folder}", f"output_dir={output_dir}"]
+    assert with_head(compose("serve", ServeConfig, overrides)).head == HeadConfig("eagle3", str(tiny_head_folder))
     engine = Engine.load(ModelConfig("tiny", str(tiny_target_folder)), head="auto", output_dir=output_dir)
     assert engine.proposer_name == "head"
 

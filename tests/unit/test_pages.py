@@ -12,14 +12,14 @@ COUNT = 9
 
 
 class Ledger(RuleBasedStateMachine):
-    """`mine`: lists of pages that somebody holds, each once."""
+    """`held`: lists of pages that somebody holds, each once."""
 
     def __init__(self):
         super().__init__()
         self.pages = Pages(COUNT)
         self.held: list[list[int]] = []
         self.content: dict[bytes, int] = {}
-        self.made = 0
+        self.num_keys = 0
 
     groups = Bundle("groups")
 
@@ -40,9 +40,9 @@ class Ledger(RuleBasedStateMachine):
     def publish(self, group, place):
         if group not in self.held or place >= len(group) or group[place] in self.content.values():
             return
-        self.made += 1
-        key = self.made.to_bytes(16, "big")
-        self.pages.publish(group[place], key, self.made)
+        self.num_keys += 1
+        key = self.num_keys.to_bytes(16, "big")
+        self.pages.publish(group[place], key, self.num_keys)
         self.content[key] = group[place]
 
     @rule(target=groups, data=st.data())
@@ -59,8 +59,8 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(group=consumes(groups))
     def drop(self, group):
-        for index, own in enumerate(self.held):
-            if own is group:
+        for index, candidate in enumerate(self.held):
+            if candidate is group:
                 del self.held[index]
                 self.pages.drop(group)
                 return
@@ -116,9 +116,9 @@ def test_keys_depend_on_all_tokens_before_on_the_salt_and_on_what_fills_the_page
 
 
 def test_keys_grow_with_the_tokens():
-    made = BlockKeys(bytes(32), "", "", 2)
+    keys = BlockKeys(bytes(32), "", "", 2)
     tokens = [1, 2, 3, 4]
-    first = made.upto(tokens, 1)
+    first = keys.upto(tokens, 1)
     tokens += [5, 6]
-    assert made.upto(tokens, 3)[:1] == first
-    assert made.upto(tokens, 3) == BlockKeys(bytes(32), "", "", 2).upto(tokens, 3)
+    assert keys.upto(tokens, 3)[:1] == first
+    assert keys.upto(tokens, 3) == BlockKeys(bytes(32), "", "", 2).upto(tokens, 3)

@@ -19,11 +19,11 @@ from kernels.cpu.library import LANES
 from kernels.linear import PackedLinear
 from models.parallel import BLOCK, Part, check_heads, even, inner, sizes_of, split
 from models.targets import load_target
-from models.targets.tensor_parallel import DividedLinear
+from models.targets.tensor_parallel import ShardedLinear
 from tests.unit.test_targets import randomise_biases_and_norms
 
 
-def nobody(x, sizes, *, everywhere=True):
+def no_gather(x, sizes, *, everywhere=True):
     raise AssertionError("nothing is computed here")
 
 
@@ -74,7 +74,7 @@ def test_every_rank_gets_kv_heads_with_the_queries_that_read_them(kv_heads, grou
     ranks=st.integers(1, 8),
 )
 def test_rows_of_the_ranks_follow_one_another(kind, total, ranks):
-    parts = [Part(rank, ranks, nobody).rows(f"model.layers.3.{kind}.weight", total) for rank in range(ranks)]
+    parts = [Part(rank, ranks, no_gather).rows(f"model.layers.3.{kind}.weight", total) for rank in range(ranks)]
     assert [row for first, last in parts for row in range(first, last)] == list(range(total))
 
 
@@ -94,29 +94,29 @@ SHAPES = {
 def test_what_the_ranks_hold_together_is_the_target(make_target_folder, name):
     folder = make_target_folder(num_hidden_layers=2, **SHAPES[name])
     randomise_biases_and_norms(folder)
-    whole = load_target(str(folder))
-    parts = [load_target(str(folder), part=Part(rank, 2, nobody)) for rank in range(2)]
-    assert all(part.fingerprint == whole.fingerprint for part in parts)
+    target = load_target(str(folder))
+    parts = [load_target(str(folder), part=Part(rank, 2, no_gather)) for rank in range(2)]
+    assert all(part.fingerprint == target.fingerprint for part in parts)
     assert all(part.heads == (2, 1, 16) for part in parts)
-    for path, module in whole.named_modules():
-        own = [part.get_submodule(path) for part in parts]
-        if not isinstance(own[0], DividedLinear):
+    for path, module in target.named_modules():
+        modules = [part.get_submodule(path) for part in parts]
+        if not isinstance(modules[0], ShardedLinear):
             for key, value in module.named_parameters(recurse=False):
                 assert all(torch.equal(part.get_parameter(f"{path}.{key}"), value) for part in parts)
             continue
         # merged tensors: each rank holds its rows of q, k and v, of gate and up
-        merged = {"qkv_proj": [64, 32, 32], "gate_up_proj": [whole.config.intermediate_size] * 2}
+        merged = {"qkv_proj": [64, 32, 32], "gate_up_proj": [target.config.intermediate_size] * 2}
         groups = merged.get(path.rpartition(".")[2], [module.out_features])
         for key, value in module.named_parameters(recurse=False):
             pieces = [
-                part.get_parameter(f"{path}.{key}").split([sizes[rank] for sizes in map(own_sizes(path), groups)])
+                part.get_parameter(f"{path}.{key}").split([sizes[rank] for sizes in map(rank_sizes(path), groups)])
                 for rank, part in enumerate(parts)
             ]
             together = torch.cat([piece for group in zip(*pieces, strict=True) for piece in group])
             assert torch.equal(together, value), path
 
 
-def own_sizes(path):
+def rank_sizes(path):
     kind = {"qkv_proj": "q_proj", "gate_up_proj": "up_proj"}.get(path.rpartition(".")[2], path.rpartition(".")[2])
     return lambda total: sizes_of(f"{kind}.weight", total, 2)
 
@@ -145,12 +145,12 @@ def test_a_rank_reads_its_own_rows_only(tiny_target_folder, monkeypatch):
             return self.file.get_tensor(name)
 
     monkeypatch.setattr(models.weights, "safe_open", Recording)
-    part = load_target(str(tiny_target_folder), part=Part(1, 2, nobody))
+    part = load_target(str(tiny_target_folder), part=Part(1, 2, no_gather))
     assert read
     assert not [name for name in read if "proj" in name or "lm_head" in name]
-    whole = load_target(str(tiny_target_folder))
-    shared = sum(p.numel() for n, p in whole.named_parameters() if "proj" not in n and "lm_head" not in n) * 4
-    assert weight_bytes(part) - shared == (weight_bytes(whole) - shared) / 2
+    target = load_target(str(tiny_target_folder))
+    shared = sum(p.numel() for n, p in target.named_parameters() if "proj" not in n and "lm_head" not in n) * 4
+    assert weight_bytes(part) - shared == (weight_bytes(target) - shared) / 2
 
 
 def test_a_tensor_of_another_size_is_refused(make_target_folder):
@@ -159,7 +159,7 @@ def test_a_tensor_of_another_size_is_refused(make_target_folder):
     tensors["lm_head.weight"] = torch.zeros(448, 64)  # its second part would fit: 192 rows of 448 as of 384
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lm_head\.weight \[256, 64\]: expected \[192, 64\]"):
-        load_target(str(folder), part=Part(0, 2, nobody))
+        load_target(str(folder), part=Part(0, 2, no_gather))
 
 
 def test_a_whole_target_is_not_served_by_ranks_that_are_not_there(tiny_target_folder):
@@ -171,7 +171,7 @@ def test_a_whole_target_is_not_served_by_ranks_that_are_not_there(tiny_target_fo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_that_depend_on_the_number_of_columns_are_found_out(tiny_target_folder, monkeypatch, dtype):
-    shard = Shard(load_target(str(tiny_target_folder), dtype=dtype, part=Part(0, 2, nobody)))
+    shard = Shard(load_target(str(tiny_target_folder), dtype=dtype, part=Part(0, 2, no_gather)))
     shard.ranks = 2
     probe_division(shard, 1)
 

@@ -49,7 +49,7 @@ run_process(main)
 )
 @pytest.mark.parametrize("count", ["1", "2"])
 def test_a_process_ends_as_the_interpreter_would_end_it(count, end, code, message):
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(end=end)],
         cwd=ROOT,
         env={**os.environ, "WORLD_SIZE": count},
@@ -58,7 +58,7 @@ def test_a_process_ends_as_the_interpreter_would_end_it(count, end, code, messag
         timeout=300,
         check=False,
     )
-    assert ran.returncode == code, ran.stderr
-    assert sorted(ran.stdout.splitlines()) == ["at exit", "done", "in a thread"]
-    assert ran.stderr.replace("torn down\n", "").endswith(message)
-    assert ("torn down" in ran.stderr) == (count == "1")
+    assert process.returncode == code, process.stderr
+    assert sorted(process.stdout.splitlines()) == ["at exit", "done", "in a thread"]
+    assert process.stderr.replace("torn down\n", "").endswith(message)
+    assert ("torn down" in process.stderr) == (count == "1")

@@ -11,7 +11,7 @@ import pytest
 
 from infer.speculation.budget import Budget
 from infer.speculation.control.acceptance_model import LATE, AcceptanceModel
-from infer.speculation.control.cost_model import MOST_DOUBTED, CostModel, CostTable, Curve, contradiction
+from infer.speculation.control.cost_model import MAX_DOUBTED, CostModel, CostTable, Curve, contradiction
 from infer.speculation.control.planner import Controller
 from infer.speculation.control.profiler import BATCHES, START_S, Stopwatch, Unmeasured, Work, kept_table
 from infer.speculation.control.trials import TRIAL_SHARE, TRIALS, guessed_cost_model
@@ -56,12 +56,12 @@ class Disturbed(KnownMachine):
 
     def __init__(self, holds: int, share: float) -> None:
         super().__init__(holds)
-        self.chance, self.share = random.Random(3), share
+        self.rng, self.share = random.Random(3), share
 
     def verify(self, requests, drafts: int) -> None:
         super().verify(requests, drafts)
-        if self.chance.random() < self.share:
-            self.now += self.chance.uniform(0.01, 0.4)
+        if self.rng.random() < self.share:
+            self.now += self.rng.uniform(0.01, 0.4)
 
 
 def test_a_profile_of_a_machine_that_is_always_disturbed_is_refused_in_time():
@@ -93,7 +93,7 @@ def test_a_work_whose_times_differ_is_measured_until_two_agree():
         ({"verify": (Curve((1.0, 8.0), (0.154, 0.16)), *SANE.verify[1:])}, "1 rows took 154 ms"),
         ({"verify": (*SANE.verify[:2], Curve((16.0, 128.0), (0.9, 0.1)))}, "16 rows took 900 ms"),
         ({"drafts": {"head": (Curve((1.0, 4.0), (9e-3, 1e-3)),) * 3}}, "drafts of depth 1 took 9 ms"),
-        ({"around": (0.0, float("nan"), 0.0)}, "no number"),
+        ({"around": (0.0, float("nan"), 0.0)}, "not finite"),
         ({"reads": {"head": -1.0}}, "negative"),
     ],
 )
@@ -126,13 +126,16 @@ def test_what_could_not_be_measured_is_not_kept(tmp_path):
 
 def decode(controller: Controller, machine: CostModel, steps: int, rate: float, batch: int = 2) -> list[int]:
     """The depth of what was drafted in each step, in steps as long as `machine` has them; all start unfollowed."""
-    chance, depths = random.Random(1), list[int]()
+    rng, depths = random.Random(1), list[int]()
     for _ in range(steps):
-        here = chains(batch, 4)
-        controller.plan(tuple(own.request_id for own in here), batch, here)
-        drafted = {own.request_id: controller.budget(own.request_id, own.allowed).depth for own in here}
+        candidates = chains(batch, 4)
+        controller.plan(tuple(candidate.request_id for candidate in candidates), batch, candidates)
+        drafted = {
+            candidate.request_id: controller.budget(candidate.request_id, candidate.allowed).depth
+            for candidate in candidates
+        }
         for name, depth in drafted.items():
-            right = next((place for place in range(depth) if chance.random() > rate), depth)
+            right = next((place for place in range(depth) if rng.random() > rate), depth)
             controller.record_draft(name, "head", LATE, chain(depth, right))
         count, rows = sum(depth > 0 for depth in drafted.values()), batch + sum(drafted.values())
         drafting = machine.draft("head", count, max(drafted.values()))
@@ -170,15 +173,15 @@ def test_trials_take_a_bounded_share_of_the_time():
         depth = decode(controller, machine, 1, rate=0.0)[0]
         steps += 1
         assert steps < 20_000
-        whole = machine.verify(2, float(2 + depth)) + machine.draft("head", 1, depth)
-        total, lost = total + whole, lost + whole - machine.plain(2)
+        step_seconds = machine.verify(2, float(2 + depth)) + machine.draft("head", 1, depth)
+        total, lost = total + step_seconds, lost + step_seconds - machine.plain(2)
     assert lost < 3 * TRIAL_SHARE * total
 
 
 def test_a_table_that_every_step_denies_is_given_up():
     """A table of a busy hour says 154 ms; steps take 4."""
     costs = CostModel(replace(SANE, verify=(Curve((1.0, 8.0), (0.154, 0.16)), *SANE.verify[1:])))
-    for _ in range(MOST_DOUBTED - 1):
+    for _ in range(MAX_DOUBTED - 1):
         costs.learn(batch=1, rows=1, seconds=4e-3)
     assert costs.plain(1) == pytest.approx(0.155)
     costs.learn(batch=1, rows=1, seconds=4e-3)

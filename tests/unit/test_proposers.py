@@ -25,15 +25,15 @@ tokens_of = st.lists(st.integers(0, 3), max_size=25)
 
 
 def counts(trie):
-    found = {}
+    run_counts = {}
 
     def walk(node, run):
         for token, child in node.children.items():
-            found[(*run, token)] = child.count
+            run_counts[(*run, token)] = child.count
             walk(child, (*run, token))
 
     walk(trie.root, ())
-    return found
+    return run_counts
 
 
 def runs(sequences):
@@ -75,9 +75,9 @@ def test_a_text_matches_its_longest_suffix_seen_before(tokens):
     match = text.match()
     assert (match[1] if match else None) == (max(lengths) if lengths else None)
     if match:
-        found = text.trie.find(tokens)
-        assert found is not None
-        assert found[0] is match[0]
+        longest = text.trie.find(tokens)
+        assert longest is not None
+        assert longest[0] is match[0]
 
 
 def test_a_draft_follows_the_most_frequent_continuation_while_it_is_likely():
@@ -111,23 +111,23 @@ def test_answers_that_repeat_one_another_are_bounded_too():
     assert earlier.trie.root.children[1].count == 300 // 4
 
 
-def request(tokens, prompt=1, **params):
-    made = Request(
+def make_request(tokens, prompt=1, **params):
+    request = Request(
         "r" + "-".join(map(str, tokens)), tokens[:prompt], SamplingParams(max_tokens=50, **params), 0, tokens
     )
-    made.computed = len(tokens) - 1
-    return made
+    request.computed = len(tokens) - 1
+    return request
 
 
 def test_suffix_drafts_from_earlier_responses_of_the_same_tenant_only():
     proposer = SuffixProposer()
-    first = request([1, 2, 3, 4, 5, 6, 7], cache_salt="a")
+    first = make_request([1, 2, 3, 4, 5, 6, 7], cache_salt="a")
     proposer.propose([first], [Budget(4, 4)])
     first.finish_reason = "stop"
     proposer.release(first)
     drafts = {}
     for salt in ("a", "b"):
-        tree = proposer.propose([request([9, 3, 4], cache_salt=salt)], [Budget(4, 4)])
+        tree = proposer.propose([make_request([9, 3, 4], cache_salt=salt)], [Budget(4, 4)])
         drafts[salt] = tree.token[0, 1 : int(tree.length[0])].tolist()
     assert drafts == {"a": [5, 6, 7], "b": []}
 
@@ -135,29 +135,31 @@ def test_suffix_drafts_from_earlier_responses_of_the_same_tenant_only():
 def test_nothing_is_learnt_before_it_first_drafts_for_a_tenant():
     proposer = SuffixProposer()
     for salt in ("", "a"):
-        done = request([1, 2, 3, 4, 5], cache_salt=salt)
-        done.finish_reason = "length"
-        proposer.release(done)
+        finished = make_request([1, 2, 3, 4, 5], cache_salt=salt)
+        finished.finish_reason = "length"
+        proposer.release(finished)
     assert not proposer._tenants
-    proposer.propose([request([9, 2, 3], cache_salt="a")], [Budget(4, 4)])
+    proposer.propose([make_request([9, 2, 3], cache_salt="a")], [Budget(4, 4)])
     assert list(proposer._tenants) == ["a"]
 
 
 def test_an_aborted_answer_is_not_learnt():
     proposer = SuffixProposer()
-    first = request([1, 2, 3, 4, 5])
+    first = make_request([1, 2, 3, 4, 5])
     proposer.propose([first], [Budget(4, 4)])
     first.finish_reason = "abort"
     proposer.release(first)
-    tree = proposer.propose([request([9, 2, 3])], [Budget(4, 4)])
+    tree = proposer.propose([make_request([9, 2, 3])], [Budget(4, 4)])
     assert tree.length.tolist() == [1]
 
 
 def test_an_answer_is_learnt_once_though_two_proposers_draw_on_it():
     suffix, ngram = SuffixProposer(), NgramProposer(1, 2)
-    everyone = {"suffix": suffix, "ngram": ngram, "combined": CombinedProposer([suffix, ngram])}
-    drafting = Speculator({name: (own, Budget(3, 3)) for name, own in everyone.items()}, "combined", context=100)
-    first = request([1, 2, 3, 2])
+    proposers = {"suffix": suffix, "ngram": ngram, "combined": CombinedProposer([suffix, ngram])}
+    drafting = Speculator(
+        {name: (proposer, Budget(3, 3)) for name, proposer in proposers.items()}, "combined", context=100
+    )
+    first = make_request([1, 2, 3, 2])
     drafting.propose([first], [Budget(3, 3)])
     first.finish_reason = "stop"
     drafting.release(first)
@@ -180,12 +182,12 @@ def test_a_merged_tree_is_the_union_of_its_sources(chains, limit):
     merged = merge([DraftTree.chains([9], [chain]) for chain in chains], [limit])
     DraftTree.from_parents(merged.token, merged.parent, merged.length)  # valid: order, distinct siblings
     union = {tuple(chain[:length]) for chain in chains for length in range(1, len(chain) + 1)}
-    found = paths(merged, 0)
-    assert found <= union
-    assert len(found) == min(limit, len(union))
+    merged_paths = paths(merged, 0)
+    assert merged_paths <= union
+    assert len(merged_paths) == min(limit, len(union))
     shallow = sorted(union, key=len)
-    if len(found) < len(union):  # cut from the deep end
-        assert max(map(len, found), default=0) <= len(shallow[limit])
+    if len(merged_paths) < len(union):  # cut from the deep end
+        assert max(map(len, merged_paths), default=0) <= len(shallow[limit])
 
 
 class Failing(WithoutLayers):
@@ -211,39 +213,39 @@ class Failing(WithoutLayers):
 def test_a_failure_stops_drafts_for_that_request_only_and_is_said_once(caplog):
     proposer = Failing()
     drafting = Speculator({"failing": (proposer, Budget(1, 1))}, "failing", context=100)
-    requests = [request([1, 2]), request([1, 13]), request([1, 4])]
+    requests = [make_request([1, 2]), make_request([1, 13]), make_request([1, 4])]
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            budgets = [drafting.budget(own) for own in requests]
+            budgets = [drafting.budget(request) for request in requests]
             tree = drafting.propose(requests, budgets)
             assert tree.length.tolist() == [2, 1, 2]
             assert tree.token[:, 0].tolist() == [2, 13, 4]
-    said = [record for record in caplog.records if "thirteen" in record.getMessage()]
-    assert len(said) == 1
-    assert requests[1].request_id in said[0].getMessage()
+    records = [record for record in caplog.records if "thirteen" in record.getMessage()]
+    assert len(records) == 1
+    assert requests[1].request_id in records[0].getMessage()
     assert proposer.released == [requests[1].request_id]
     assert drafting.budget(requests[1]) == Budget(0, 0)
 
 
 def test_each_request_has_its_own_proposer_and_limits():
-    everyone = {"failing": (Failing(), Budget(5, 5)), "ngram": (NgramProposer(1, 2), Budget(3, 3))}
-    drafting = Speculator(everyone, "ngram", context=40)
-    plain, own = request([1, 2, 1, 2, 1]), request([5, 6], proposer="failing")
-    off = request([1, 2, 1], speculate=False)
-    short = request([3, 4, 3], max_draft_tokens=2)
-    batch = [plain, own, off, short]
+    proposers = {"failing": (Failing(), Budget(5, 5)), "ngram": (NgramProposer(1, 2), Budget(3, 3))}
+    drafting = Speculator(proposers, "ngram", context=40)
+    plain, custom = make_request([1, 2, 1, 2, 1]), make_request([5, 6], proposer="failing")
+    off = make_request([1, 2, 1], speculate=False)
+    short = make_request([3, 4, 3], max_draft_tokens=2)
+    batch = [plain, custom, off, short]
     assert [drafting.name_for(r) for r in batch] == ["ngram", "failing", "none", "ngram"]
     budgets = [drafting.budget(r) for r in batch]
     assert budgets == [Budget(3, 3), Budget(5, 5), Budget(0, 0), Budget(2, 2)]
     tree = drafting.propose(batch, budgets)
     assert [tree.token[b, : int(tree.length[b])].tolist() for b in range(4)] == [[1, 2, 1], [6, 7], [1], [3, 4, 3]]
     with pytest.raises(ValueError, match=r"proposer=head: this engine has failing, ngram, none"):
-        Speculator(everyone, "head", context=40)
+        Speculator(proposers, "head", context=40)
 
 
 def test_near_the_end_nothing_is_drafted_that_could_not_be_emitted():
     drafting = Speculator({"ngram": (NgramProposer(1, 2), Budget(3, 3))}, "ngram", context=10)
     for length, expected in itertools.product(range(5, 10), [None]):
-        own = request(list(range(length)))
-        assert drafting.budget(own).depth == max(0, min(3, 10 - length - 1)), expected
-    assert isinstance(NoProposer().propose([request([1, 2])], [Budget(0, 0)]), DraftTree)
+        request = make_request(list(range(length)))
+        assert drafting.budget(request).depth == max(0, min(3, 10 - length - 1)), expected
+    assert isinstance(NoProposer().propose([make_request([1, 2])], [Budget(0, 0)]), DraftTree)

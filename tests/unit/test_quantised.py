@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[dict[str, Any], Quantiser]] = {
     "gptq": (GPTQ, gptq(4, 32)),
     "gptq with columns in an order of activations": (GPTQ | {"desc_act": True}, gptq(4, 32, shuffled=True)),
     "gptq with zeros, in 8 bits": (GPTQ | {"bits": 8, "sym": False}, gptq(8, 32, symmetric=False)),
-    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, gptq(4, 32, symmetric=False, less=0)),
+    "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, gptq(4, 32, symmetric=False, zero_offset=0)),
     "awq": (AWQ, awq(32)),
     "awq with the older names": (
         {"quant_method": "awq", "w_bit": 4, "q_group_size": 16, "zero_point": True, "version": "GEMM"},
@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[dict[str, Any], Quantiser]] = {
     "fp8 by rows": (compressed("float-quantized", type="float"), plain8("float")),
     "fp8, one scale": (
         compressed("naive-quantized", type="float", strategy="tensor"),
-        plain8("float", whole=True),
+        plain8("float", per_tensor=True),
     ),
 }
 
@@ -73,14 +73,14 @@ def published(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path
 def test_weights_and_logits_are_those_of_an_independent_dequantisation(kind: str, small: Path, tmp_path: Path) -> None:
     write(small, *KINDS[kind], tmp_path / "quantised", tmp_path / "plain")
     for dtype in (torch.float32, torch.bfloat16):
-        ours, wanted = (load_target(str(tmp_path / name), dtype=dtype) for name in ("quantised", "plain"))
-        for (name, own), other in zip(ours.named_parameters(), wanted.parameters(), strict=True):
-            assert torch.equal(own, other), name
+        quantised, plain = (load_target(str(tmp_path / name), dtype=dtype) for name in ("quantised", "plain"))
+        for (name, parameter), reference in zip(quantised.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(parameter, reference), name
     original = load_target(str(small), dtype=torch.bfloat16)
     ids = torch.randint(0, 384, (1, 24), generator=torch.Generator().manual_seed(1))
     logits = [
         target.logits(target(ids, torch.arange(24)[None], CausalAttention()).hidden)
-        for target in (ours, wanted, original)
+        for target in (quantised, plain, original)
     ]
     assert torch.equal(logits[0], logits[1])
     assert 0.5 < torch.nn.functional.cosine_similarity(logits[0].float(), logits[2].float(), dim=-1).min() < 1
@@ -89,13 +89,13 @@ def test_weights_and_logits_are_those_of_an_independent_dequantisation(kind: str
 def test_the_log_says_what_was_widened(published: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "headway.targets"):
         load_target(str(published[0]), dtype=torch.bfloat16)
-    assert "56 linear layers are gptq, 4 bits in groups of 32; widened to torch.bfloat16" in caplog.text
+    assert "56 linear layers are gptq, 4 bits in groups of 32; dequantised to torch.bfloat16" in caplog.text
 
 
 def test_a_rank_holds_its_rows_of_what_was_widened(published: tuple[Path, Path]) -> None:
     part = Part(1, 2, gather=lambda x, sizes, everywhere=True: x)
-    ours, wanted = (load_target(str(folder), part=part) for folder in published)
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), wanted.parameters(), strict=True))
+    quantised, plain = (load_target(str(folder), part=part) for folder in published)
+    assert all(torch.equal(a, b) for a, b in zip(quantised.parameters(), plain.parameters(), strict=True))
 
 
 def test_a_written_target_is_no_longer_quantised(published: tuple[Path, Path], tmp_path: Path) -> None:
@@ -108,13 +108,13 @@ def changed(section: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """`section` with keys of `changes`; those of a compressed-tensors group are `group_...` and `weights_...`."""
     section = json.loads(json.dumps(section))
     for key, value in changes.items():
-        where, _, rest = key.partition("_")
+        prefix, _, rest = key.partition("_")
         group = section.get("config_groups", {}).get("group_0", {})
-        place = {"group": group, "weights": group.get("weights")}.get(where) if group else None
-        if place is None:
+        nested = {"group": group, "weights": group.get("weights")}.get(prefix) if group else None
+        if nested is None:
             section[key] = value
         else:
-            place[rest] = value
+            nested[rest] = value
     return section
 
 
@@ -180,8 +180,8 @@ QUERY = "model.layers.0.self_attn.q_proj"
 def test_tensors_that_contradict_the_scheme_are_named(
     kind: str, section: dict[str, Any], change: dict[str, Any], message: str, small: Path, tmp_path: Path
 ) -> None:
-    own, quantise = KINDS[kind]
-    write(small, changed(own, **section), quantise, tmp_path / "quantised", tmp_path / "plain")
+    base_section, quantise = KINDS[kind]
+    write(small, changed(base_section, **section), quantise, tmp_path / "quantised", tmp_path / "plain")
     file = tmp_path / "quantised" / "model.safetensors"
     tensors = load_file(file) | change
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
@@ -208,8 +208,8 @@ def test_a_head_is_trained_for_and_served_with_the_target_as_it_is_served(
     ]  # fmt: skip
     heads = []
     for folder in published:
-        own = [*settings, f"model.path={folder}", f"output_dir={tmp_path / folder.name}"]
-        result = train(compose("train", TrainConfig, own), own)
+        overrides = [*settings, f"model.path={folder}", f"output_dir={tmp_path / folder.name}"]
+        result = train(compose("train", TrainConfig, overrides), overrides)
         assert result is not None
         heads.append(Path(result["export"]))
     weights = [load_file(head / "model.safetensors") for head in heads]

@@ -24,34 +24,34 @@ def make(folder: Path) -> list[Ranks]:
     return [Ranks(rank, COUNT, FileStore(str(folder / "store"), COUNT), CPU) for rank in range(COUNT)]
 
 
-def everyone(ranks, does):
+def run_on_all(ranks, function):
     with ThreadPoolExecutor(COUNT) as pool:
-        return [done.result() for done in [pool.submit(does, one) for one in ranks]]
+        return [future.result() for future in [pool.submit(function, comm) for comm in ranks]]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    made = make(tmp_path_factory.mktemp("ranks"))
-    everyone(made, lambda own: own.connect())
-    return made
+    comms = make(tmp_path_factory.mktemp("ranks"))
+    run_on_all(comms, lambda comm: comm.connect())
+    return comms
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (64, 64, 5), (2, 1, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
 @pytest.mark.parametrize("lead", [(1,), (7,), (2, 3)])
 def test_parts_are_put_side_by_side(ranks, sizes, dtype, lead):
-    whole = torch.randint(-99, 99, (*lead, sum(sizes))).to(dtype)
-    parts = whole.split(sizes, dim=-1)
-    for gathered in everyone(ranks, lambda own: own.gather(parts[own.rank], sizes)):
-        assert torch.equal(gathered, whole)
-    first, *others = everyone(ranks, lambda own: own.gather(parts[own.rank], sizes, everywhere=False))
-    assert torch.equal(first, whole)
+    full = torch.randint(-99, 99, (*lead, sum(sizes))).to(dtype)
+    parts = full.split(sizes, dim=-1)
+    for gathered in run_on_all(ranks, lambda comm: comm.gather(parts[comm.rank], sizes)):
+        assert torch.equal(gathered, full)
+    first, *others = run_on_all(ranks, lambda comm: comm.gather(parts[comm.rank], sizes, everywhere=False))
+    assert torch.equal(first, full)
     assert all(other.shape == (*lead, 0) for other in others)
 
 
 def test_no_bit_changes_on_the_way(ranks):
     odd = torch.tensor([[0.0, -0.0, float("inf"), float("nan"), 1e-45, -1e-45]])
-    for gathered in everyone(ranks, lambda own: own.gather(odd, [6] * COUNT)):
+    for gathered in run_on_all(ranks, lambda comm: comm.gather(odd, [6] * COUNT)):
         assert torch.equal(gathered.view(torch.int32), odd.repeat(1, COUNT).view(torch.int32))
 
 
@@ -65,29 +65,29 @@ def test_no_bit_changes_on_the_way(ranks):
     ],
 )
 def test_a_command_comes_as_it_was_sent(ranks, numbers, tensors):
-    def pass_on(own):
-        return own.receive() if own.rank else own.send(4, numbers, tensors)
+    def pass_on(comm):
+        return comm.receive() if comm.rank else comm.send(4, numbers, tensors)
 
-    for operation, got_numbers, got_tensors in everyone(ranks, pass_on)[1:]:
+    for operation, got_numbers, got_tensors in run_on_all(ranks, pass_on)[1:]:
         assert (operation, got_numbers) == (4, numbers)
         assert all(torch.equal(a, b) for a, b in zip(got_tensors, tensors, strict=True))
 
 
-@pytest.mark.parametrize("words", [None, torch.tensor([1, 3, -1, 1])])
-def test_rows_and_what_comes_after_them(words):
+@pytest.mark.parametrize("tree_mask", [None, torch.tensor([1, 3, -1, 1])])
+def test_rows_and_what_comes_after_them(tree_mask):
     table = torch.arange(40).view(2, 20)
-    rows = AttentionRows.blocks(table, [5, 30], [3, 1], page_size=4, words=words, first=1)
+    rows = AttentionRows.blocks(table, [5, 30], [3, 1], page_size=4, tree_mask=tree_mask, first=1)
     again, rest = unpack_rows(*(lambda numbers, tensors: ([*numbers, 2, 9], tensors))(*pack_rows(rows)))
     assert rest == [2, 9]
     assert torch.equal(again.slots, rows.slots)
     assert torch.equal(again.table, table[:, :8])  # 31 places
-    assert (again.words is None) == (words is None)
+    assert (again.tree_mask is None) == (tree_mask is None)
     assert (again.page_size, again.longest, again.first) == (4, 31, 1)
 
 
 def test_free_memory_is_shared_on_a_cpu(ranks):
-    assert everyone(ranks, lambda own: own.least(900 + own.rank)) == [300] * COUNT
-    assert everyone(ranks, lambda own: own.least(None)) == [None] * COUNT
+    assert run_on_all(ranks, lambda comm: comm.least(900 + comm.rank)) == [300] * COUNT
+    assert run_on_all(ranks, lambda comm: comm.least(None)) == [None] * COUNT
 
 
 def test_a_rank_that_cannot_load_tells_rank_0(tmp_path):
@@ -100,7 +100,7 @@ def test_a_rank_that_cannot_load_tells_rank_0(tmp_path):
 
 def test_a_rank_that_goes_is_an_error_and_stays_one(tmp_path):
     ranks = make(tmp_path)
-    everyone(ranks, lambda own: own.connect())
+    run_on_all(ranks, lambda comm: comm.connect())
     del ranks[2]._data, ranks[2]._control  # its sockets are closed with them
     with pytest.raises(RankLost, match=r"engine\.tensor_parallel=3: a rank has ended"):
         ranks[0].gather(torch.zeros(1), [1] * COUNT)
@@ -111,9 +111,9 @@ def test_a_rank_that_goes_is_an_error_and_stays_one(tmp_path):
 
 def test_closing_says_stop(tmp_path):
     ranks = make(tmp_path)
-    everyone(ranks, lambda own: own.connect())
-    answers = everyone(ranks, lambda own: own.receive()[0] if own.rank else own.close())
-    assert answers == [None, STOP, STOP]
+    run_on_all(ranks, lambda comm: comm.connect())
+    results = run_on_all(ranks, lambda comm: comm.receive()[0] if comm.rank else comm.close())
+    assert results == [None, STOP, STOP]
 
 
 def test_what_torchrun_started_must_fit(monkeypatch):

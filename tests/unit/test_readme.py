@@ -12,7 +12,7 @@ import pytest
 
 from infer import config as infer_config
 from infer.cli import compose
-from infer.options.literal_text import literal_words
+from infer.options.literal_text import literal_overrides
 from scripts.make_tables import PAGES, rewrite
 from train import config as train_config
 
@@ -44,7 +44,7 @@ def test_commands_parse(line: str) -> None:
     assert (ROOT / file).is_file()
     if file in SCHEMAS and "-m" not in arguments:
         command, schema = SCHEMAS[file]
-        overrides = literal_words([word for word in arguments if "=" in word], schema)
+        overrides = literal_overrides([word for word in arguments if "=" in word], schema)
         assert isinstance(compose(command, schema, overrides), schema)
 
 
@@ -55,11 +55,11 @@ def test_every_page_shows_commands(page: str) -> None:
 
 def test_the_engine_can_be_used_from_python_as_shown() -> None:
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "Engine.load" in block)
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
     )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    *text, acceptance_length = ran.stdout.split()
+    assert process.returncode == 0, process.stderr[-2000:]
+    *text, acceptance_length = process.stdout.split()
     assert text
     assert float(acceptance_length) >= 1
 
@@ -102,6 +102,6 @@ def test_links_lead_somewhere() -> None:
     ]
     assert len(links) > 50
     for page, path, anchor in links:
-        where = (page.parent / path) if path else page
-        assert where.exists(), f"{page}: {path}"
-        assert not anchor or anchor in anchors(where), f"{page}: {path}#{anchor}"
+        target = (page.parent / path) if path else page
+        assert target.exists(), f"{page}: {path}"
+        assert not anchor or anchor in anchors(target), f"{page}: {path}#{anchor}"

@@ -77,8 +77,8 @@ def test_local_names_may_change_consistently(after: str, shared: dict[str, str] 
 
 
 def test_a_checkout_is_compared_with_a_revision(tmp_path: Path) -> None:
-    def git(*words: str) -> None:
-        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
+    def git(*args: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *args], check=True)
 
     git("init", "-q")
     (tmp_path / "one.py").write_text(CODE)

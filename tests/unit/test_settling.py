@@ -8,7 +8,7 @@ from infer.speculation.control.baseline_probe import (
     DRAFTED_S,
     DRAFTED_STEPS,
     EARLY_STEPS,
-    MOST_PROMPTS,
+    MAX_PROMPTS,
     RARELY,
     SETTLES_S,
     TEACHES_S,
@@ -28,11 +28,11 @@ def drafted_before_reminder(settling: BaselineProbe, seconds: float, speedup: fl
 
 def plain_in_reminder(settling: BaselineProbe, seconds: float) -> list[bool]:
     """Of the steps of a reminder that has begun, whether they teach."""
-    found = []
+    taught = []
     while settling.probing:
-        found.append(settling.plain(seconds, seconds))
+        taught.append(settling.plain(seconds, seconds))
         settling.next_step(1.1)
-    return found
+    return taught
 
 
 @pytest.mark.parametrize("seconds", [0.0005, 0.0013, 0.004, 0.05, 10.0])
@@ -65,7 +65,7 @@ def test_steps_with_prompts_do_not_prolong_a_reminder():
     while settling.probing:
         settling.next_step(1.1)
         steps += 1
-    assert steps == MOST_PROMPTS
+    assert steps == MAX_PROMPTS
 
 
 def test_a_reminder_lasts_while_every_other_step_reads_prompts():

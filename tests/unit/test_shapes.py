@@ -21,12 +21,12 @@ def grow(shape, children, depth):
         if fan_out == 0:
             break
         paths, parents, cumulative = [], [], []
-        for path, worth, index in grown:
+        for path, path_score, index in grown:
             best = sorted(enumerate(children(path)), key=lambda pair: (-pair[1], pair[0]))[:fan_out]
             for token, score in best:
                 paths.append((*path, token))
                 parents.append(index)
-                cumulative.append(worth + score)
+                cumulative.append(path_score + score)
         scores = shape.score(level, torch.tensor([cumulative], dtype=torch.float64))
         first = len(candidates)
         candidates += [(p, a, level, s) for p, a, s in zip(paths, parents, scores[0].tolist(), strict=True)]
@@ -59,12 +59,12 @@ def propose(candidates, budget):
 )
 def test_a_dynamic_tree_holds_the_best_nodes_that_were_grown(width, depth, nodes, limit, seed):
     generator = torch.Generator().manual_seed(seed)
-    laws: dict[tuple[int, ...], list[float]] = {}
+    log_probs: dict[tuple[int, ...], list[float]] = {}
 
     def children(path):
-        if path not in laws:
-            laws[path] = (torch.randn(7, generator=generator, dtype=torch.float64) * 2).log_softmax(0).tolist()
-        return laws[path]
+        if path not in log_probs:
+            log_probs[path] = (torch.randn(7, generator=generator, dtype=torch.float64) * 2).log_softmax(0).tolist()
+        return log_probs[path]
 
     candidates = grow(DynamicShape(width, depth), children, depth)
     tree, paths = propose(candidates, Budget(nodes, limit))
@@ -89,10 +89,10 @@ MEDUSA = [[0], [1], [2], [0, 0], [0, 2], [1, 0], [0, 2, 1]]
 
 
 def test_a_static_tree_holds_exactly_its_paths():
-    laws = {}
+    scores = {}
 
     def children(path):
-        return laws.setdefault(path, torch.randperm(9, generator=torch.Generator().manual_seed(len(laws))).tolist())
+        return scores.setdefault(path, torch.randperm(9, generator=torch.Generator().manual_seed(len(scores))).tolist())
 
     shape = StaticShape(MEDUSA)
     assert (shape.most, shape.depth, shape.rows, shape.widest) == (7, 3, 3, 3)

@@ -35,20 +35,20 @@ def text_of(stops):
 def test_pieces_do_not_show(text, stops, cuts):
     strings = StopStrings(stops)
     edges = sorted({0, len(text), *(min(c, len(text)) for c in cuts)})
-    shown, met = "", None
+    shown, matched = "", None
     for begin, end in itertools.pairwise(edges):
-        piece, met = strings.push(text[begin:end])
+        piece, matched = strings.push(text[begin:end])
         shown += piece
-        if met is not None:
+        if matched is not None:
             break
     else:
         shown += strings.flush()
     first_end = min((text.find(s) + len(s) for s in stops if s in text), default=None)
     if first_end is None:
-        assert (shown, met) == (text, None)
+        assert (shown, matched) == (text, None)
     else:
-        assert met is not None
-        assert text.startswith(shown + met)
+        assert matched is not None
+        assert text.startswith(shown + matched)
         assert not any(stop in shown for stop in stops)
 
 

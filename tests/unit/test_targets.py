@@ -128,12 +128,12 @@ def test_an_unknown_architecture_lists_the_known_ones(make_target_folder):
 
 def test_of_a_target_to_start_from_one_layer_is_read(make_target_folder):
     folder = make_target_folder(tie_word_embeddings=True)
-    whole, part = load_target(str(folder)), load_target(str(folder), layers=[-1])
-    found = dict(part.named_parameters())
-    last = f"layers.{whole.config.num_layers - 1}."
-    for name, parameter in whole.named_parameters():
+    target, part = load_target(str(folder)), load_target(str(folder), layers=[-1])
+    parameters = dict(part.named_parameters())
+    last = f"layers.{target.config.num_layers - 1}."
+    for name, parameter in target.named_parameters():
         if name.startswith("layers.") and not name.startswith(last):
-            assert found[name].is_meta
+            assert parameters[name].is_meta
         else:
-            assert torch.equal(found[name], parameter)
-    assert part.fingerprint == whole.fingerprint
+            assert torch.equal(parameters[name], parameter)
+    assert part.fingerprint == target.fingerprint

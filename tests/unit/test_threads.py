@@ -19,7 +19,7 @@ class Machine:
     """Two threads take half the time of one, but where it is busy they wait for each other."""
 
     def __init__(self, step: float = 1e-3) -> None:
-        self.step, self.busy, self.looking, self.stepping = step, False, 0.0, 0.0
+        self.step, self.busy, self.probe_seconds, self.step_seconds = step, False, 0.0, 0.0
 
     def seconds(self, rows: int, count: int) -> float:
         alone = self.step * (1 + rows / 16)
@@ -29,23 +29,23 @@ class Machine:
 
     def run(self, rows: int, count: int) -> float:
         seconds = self.seconds(rows, count)
-        self.looking += seconds
+        self.probe_seconds += seconds
         return seconds
 
     def decode(self, threads: Threads, seconds: float, rows: int = 1) -> list[int]:
         """The threads of each step, for so long."""
-        counts, end = list[int](), self.stepping + seconds
-        while self.stepping < end:
+        counts, end = list[int](), self.step_seconds + seconds
+        while self.step_seconds < end:
             counts.append(threads.count(rows))
-            took = self.seconds(rows, counts[-1])
-            self.stepping += took
-            threads.record_step(rows, took)
+            elapsed = self.seconds(rows, counts[-1])
+            self.step_seconds += elapsed
+            threads.record_step(rows, elapsed)
         return counts
 
 
-def made(machine: Machine) -> Threads:
+def make_threads(machine: Machine) -> Threads:
     threads = Threads(ThreadPlan.measure(machine.run, 2), machine.run, 2)
-    machine.looking = 0.0
+    machine.probe_seconds = 0.0
     return threads
 
 
@@ -53,7 +53,7 @@ def made(machine: Machine) -> Threads:
 @pytest.mark.parametrize("step", [1e-3, 0.05])
 def test_threads_are_given_up_while_the_machine_is_busy_and_taken_again(rows, step):
     machine = Machine(step)
-    threads = made(machine)
+    threads = make_threads(machine)
     assert set(machine.decode(threads, 5.0, rows)) == {2}
     machine.busy = True
     counts = machine.decode(threads, 60 * machine.seconds(rows, 2) + FIRST_S, rows)
@@ -63,13 +63,13 @@ def test_threads_are_given_up_while_the_machine_is_busy_and_taken_again(rows, st
     counts = machine.decode(threads, 1500.0 if step > 0.01 else 90.0, rows)
     assert counts[-1] == 2
     assert set(counts[counts.index(2) :]) == {2}
-    assert machine.looking < 1.5 * LOOKS_SHARE * machine.stepping + 20 * machine.seconds(16, 1)
+    assert machine.probe_seconds < 1.5 * LOOKS_SHARE * machine.step_seconds + 20 * machine.seconds(16, 1)
 
 
 def test_a_start_on_a_busy_machine_is_corrected_once_it_is_idle():
     machine = Machine()
     machine.busy = True
-    threads = made(machine)
+    threads = make_threads(machine)
     assert threads.count(1) == 1
     machine.busy = False
     counts = machine.decode(threads, 3 * SELDOM_S)
@@ -78,12 +78,12 @@ def test_a_start_on_a_busy_machine_is_corrected_once_it_is_idle():
 
 
 def test_a_number_that_gives_other_bits_is_not_used():
-    machine, asked = Machine(), []
-    threads = made(machine)
-    threads.admit = lambda count: asked.append(count) or False
+    machine, requested = Machine(), []
+    threads = make_threads(machine)
+    threads.admit = lambda count: requested.append(count) or False
     machine.busy = True
     assert set(machine.decode(threads, 20.0)) == {2}
-    assert set(asked) == {1}
+    assert set(requested) == {1}
 
 
 def test_threads_that_are_about_as_fast_are_left_as_they_are():

@@ -96,9 +96,9 @@ def test_one_weight_is_held_once(tied: Path, change: Any, tmp_path: Path, caplog
         assert is_tied(target)
         assert torch.equal(target.lm_head.weight, wanted.lm_head.weight)
     for rank in range(2):
-        part, whole = (load_target(str(path), part=Part(rank, 2, nobody)) for path in (folder, tied))
-        assert torch.equal(part.lm_head.weight, whole.lm_head.weight)
-        assert torch.equal(part.embed_tokens.weight, whole.embed_tokens.weight)
+        part, expected = (load_target(str(path), part=Part(rank, 2, no_gather)) for path in (folder, tied))
+        assert torch.equal(part.lm_head.weight, expected.lm_head.weight)
+        assert torch.equal(part.embed_tokens.weight, expected.embed_tokens.weight)
         storages = [part.get_parameter(f"{name}.weight").untyped_storage() for name in ("lm_head", "embed_tokens")]
         assert storages[0].data_ptr() == storages[1].data_ptr()
     save_target(wanted, tmp_path)
@@ -110,17 +110,17 @@ def test_one_weight_is_held_once(tied: Path, change: Any, tmp_path: Path, caplog
     assert not [record for record in caplog.records if record.name == "headway.targets"]
 
 
-def nobody(x: Tensor, sizes: Any, *, everywhere: bool = True) -> Tensor:
+def no_gather(x: Tensor, sizes: Any, *, everywhere: bool = True) -> Tensor:
     raise AssertionError("nothing is computed here")
 
 
-class Alone:
+class SingleProcess:
     """The exchange of one process that holds everything."""
 
     rank, ranks = 0, 1
 
-    def gather(self, whole: Tensor, own: Tensor) -> Callable[[], Any]:
-        whole.copy_(own)
+    def gather(self, gathered: Tensor, shard: Tensor) -> Callable[[], Any]:
+        gathered.copy_(shard)
         return lambda: None
 
     def any(self, flag: bool) -> bool:
@@ -129,15 +129,15 @@ class Alone:
 
 def test_every_way_to_load_it_keeps_both(contradicting: Path) -> None:
     tensors = load_file(contradicting / "model.safetensors")
-    ways: list[dict[str, Any]] = [{}, {"layers": [-1]}, {"exchange": Alone()}]
-    for options in ways:
+    load_options: list[dict[str, Any]] = [{}, {"layers": [-1]}, {"exchange": SingleProcess()}]
+    for options in load_options:
         target = load_target(str(contradicting), **options)
         assert torch.equal(target.lm_head.weight, tensors[LM_HEAD])
         assert torch.equal(target.embed_tokens.weight, tensors[EMBEDDING])
         assert not target.config.tie_word_embeddings
     sizes = sizes_of(LM_HEAD, 384, 2)
     assert sizes is not None
-    parts = [load_target(str(contradicting), part=Part(rank, 2, nobody)) for rank in range(2)]
+    parts = [load_target(str(contradicting), part=Part(rank, 2, no_gather)) for rank in range(2)]
     for part, rows in zip(parts, tensors[LM_HEAD].split(sizes), strict=True):
         assert torch.equal(part.lm_head.weight, rows)
         assert not part.config.tie_word_embeddings
@@ -149,10 +149,10 @@ def test_a_quantised_checkpoint_keeps_both(contradicting: Path, tmp_path: Path) 
     scheme = compressed("pack-quantized", num_bits=4, strategy="group", group_size=32)
     write(contradicting, scheme, packed(4, 32), tmp_path / "quantised", tmp_path / "plain")
     for rank in (None, 1):
-        part = None if rank is None else Part(rank, 2, nobody)
-        ours, wanted = (load_target(str(tmp_path / name), part=part) for name in ("quantised", "plain"))
-        assert torch.equal(ours.lm_head.weight, wanted.lm_head.weight)
-        assert not torch.equal(ours.lm_head.weight, ours.embed_tokens.weight[: len(ours.lm_head.weight)])
+        part = None if rank is None else Part(rank, 2, no_gather)
+        quantised, plain = (load_target(str(tmp_path / name), part=part) for name in ("quantised", "plain"))
+        assert torch.equal(quantised.lm_head.weight, plain.lm_head.weight)
+        assert not torch.equal(quantised.lm_head.weight, quantised.embed_tokens.weight[: len(quantised.lm_head.weight)])
 
 
 def test_written_and_enlarged_it_says_what_it_is(contradicting: Path, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_head_borrows_the_lm_head_that_is_kept(contradicting: Path) -> None:
         texts.append([completion.token_ids for completion in engine.generate(prompts, params)])
     assert texts[0] == texts[1]
     read = weights_of(contradicting)  # what a conversion takes of the target
-    served = target.lm_head.whole_weight()
+    served = target.lm_head.unpacked_weight()
     assert served is not None
     assert torch.equal(read["lm_head.weight"](), served)
     assert torch.equal(read["embed_tokens.weight"](), target.embedding_weight)

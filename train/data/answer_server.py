@@ -21,19 +21,19 @@ from train.data.regenerate import Finished, Job
 
 PASSING = (408, 409, 425, 429, 500, 502, 503, 504)
 LONGEST_PAUSE = 30.0
-HEED = 0.2  # seconds between checks for a stop request
+POLL_SECONDS = 0.2  # seconds between checks for a stop request
 
 
-class Unanswered(Exception):
+class RequestFailed(Exception):
     """The server failed on this conversation; others may still succeed."""
 
 
 def check_server(data: DataConfig) -> None:
     """Raise ValueError if no server responds at `data.server` or it does not serve the requested model."""
-    ServerAnswerer(data, 0).close()
+    ServerGenerator(data, 0).close()
 
 
-class ServerAnswerer:
+class ServerGenerator:
     def __init__(self, data: DataConfig, vocab_size: int, *, first_pause: float = 0.5) -> None:
         """Query the server's models and select one. Raises ValueError if the server cannot be used."""
         assert data.server is not None
@@ -60,7 +60,7 @@ class ServerAnswerer:
 
         Raises ValueError if max(8, `data.concurrency`) conversations in a row fail, or if a response is invalid.
         """
-        in_a_row, patience = 0, max(8, self._data.concurrency)
+        num_failures, max_failures = 0, max(8, self._data.concurrency)
         pool = ThreadPoolExecutor(self._data.concurrency, thread_name_prefix="answer")
         running: dict[Future[None], Job] = {}
         try:
@@ -70,20 +70,20 @@ class ServerAnswerer:
                 if not running:
                     return
                 check()
-                for future in wait(running, timeout=HEED, return_when=FIRST_COMPLETED).done:
+                for future in wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED).done:
                     job = running.pop(future)
                     try:
                         future.result()
-                    except Unanswered as error:
-                        in_a_row += 1
+                    except RequestFailed as error:
+                        num_failures += 1
                         finished(job, str(error))
-                        if in_a_row >= patience:
+                        if num_failures >= max_failures:
                             raise ValueError(
-                                f"data.server={self._data.server}: {in_a_row} requests in a row failed, the last: "
+                                f"data.server={self._data.server}: {num_failures} requests in a row failed, the last: "
                                 f"{error}. What was answered is kept; run the same command again to go on"
                             ) from error
                     else:
-                        in_a_row = 0
+                        num_failures = 0
                         finished(job, None)
         finally:
             self._stopping.set()
@@ -97,7 +97,7 @@ class ServerAnswerer:
         except ValueError as error:
             if isinstance(error, WrongServer):
                 raise
-            raise Unanswered(str(error)) from error
+            raise RequestFailed(str(error)) from error
 
     def _complete(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         body = {
@@ -111,8 +111,8 @@ class ServerAnswerer:
         }
         if params.top_k:
             body["top_k"] = params.top_k
-        answer = self._request("POST", "completions", json=body)
-        choice = (answer.get("choices") or [{}])[0]
+        completion = self._request("POST", "completions", json=body)
+        choice = (completion.get("choices") or [{}])[0]
         ids = choice.get("token_ids")
         if not isinstance(ids, list):
             raise WrongServer(
@@ -124,7 +124,7 @@ class ServerAnswerer:
                 f"data.server={self._data.server}: answers with ids beyond this target's vocabulary of "
                 f"{self._vocab_size}; it serves another model"
             )
-        counted = (answer.get("usage") or {}).get("prompt_tokens")
+        counted = (completion.get("usage") or {}).get("prompt_tokens")
         if counted is not None and counted != len(prompt):
             raise WrongServer(
                 f"data.server={self._data.server}: read {counted} prompt tokens where {len(prompt)} were sent; it "
@@ -136,7 +136,7 @@ class ServerAnswerer:
         wanted = self._data.server_model
         try:
             names = [str(entry["id"]) for entry in self._request("GET", "models").get("data", [])]
-        except Unanswered as error:
+        except RequestFailed as error:
             raise ValueError(f"data.server={self._data.server}: cannot be used: {error}") from error
         if wanted in names:
             return wanted
@@ -148,24 +148,24 @@ class ServerAnswerer:
         return names[0]
 
     def _request(self, method: str, path: str, **options: object) -> dict:
-        """Send a request, retrying transient failures, and return the JSON body. Raises Unanswered."""
+        """Send a request, retrying transient failures, and return the JSON body. Raises RequestFailed."""
         pause = self._first_pause
         for attempt in range(self._data.retries + 1):
-            asked = pause
+            delay = pause
             try:
                 response = self._client.request(method, path, **options)  # type: ignore[arg-type]
                 if response.status_code == 200:
                     return response.json()
                 reason = f"status {response.status_code}: {response.text[:200]}"
                 if response.status_code not in PASSING:
-                    raise Unanswered(reason)
-                asked = retry_after(response) or pause
+                    raise RequestFailed(reason)
+                delay = retry_after(response) or pause
             except (httpx.HTTPError, RuntimeError, ValueError) as error:  # a closed client raises RuntimeError
                 reason = f"{type(error).__name__}: {error}"
-            if attempt < self._data.retries and self._stopping.wait(asked * random.uniform(0.8, 1.2)):
+            if attempt < self._data.retries and self._stopping.wait(delay * random.uniform(0.8, 1.2)):
                 break
             pause = min(2 * pause, LONGEST_PAUSE)
-        raise Unanswered(reason)
+        raise RequestFailed(reason)
 
 
 class WrongServer(ValueError):

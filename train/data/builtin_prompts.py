@@ -116,8 +116,8 @@ def documented(text: str) -> Iterator[Function]:
             yield Function(f"{node.name}({arguments})", docstring, source, arguments.startswith(("self", "cls")))
 
 
-def shuffled(things: Iterable[T]) -> Sequence[T]:
+def shuffled(items: Iterable[T]) -> Sequence[T]:
     """Return the items shuffled with a fixed seed, in the same order everywhere."""
-    order = list(things)
+    order = list(items)
     random.Random(0).shuffle(order)
     return order

@@ -31,12 +31,12 @@ class Dialogue:
     """The state of one conversation: alternate `next_prompt` and `take` until there is no prompt; `rows` is the result.
 
     An assistant turn that calls a tool is kept as in the data and masked out of the loss, since the tool's result
-    belongs to that call. With `given` the data's responses are used instead, by `take_given`.
+    belongs to that call. With `provided` the data's responses are used instead, by `take_provided`.
     """
 
-    def __init__(self, example: Example, tokenizer: Tokenizer, *, longest_prompt: int, given: bool = False) -> None:
+    def __init__(self, example: Example, tokenizer: Tokenizer, *, longest_prompt: int, provided: bool = False) -> None:
         self.example, self._tokenizer, self._longest = example, tokenizer, longest_prompt
-        self._given = given
+        self._provided = provided
         self._history: list[Message] = []
         self._left = list(example.messages)
         self._finished: list[Row] = []
@@ -82,11 +82,11 @@ class Dialogue:
         self._learn(ids)
         self._history.append({"role": "assistant", "content": text})
 
-    def take_given(self) -> None:
+    def take_provided(self) -> None:
         """Append the data's response to the last prompt, tokenised after the prompt's tokens, as in serving."""
         message = self._left.pop(0)
         try:
-            text = self._given_text(message)
+            text = self._response_text(message)
         except ValueError as error:
             if not self.rows:
                 raise
@@ -97,7 +97,7 @@ class Dialogue:
         ends = [place for place, token in enumerate(ids) if token in self._tokenizer.eos_ids]
         self._learn(ids[: ends[-1] + 1] if ends else ids)  # the target generates nothing after its end token
 
-    def _given_text(self, message: Message) -> str:
+    def _response_text(self, message: Message) -> str:
         """Return the text that follows the row so far. Raises ValueError if the template does not separate it.
 
         A template's generation prompt may open a span that it does not render in the history, such as reasoning. A
@@ -107,14 +107,14 @@ class Dialogue:
         text = self._render([*self._history, message])
         if text.startswith(self._prompt_text):
             return text[len(self._prompt_text) :]
-        before, found, after = self._render([*self._history, {"role": "assistant", "content": ANSWER}]).rpartition(
+        before, separator, after = self._render([*self._history, {"role": "assistant", "content": ANSWER}]).rpartition(
             ANSWER
         )
-        if not found or not text.startswith(before) or not self._prompt_text.startswith(before):
+        if not separator or not text.startswith(before) or not self._prompt_text.startswith(before):
             raise ValueError("the chat template does not continue its own prompt, so no token can be called the answer")
-        opened, content = self._prompt_text[len(before) :], message.get("content")
-        if isinstance(content, str) and content.startswith(opened) and not message.get("tool_calls"):
-            return content[len(opened) :] + after
+        opening, content = self._prompt_text[len(before) :], message.get("content")
+        if isinstance(content, str) and content.startswith(opening) and not message.get("tool_calls"):
+            return content[len(opening) :] + after
         del self._row.ids[self._held :], self._row.loss_mask[self._held :]
         self._continue(self._tokenizer.encode(before, add_special_tokens=False))
         return text[len(before) :]
@@ -137,21 +137,21 @@ class Dialogue:
 
     def _advance(self) -> bool:
         """Move messages up to the target's next turn into the history. Return False if there is no such turn."""
-        asked = False
+        awaits_response = False
         while self._left:
             message = self._left[0]
             if message["role"] == "assistant":
-                if self._given:
+                if self._provided:
                     if self._history:
                         return True
                 elif not self._is_kept():
                     self._left.pop(0)  # the target generates this turn itself
-                    if asked:
+                    if awaits_response:
                         return True
                     continue  # a greeting before any question, or a second response to one
-            asked = message["role"] in ("user", "tool")
+            awaits_response = message["role"] in ("user", "tool")
             self._history.append(self._left.pop(0))
-        return asked and not self._given
+        return awaits_response and not self._provided
 
     def _is_kept(self) -> bool:
         """Return whether the next assistant turn must be kept: it calls a tool, or a tool's result follows it."""
@@ -173,23 +173,23 @@ def first_prompt(example: Example, tokenizer: Tokenizer, longest: int) -> list[i
         if not 1 <= len(prompt) <= longest:
             raise TooLong(f"the prompt has {len(prompt)} tokens; 1 to {longest} are possible")
         return prompt
-    found = Dialogue(example, tokenizer, longest_prompt=longest).next_prompt()
-    if found is None:
+    prompt_ids = Dialogue(example, tokenizer, longest_prompt=longest).next_prompt()
+    if prompt_ids is None:
         raise ValueError("no turn is the target's to answer")
-    return found
+    return prompt_ids
 
 
-def given_rows(example: Example, tokenizer: Tokenizer, longest: int) -> list[Row]:
+def provided_rows(example: Example, tokenizer: Tokenizer, longest: int) -> list[Row]:
     """Return the rows of a conversation whose responses are in the data. Raises ValueError if no row is usable."""
-    return given_dialogue(example, tokenizer, longest).rows
+    return provided_dialogue(example, tokenizer, longest).rows
 
 
-def given_dialogue(example: Example, tokenizer: Tokenizer, longest: int) -> Dialogue:
-    """As `given_rows`, but return the Dialogue, whose `cut` says why turns are missing."""
-    dialogue = Dialogue(example, tokenizer, longest_prompt=longest, given=True)
+def provided_dialogue(example: Example, tokenizer: Tokenizer, longest: int) -> Dialogue:
+    """As `provided_rows`, but return the Dialogue, whose `cut` says why turns are missing."""
+    dialogue = Dialogue(example, tokenizer, longest_prompt=longest, provided=True)
     if example.messages:
         while dialogue.next_prompt() is not None:
-            dialogue.take_given()
+            dialogue.take_provided()
     if not dialogue.rows:
         raise ValueError("data.responses=given: the row holds no answer of two tokens")
     return dialogue

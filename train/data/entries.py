@@ -59,7 +59,7 @@ def chunked(items: Iterable[Item], chunk: Mapping[str, int]) -> Iterator[Item]:
     for item in items:
         pieces = [item]
         for column, characters in chunk.items():
-            pieces = [piece for one in pieces for piece in cut_row(one, column, characters)]
+            pieces = [piece for part in pieces for piece in cut_row(part, column, characters)]
         yield from pieces
 
 

@@ -66,7 +66,7 @@ class Example:
         return content_key([self.messages[:first], self.tools])
 
     @property
-    def asked_key(self) -> int:
+    def prompt_key(self) -> int:
         """Hash of everything that the target does not generate: rows with the same one get the same responses."""
         if not self.messages:
             return content_key(list(self.prompt))
@@ -84,10 +84,10 @@ def renamed(row: Mapping[str, Any], columns: Mapping[str, Any] | None) -> dict[s
     If several of the data's columns stand for one standard name, the first that the row has is used.
     """
     row = dict(row)
-    for ours, theirs in (columns or {}).items():
-        name = next((name for name in as_list(theirs) if row.get(name) is not None), None)
+    for standard, aliases in (columns or {}).items():
+        name = next((name for name in as_list(aliases) if row.get(name) is not None), None)
         if name is not None:
-            row[ours] = row[name]
+            row[standard] = row[name]
     return row
 
 
@@ -134,14 +134,16 @@ def plain(form: str, row: Mapping[str, Any], data: RowsDataConfig, tokenizer: To
     """
     ids = tokenizer.encode(text_of(form, row[form]))
     if data.responses == "given":
-        asked = len(ids) if form == "prompt" else min(data.prompt_tokens, len(ids))
+        prompt_length = len(ids) if form == "prompt" else min(data.prompt_tokens, len(ids))
         first = 1 if form == "text" else len(ids)
         if form == "prompt":
             if "response" not in row:
                 raise ValueError("data.responses=given: the row has no response")
             ids += tokenizer.encode(text_of("response", row["response"]), context=ids)
             ids += tokenizer.eos_ids[:1]
-        return Example(ids=tuple(ids), loss_mask=tuple(place >= first for place in range(len(ids))), asked=asked)
+        return Example(
+            ids=tuple(ids), loss_mask=tuple(place >= first for place in range(len(ids))), asked=prompt_length
+        )
     return Example(ids=tuple(ids[: data.prompt_tokens] if form == "text" else ids))
 
 
@@ -157,8 +159,8 @@ def tokenised(ids: object, mask: object, vocab_size: int, prompt_tokens: int) ->
     if not has_served_slot(mask):
         raise ValueError("loss_mask leaves nothing to learn: two neighbouring tokens must be the target's own")
     first = mask.index(1)
-    asked = first if first > 1 else min(prompt_tokens, len(ids))
-    return Example(ids=tuple(ids), loss_mask=tuple(bool(item) for item in mask), asked=asked)
+    prompt_length = first if first > 1 else min(prompt_tokens, len(ids))
+    return Example(ids=tuple(ids), loss_mask=tuple(bool(item) for item in mask), asked=prompt_length)
 
 
 def has_served_slot(mask: Sequence[int | bool]) -> bool:

@@ -21,12 +21,12 @@ from accelerate import Accelerator
 from infer.engine import Engine
 from infer.request import SamplingParams
 from train.config import RowsDataConfig, TrainConfig
-from train.data.dialogue import Row, given_rows
+from train.data.dialogue import Row, provided_rows
 from train.data.examples import Example
 from train.data.prompts import Prompts, first_of, longest_prompt, read_prompts
 from train.data.regenerate import (
     Answerer,
-    EngineAnswerer,
+    EngineGenerator,
     Outcome,
     collect,
     collect_parts,
@@ -65,9 +65,9 @@ def open_data(config: TrainConfig, engine: Engine, accelerator: Accelerator, fol
     When a stop is requested, raises Interrupted on every process; finished conversations are kept.
     """
     # stage=regenerate retries conversations that failed before
-    again = config.stage == "regenerate" and (folder / FAILED).is_file()
-    if again or not (folder / TRAIN).is_file():
-        Making(config, engine, accelerator, folder, stop).make(again)
+    retry_failed = config.stage == "regenerate" and (folder / FAILED).is_file()
+    if retry_failed or not (folder / TRAIN).is_file():
+        Making(config, engine, accelerator, folder, stop).make(retry_failed)
     record = read_record(folder / SOURCE)
     assert engine.tokenizer is not None
     parts = ingredients(config, engine.target, engine.tokenizer, record["source"])
@@ -87,20 +87,20 @@ class Making:
         self.tokenizer = engine.tokenizer
         self.longest = longest_prompt(config.data, engine.context)
 
-    def make(self, again: bool) -> None:
+    def make(self, retry_failed: bool) -> None:
         config, accelerator = self.config, self.accelerator
         with stopping_together(accelerator):
             prompts = read_prompts(config, self.tokenizer, self.engine.context, self.stop.check)
         for line in prompts.reading.lines():
             say(accelerator, line)
-        own = ingredients(config, self.engine.target, self.tokenizer, prompts.source)
-        begun = any_process(accelerator, (self.folder / SOURCE).is_file())
-        if begun:
-            refuse_other(config, own, self.folder / SOURCE)
-        if not again and self._copied(recipe(own)):
+        parts = ingredients(config, self.engine.target, self.tokenizer, prompts.source)
+        resumed = any_process(accelerator, (self.folder / SOURCE).is_file())
+        if resumed:
+            refuse_other(config, parts, self.folder / SOURCE)
+        if not retry_failed and self._copy_from_twin(recipe(parts)):
             return
-        if not begun and accelerator.is_main_process:
-            self._record(own, {}, {})
+        if not resumed and accelerator.is_main_process:
+            self._record(parts, {}, {})
 
         def greedy(number: int) -> SamplingParams:
             return SamplingParams(max_tokens=config.eval_max_tokens)
@@ -108,40 +108,42 @@ class Making:
         def sampled(number: int) -> SamplingParams:
             return sampling_params(number, config.data, config.seed)
 
-        given = isinstance(config.data, RowsDataConfig) and config.data.responses == "given"
+        provided = isinstance(config.data, RowsDataConfig) and config.data.responses == "given"
         work = f"{len(prompts.held_out)} held-out prompts"
-        if not given:
+        if not provided:
             work = f"{len(prompts.train)} training and {work}"
-        who = "the target" if given or config.data.server is None else f"{config.data.server}, and the target here,"
-        answerer = None if given else self._answerer()  # before generation, so that an unusable server fails early
-        say(accelerator, f"{who} continues {work}")
-        held_out = self._answer(EngineAnswerer(self.engine), prompts.held_out, greedy, HELD_OUT)
+        generator = (
+            "the target" if provided or config.data.server is None else f"{config.data.server}, and the target here,"
+        )
+        answerer = None if provided else self._answerer()  # before generation, so that an unusable server fails early
+        say(accelerator, f"{generator} continues {work}")
+        held_out = self._answer(EngineGenerator(self.engine), prompts.held_out, greedy, HELD_OUT)
         if answerer is None:
-            train = collect(prompts.train, {key: self._given(one) for key, one in prompts.train.items()}, {})
+            train = collect(prompts.train, {key: self._rows_of(example) for key, example in prompts.train.items()}, {})
         else:
             train = self._answer(answerer, prompts.train, sampled, TRAIN)
         if accelerator.is_main_process:
             assert train is not None
             assert held_out is not None
-            self._write(prompts, own, train, held_out)
+            self._write(prompts, parts, train, held_out)
         accelerator.wait_for_everyone()
 
-    def _given(self, example: Example) -> list[Row]:
-        return given_rows(example, self.tokenizer, self.longest)
+    def _rows_of(self, example: Example) -> list[Row]:
+        return provided_rows(example, self.tokenizer, self.longest)
 
     def _answerer(self) -> Answerer:
         if self.config.data.server is None:
-            return EngineAnswerer(self.engine)
-        from train.data.answer_server import ServerAnswerer
+            return EngineGenerator(self.engine)
+        from train.data.answer_server import ServerGenerator
 
-        return ServerAnswerer(self.config.data, self.engine.target.config.vocab_size)
+        return ServerGenerator(self.config.data, self.engine.target.config.vocab_size)
 
     def _answer(self, answerer: Answerer, examples: Mapping[int, Example], params: Any, name: str) -> Outcome | None:
         """Generate responses, each process its share. Returns the outcome of all on the main process, else None."""
         accelerator, parts = self.accelerator, self.folder / Path(name).stem
         rank, world = accelerator.process_index, accelerator.num_processes
         failed: dict[int, str] = {}
-        with stopping_together(accelerator, self.engine.target.lend):
+        with stopping_together(accelerator, self.engine.target.join_gathers):
             failed = regenerate(
                 answerer,
                 examples,
@@ -157,29 +159,29 @@ class Making:
         if not accelerator.is_main_process:
             return None
         for other in range(1, world):
-            found = json.loads((parts / f"failed-{other}.json").read_text(encoding="utf-8"))
-            failed |= {int(key): reason for key, reason in found.items()}
+            reasons = json.loads((parts / f"failed-{other}.json").read_text(encoding="utf-8"))
+            failed |= {int(key): reason for key, reason in reasons.items()}
         return collect_parts(parts, examples, failed)
 
-    def _write(self, prompts: Prompts, own: Mapping[str, Any], answers: Outcome, asked: Outcome) -> None:
-        """Write both splits, counts and failures. `answers` belong to training prompts, `asked` to held-out ones.
+    def _write(self, prompts: Prompts, parts: Mapping[str, Any], train_result: Outcome, eval_result: Outcome) -> None:
+        """Write both splits, counts and failures: `train_result` of training prompts, `eval_result` of held-out ones.
 
         Raises ValueError if a split has no usable sequence.
         """
-        train, failed, held_out = answers.sequences, answers.failed, asked.sequences
-        shortened = list(answers.shortened.values())
+        train, failed, held_out = train_result.sequences, train_result.failed, eval_result.sequences
+        shortened = list(train_result.shortened.values())
         counts = {
             "rows": prompts.reading.summary(),
-            "answers": answers.counts,
-            "held_out": asked.counts,
+            "answers": train_result.counts,
+            "held_out": eval_result.counts,
             "shortened": len(prompts.reading.shortened) + len(shortened),
         }
         named = {
             "left out": prompts.reading.complaints,
             "shortened": prompts.reading.shortened + shortened,
-            "failed": [*failed.values(), *asked.failed.values()],
+            "failed": [*failed.values(), *eval_result.failed.values()],
         }
-        for name, part in (("conversations", answers), ("held-out prompts", asked)):
+        for name, part in (("conversations", train_result), ("held-out prompts", eval_result)):
             if part.failed:
                 first, counted = next(iter(part.failed.values())), part.counts["conversations"]
                 say(self.accelerator, f"{len(part.failed)} of {counted} {name} failed, the first: {first}")
@@ -193,11 +195,11 @@ class Making:
         tokens, learnt = int(train.offsets[-1]), int(train.assistant.sum())
         say(
             self.accelerator,
-            f"{len(train)} sequences from {answers.counts['done']} conversations "
-            f"({answers.counts['skipped']} more hold nothing to learn from), {tokens} tokens, "
-            f"{100 * learnt / tokens:.1f} % of them learnt, at most {int(train.lengths.max())} in a row",
+            f"{len(train)} sequences from {train_result.counts['done']} conversations "
+            f"({train_result.counts['skipped']} more have no token to train on), {tokens} tokens, "
+            f"{100 * learnt / tokens:.1f} % of them trained on; longest sequence {int(train.lengths.max())} tokens",
         )
-        self._record(own, counts, named)
+        self._record(parts, counts, named)
         held_out.save(self.folder / HELD_OUT)
         train.save(self.folder / TRAIN)
         atomic.discard(self.folder / Path(HELD_OUT).stem)
@@ -207,19 +209,19 @@ class Making:
             atomic.discard(self.folder / Path(TRAIN).stem)
             atomic.discard(self.folder / FAILED)
 
-    def _record(self, own: Mapping[str, Any], counts: Mapping[str, Any], named: Mapping[str, Any]) -> None:
+    def _record(self, parts: Mapping[str, Any], counts: Mapping[str, Any], named: Mapping[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        record = {"source": own["source"], RECIPE: recipe(own), INGREDIENTS: own, "counts": counts, NAMED: named}
+        record = {"source": parts["source"], RECIPE: recipe(parts), INGREDIENTS: parts, "counts": counts, NAMED: named}
         atomic.write_text(self.folder / SOURCE, json.dumps(record, indent=2) + "\n")
 
-    def _copied(self, own: str) -> bool:
+    def _copy_from_twin(self, recipe_hash: str) -> bool:
         """Copy the sequences of a sibling run with the same recipe, if there is one. Returns whether it did."""
         files, accelerator = (SOURCE, HELD_OUT, TRAIN), self.accelerator
-        twin = find_twin(self.folder.parents[1], own, SOURCE, files)
+        twin = find_twin(self.folder.parents[1], recipe_hash, SOURCE, files)
         if any_process(accelerator, twin is None):
             return False
         assert twin is not None
-        say(accelerator, f"sequences as in {twin}")
+        say(accelerator, f"reusing the sequences of {twin}")
         if accelerator.is_main_process:
             copy_twin(twin, self.folder, files)
         accelerator.wait_for_everyone()

@@ -14,7 +14,7 @@ from pathlib import Path
 from models.demo.corpus import corpus_hash, held_out_prompts, train_prompts
 from models.tokenizer import Tokenizer
 from train.config import ChatDataConfig, DataConfig, DemoDataConfig, HubDataConfig, RowsDataConfig, TrainConfig, as_list
-from train.data.dialogue import TooLong, first_prompt, given_dialogue
+from train.data.dialogue import TooLong, first_prompt, provided_dialogue
 from train.data.examples import Example, content_key, parse_row
 from train.data.sources import Item, RowSource, read_items
 
@@ -61,17 +61,17 @@ class Reading:
         return {**kept, "dropped": dict(self.dropped), "forms": dict(self.forms)}
 
 
-def first_of(what: str, lines: Sequence[str]) -> list[str]:
-    """Return the first SHOWN lines, labelled with `what`, and a line with the number of others."""
-    more = [f"{what}: {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
-    return [f"{what}: {line}" for line in lines[:SHOWN]] + more
+def first_of(label: str, lines: Sequence[str]) -> list[str]:
+    """Return the first SHOWN lines, labelled with `label`, and a line with the number of others."""
+    more = [f"{label}: {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return [f"{label}: {line}" for line in lines[:SHOWN]] + more
 
 
 @dataclass
 class Prompts:
     train: dict[int, Example]  # by key
     held_out: dict[int, Example]  # prompts as token ids
-    held_out_whole: dict[int, Example]  # the same rows as read, including any responses
+    held_out_conversations: dict[int, Example]  # the same rows as read, including any responses
     source: str  # identifies the data in the record
     reading: Reading
 
@@ -100,8 +100,8 @@ def by_key(prompts: list[list[int]]) -> dict[int, Example]:
 
 def longest_prompt(data: DataConfig, context: int) -> int:
     """Return the maximum length of a prompt in tokens, leaving room for a response in the context."""
-    own = data.max_prompt_tokens if isinstance(data, RowsDataConfig) else context
-    return min(own, context - 3)
+    limit = data.max_prompt_tokens if isinstance(data, RowsDataConfig) else context
+    return min(limit, context - 3)
 
 
 class Reader:
@@ -119,18 +119,18 @@ class Reader:
         self.name = "data=chat" if isinstance(data, ChatDataConfig) else f"data.path={data.path}"
         self.train: dict[int, Example] = {}
         self.held_out: dict[int, Example] = {}  # by opening key
-        self.held_out_whole: dict[int, Example] = {}
+        self.held_out_conversations: dict[int, Example] = {}
         self._count = 0
 
     def read(self) -> Prompts:
         """Read rows until both sides are full. Raises ValueError if a side stays empty."""
-        own_side = read_items(self.data, held_out=True)
-        if own_side is not None:
-            self._fill(own_side, TO_HELD_OUT)
+        held_out_items = read_items(self.data, held_out=True)
+        if held_out_items is not None:
+            self._fill(held_out_items, TO_HELD_OUT)
             self._refuse_empty(self.held_out, "row to hold out")
         items = read_items(self.data, held_out=False)
         assert items is not None
-        self._fill(items, None if own_side is None else TO_TRAIN)
+        self._fill(items, None if held_out_items is None else TO_TRAIN)
         if not self.held_out:
             self._hold_one_out()
         self._refuse_empty(self.train, "row to train on")
@@ -139,7 +139,7 @@ class Reader:
         assert reading.read == reading.train + reading.held_out + reading.dropped.total(), "a row was lost"
         digest = content_key([[example.key for example in self.train.values()], list(self.held_out)])
         source = f"{name_of(self.data)} {digest:016x}"
-        return Prompts(self.train, self.held_out, self.held_out_whole, source, reading)
+        return Prompts(self.train, self.held_out, self.held_out_conversations, source, reading)
 
     def read_prompts(self) -> list[list[int]]:
         """Return the first prompts of up to `eval_prompts` rows, all treated as held out. Raises ValueError if none."""
@@ -170,7 +170,7 @@ class Reader:
     def _take(self, item: Item, side: str | None) -> None:
         form, example = parse_row(item.row, self.data, self.tokenizer)
         example = replace(example, place=item.place)
-        opening_key, given = example.opening_key, self.data.responses == "given"
+        opening_key, provided = example.opening_key, self.data.responses == "given"
         self.reading.forms[form] += 1
         side = side or (TO_HELD_OUT if opening_key < self.data.held_out_share * KEYS else TO_TRAIN)
         if opening_key in self.held_out:
@@ -183,15 +183,15 @@ class Reader:
         else:
             self._count += 1
             # responses make rows distinct only if they are trained on
-            key = example.key if given else example.asked_key
+            key = example.key if provided else example.prompt_key
             key = key if self.data.deduplicate else content_key([key, self._count])
             if key in self.train:
                 self.reading.drop("twins")
             elif len(self.train) >= self.data.num_sequences:
                 self.reading.drop("beyond data.num_sequences")
             else:
-                if given:
-                    cut = given_dialogue(example, self.tokenizer, self.longest).cut
+                if provided:
+                    cut = provided_dialogue(example, self.tokenizer, self.longest).cut
                     self.reading.shortened += [f"{example.place}: {cut}"] if cut else []
                 else:
                     first_prompt(example, self.tokenizer, self.longest)
@@ -200,7 +200,7 @@ class Reader:
     def _hold_out(self, example: Example) -> None:
         """Hold out a row; acceptance is measured on the response to its first prompt."""
         self.held_out[example.opening_key] = Example(ids=tuple(first_prompt(example, self.tokenizer, self.longest)))
-        self.held_out_whole[example.opening_key] = example
+        self.held_out_conversations[example.opening_key] = example
 
     def _hold_one_out(self) -> None:
         """Move the training row with the lowest opening key to the held-out side, when the hash has selected none.

@@ -59,9 +59,9 @@ class Outcome(NamedTuple):
 def sampling_params(index: int, data: DataConfig, seed: int) -> SamplingParams:
     """Return the parameters of prompt `index`: the configured temperatures in rotation, and a seed per prompt."""
     temperature = data.temperatures[index % len(data.temperatures)]
-    own_seed = ((seed % 2**31) << 32) + index
+    prompt_seed = ((seed % 2**31) << 32) + index
     return SamplingParams(
-        temperature=temperature, top_k=data.top_k, top_p=data.top_p, seed=own_seed, max_tokens=data.max_new_tokens
+        temperature=temperature, top_k=data.top_k, top_p=data.top_p, seed=prompt_seed, max_tokens=data.max_new_tokens
     )
 
 
@@ -84,9 +84,9 @@ def regenerate(
     """
     folder.mkdir(parents=True, exist_ok=True)
     rank, world = share
-    own = list(enumerate(examples.items()))[rank::world]
+    assigned = list(enumerate(examples.items()))[rank::world]
     done = read_parts(folder)
-    missing = [(number, key, example) for number, (key, example) in own if key not in done]
+    missing = [(number, key, example) for number, (key, example) in assigned if key not in done]
     finished: dict[int, list[Row]] = {}
     shortened: dict[int, str] = {}
     failed: dict[int, str] = {}
@@ -95,21 +95,23 @@ def regenerate(
         for number, key, example in missing:
             yield Job(key, Dialogue(example, tokenizer, longest_prompt=longest_prompt), params(number))
 
-    with tqdm(total=len(own), initial=len(own) - len(missing), unit="row", disable=not show, dynamic_ncols=True) as bar:
+    with tqdm(
+        total=len(assigned), initial=len(assigned) - len(missing), unit="row", disable=not show, dynamic_ncols=True
+    ) as bar:
 
         def finish(job: Job, error: str | None) -> None:
             place = job.dialogue.example.place
-            at = f"{place}: " if place else ""
+            prefix = f"{place}: " if place else ""
             if error is None:
                 finished[job.key] = job.dialogue.rows
                 if job.dialogue.cut is not None:
-                    shortened[job.key] = at + job.dialogue.cut
+                    shortened[job.key] = prefix + job.dialogue.cut
                 if len(finished) >= PART:
                     write_part(folder, finished, shortened)
                     finished.clear()
                     shortened.clear()
             else:
-                failed[job.key] = at + error
+                failed[job.key] = prefix + error
                 bar.set_postfix(failed=len(failed), refresh=False)
             bar.update()
 
@@ -121,7 +123,7 @@ def regenerate(
     return failed
 
 
-class EngineAnswerer:
+class EngineGenerator:
     """Headway's engine, kept at full batch size: a conversation's next turn is queued as soon as the last one ends."""
 
     def __init__(self, engine: Engine) -> None:
@@ -129,9 +131,9 @@ class EngineAnswerer:
 
     def answer(self, jobs: Iterator[Job], finished: Finished, check: Callable[[], None]) -> None:
         engine, running = self._engine, dict[str, Job]()
-        answers: dict[str, list[int]] = {}
+        responses: dict[str, list[int]] = {}
 
-        def ask(job: Job) -> None:
+        def submit(job: Job) -> None:
             try:
                 prompt = job.dialogue.next_prompt()
                 if prompt is None:
@@ -141,21 +143,21 @@ class EngineAnswerer:
             except ValueError as error:
                 finished(job, str(error))
                 return
-            running[name], answers[name] = job, []
+            running[name], responses[name] = job, []
 
         try:
             while True:
                 while len(running) < 2 * engine.config.max_batch and (job := next(jobs, None)) is not None:
-                    ask(job)
+                    submit(job)
                 if not running:
                     return
                 check()
                 for output in engine.step():
-                    answers[output.request_id] += output.token_ids
+                    responses[output.request_id] += output.token_ids
                     if output.finish_reason is not None:
                         job = running.pop(output.request_id)
-                        job.dialogue.take(answers.pop(output.request_id))
-                        ask(job)
+                        job.dialogue.take(responses.pop(output.request_id))
+                        submit(job)
         finally:
             for name in running:
                 engine.abort(name)

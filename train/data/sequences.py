@@ -81,9 +81,9 @@ class Sequences:
         for row, pack in enumerate(packs):
             first = 0
             for index in pack:
-                own_ids, own_assistant = self.row(index)
-                last = first + own_ids.numel()
-                ids[row, first:last], assistant[row, first:last] = own_ids, own_assistant
+                sequence_ids, sequence_mask = self.row(index)
+                last = first + sequence_ids.numel()
+                ids[row, first:last], assistant[row, first:last] = sequence_ids, sequence_mask
                 assistant[row, first] = False
                 starts[row, first:] = first  # padding counts as part of the last document
                 rows.append(index)

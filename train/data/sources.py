@@ -35,11 +35,11 @@ def read_items(data: RowSource, *, held_out: bool) -> Iterator[Item] | None:
     if isinstance(data, HubDataConfig):
         split = data.held_out_split if held_out else data.split
         return None if split is None else read_hub(data, split)
-    key, given = ("data.held_out_path", data.held_out_path) if held_out else ("data.path", data.path)
-    if given is None:
+    key, paths = ("data.held_out_path", data.held_out_path) if held_out else ("data.path", data.path)
+    if paths is None:
         return None
     parts: list[Iterator[Item]] = []
-    for entry in as_list(given):
+    for entry in as_list(paths):
         if isinstance(entry, str):
             parts += [read_file(file) for file in find_files(key, entry, data.root)]
         else:
@@ -54,16 +54,16 @@ def in_turn(parts: Sequence[Iterator[Item]]) -> Iterator[Item]:
         yield from (row for row in rows if row is not None)
 
 
-def find_files(key: str, given: str | Iterable[str], root: str | None = None) -> list[Path]:
+def find_files(key: str, paths: str | Iterable[str], root: str | None = None) -> list[Path]:
     """Expand files, folders (all files of a known format below them) and patterns, in their order.
 
     Raises ValueError if one matches no file, or for an unknown format.
     """
-    found: list[Path] = []
-    for text in [given] if isinstance(given, str) else given:
+    files: list[Path] = []
+    for text in [paths] if isinstance(paths, str) else paths:
         path = resolve_path(root or ".") / Path(text).expanduser()
         if path.is_file() or is_saved_dataset(path):
-            found.append(path)
+            files.append(path)
             continue
         if path.is_dir():
             matches = [file for file in sorted(path.rglob("*")) if file.is_file() and format_of(file) in FORMATS]
@@ -78,13 +78,13 @@ def find_files(key: str, given: str | Iterable[str], root: str | None = None) ->
                 f"{key}={text}: no such file, and no folder or pattern with files in it ({', '.join(FORMATS)}); "
                 f"looked for {path}"
             )
-        found += matches
-    for file in found:
+        files += matches
+    for file in files:
         if file.is_file() and format_of(file) not in FORMATS:
             raise ValueError(
                 f"{key}={file}: unknown format; give {', '.join(FORMATS)}, the first three also with .gz, .xz or .bz2"
             )
-    return found
+    return files
 
 
 def format_of(file: Path) -> str:
@@ -126,14 +126,14 @@ def read_array(file: Path, stream: IO[bytes]) -> Iterator[Item]:
     Any other object is one row. JSON Lines with the suffix .json are read as well. Raises ValueError for other content.
     """
     content = stream.read()
-    whole = parse(place_of(file), content)
-    if whole.error is not None:
+    parsed = parse(place_of(file), content)
+    if parsed.error is not None:
         first = content.splitlines()[0] if content.strip() else b""
         if parse("", first).error is not None:
-            raise ValueError(f"{file}: {whole.error}")
+            raise ValueError(f"{file}: {parsed.error}")
         yield from read_lines(file, iter(content.splitlines()))  # type: ignore[arg-type]
         return
-    rows = whole.row
+    rows = parsed.row
     if isinstance(rows, dict):
         arrays = [value for value in rows.values() if isinstance(value, list)]
         rows = arrays[0] if len(arrays) == 1 and all(isinstance(row, dict) for row in arrays[0]) else [rows]

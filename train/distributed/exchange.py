@@ -26,13 +26,13 @@ class ProcessExchange:
         self._weights = dist.new_group(timeout=patience)
         self._flags = dist.new_group(timeout=patience, backend="gloo")  # flags live on the CPU: no GPU synchronisation
 
-    def gather(self, whole: Tensor, own: Tensor) -> Callable[[], Any]:
-        bits = whole.view(torch.uint8), own.view(torch.uint8)  # gloo does not support bf16
+    def gather(self, gathered: Tensor, shard: Tensor) -> Callable[[], Any]:
+        bits = gathered.view(torch.uint8), shard.view(torch.uint8)  # gloo does not support bf16
         work = dist.all_gather_into_tensor(*bits, group=self._weights, async_op=True)
         assert work is not None
         return work.wait
 
     def any(self, flag: bool) -> bool:
-        found = torch.tensor(int(flag))
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._flags)
-        return bool(found)
+        any_flag = torch.tensor(int(flag))
+        dist.all_reduce(any_flag, dist.ReduceOp.MAX, group=self._flags)
+        return bool(any_flag)

@@ -36,7 +36,7 @@ class State(NamedTuple):
     optimizer: dict[str, Tensor]
 
 
-class Whole:
+class Replicated:
     """The replicated strategy, which keeps everything in every process; also the interface of all strategies."""
 
     fused_optimizer = True  # one pass over each parameter; on a CPU nine times as fast as several
@@ -117,16 +117,16 @@ class Whole:
             group["lr"] = rate * group.get("scale", 1.0)
 
 
-class Divided(Whole):
+class Sharded(Replicated):
     """Base of the sharded strategies: a second, full copy of the head is what is evaluated and saved."""
 
     fused_optimizer = False
 
     def _prepare(self) -> None:
         self._copy = copy.deepcopy(self.plain)
-        self._divide()
+        self._shard()
 
-    def _divide(self) -> None:
+    def _shard(self) -> None:
         raise NotImplementedError
 
     @property
@@ -144,8 +144,8 @@ class Divided(Whole):
         raise NotImplementedError
 
 
-class FullyShard(Divided):
-    def _divide(self) -> None:
+class FullyShard(Sharded):
+    def _shard(self) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -166,27 +166,27 @@ class FullyShard(Divided):
 
     def _clip(self) -> float:
         norm = nn.utils.clip_grad_norm_(self._parameters(), self.clip)
-        return float(whole(norm))
+        return float(gather(norm))
 
     def _module(self) -> dict[str, Tensor]:
-        return {name: whole(value) for name, value in checkpoint.module_tensors(self.plain.head).items()}
+        return {name: gather(value) for name, value in checkpoint.module_tensors(self.plain.head).items()}
 
     def state(self) -> State:
         optimizer = checkpoint.optimizer_tensors(self.plain.head, self.optimizer)
-        return State(self._module(), {name: whole(value) for name, value in optimizer.items()})
+        return State(self._module(), {name: gather(value) for name, value in optimizer.items()})
 
     def load(self, state: State) -> None:
         parameters = checkpoint.trainable(self.plain.head)
-        load_module(self.plain.head, {n: like(v, parameters.get(n)) for n, v in state.module.items()})
-        spread = {
-            key: like(value, parameters[key.rpartition("|")[0]]) if value.dim() else value
+        load_module(self.plain.head, {n: shard_like(v, parameters.get(n)) for n, v in state.module.items()})
+        sharded = {
+            key: shard_like(value, parameters[key.rpartition("|")[0]]) if value.dim() else value
             for key, value in state.optimizer.items()
         }
-        checkpoint.load_optimizer_tensors(self.plain.head, self.optimizer, spread)
+        checkpoint.load_optimizer_tensors(self.plain.head, self.optimizer, sharded)
 
 
-class Zero(Divided):
-    def _divide(self) -> None:
+class Zero(Sharded):
+    def _shard(self) -> None:
         self.objective, self.optimizer = self.accelerator.prepare(self.objective, self.optimizer)
         self._engine: Any = self.objective
         self._load_optimizer({})  # the step of DeepSpeed's initialisation must not count as one of ours
@@ -227,7 +227,7 @@ class Zero(Divided):
         from deepspeed.utils import safe_get_full_optimizer_state
 
         tensors = {}
-        step = next(iter(self._inner.state.values()))["step"]
+        step = next(iter(self._base_optimizer.state.values()))["step"]
         for name, parameter in checkpoint.trainable(self.plain.head).items():
             tensors[f"{name}|step"] = step.detach().clone()
             for key in ("exp_avg", "exp_avg_sq"):
@@ -250,11 +250,11 @@ class Zero(Divided):
     def _load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        if tensors and not self._inner.state:  # ZeRO-2 creates it in its first step
+        if tensors and not self._base_optimizer.state:  # ZeRO-2 creates it in its first step
             flat = getattr(self._engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3's partitions
-            for part in flat or [part for group in self._inner.param_groups for part in group["params"]]:
+            for part in flat or [part for group in self._base_optimizer.param_groups for part in group["params"]]:
                 moments = {key: torch.zeros_like(part) for key in ("exp_avg", "exp_avg_sq")}
-                self._inner.state[part] = {"step": torch.tensor(0.0), **moments}
+                self._base_optimizer.state[part] = {"step": torch.tensor(0.0), **moments}
             if flat is None:
                 self._engine.optimizer._lazy_init_hp_params_optimizer_state()
         for name, parameter in checkpoint.trainable(self.plain.head).items():
@@ -263,11 +263,11 @@ class Zero(Divided):
                 if value is not None:
                     safe_set_full_optimizer_state(parameter, value.to(self.accelerator.device), key)
         step = next((value for key, value in tensors.items() if key.endswith("|step")), torch.tensor(0.0))
-        for values in self._inner.state.values():
+        for values in self._base_optimizer.state.values():
             values["step"] = step.clone()
 
     @property
-    def _inner(self) -> torch.optim.Optimizer:
+    def _base_optimizer(self) -> torch.optim.Optimizer:
         return self._engine.optimizer.optimizer
 
 
@@ -278,13 +278,13 @@ class InAutocast(nn.Module):
         super().__init__()
         self.module, self._accelerator = module, accelerator
 
-    def forward(self, *given: Any) -> Any:
+    def forward(self, *inputs: Any) -> Any:
         with self._accelerator.autocast():
-            return self.module(*given)
+            return self.module(*inputs)
 
 
-PLACEMENTS: dict[str, type[Whole]] = {
-    "single": Whole, "ddp": Whole, "fsdp": FullyShard, "zero2": Zero, "zero3": Zero,
+PLACEMENTS: dict[str, type[Replicated]] = {
+    "single": Replicated, "ddp": Replicated, "fsdp": FullyShard, "zero2": Zero, "zero3": Zero,
 }  # fmt: skip
 
 
@@ -301,10 +301,10 @@ def make_optimizer(objective: Objective, config: OptimConfig, rate: float, *, fu
 
 
 def load_module(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    mine = checkpoint.module_tensors(module)
+    current = checkpoint.module_tensors(module)
     with torch.no_grad():
         for name, value in tensors.items():
-            mine[name].copy_(value)
+            current[name].copy_(value)
 
 
 def present(value: Tensor | None) -> Tensor:
@@ -312,13 +312,13 @@ def present(value: Tensor | None) -> Tensor:
     return value.detach().clone()
 
 
-def whole(value: Tensor) -> Tensor:
+def gather(value: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor  # takes a second to import, which only sharded strategies need
 
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def like(value: Tensor, parameter: Tensor | None) -> Tensor:
+def shard_like(value: Tensor, parameter: Tensor | None) -> Tensor:
     """Return `value` sharded like `parameter`, or unchanged if the parameter is not sharded."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -329,5 +329,5 @@ def like(value: Tensor, parameter: Tensor | None) -> Tensor:
 
 def agree(accelerator: Accelerator, value: float) -> float:
     """Return the main process's value on all processes."""
-    own = value if accelerator.is_main_process else 0.0
-    return float(total(accelerator, torch.tensor(own, dtype=torch.float64, device=accelerator.device)))
+    local = value if accelerator.is_main_process else 0.0
+    return float(total(accelerator, torch.tensor(local, dtype=torch.float64, device=accelerator.device)))

@@ -63,14 +63,14 @@ class Layout:
 
     def encode(self, states: Tensor, target: LlamaTarget, hidden: Tensor) -> dict[str, Tensor]:
         """Return what to store, on the CPU, of states `[tokens, layers, H]` and `[tokens, H]` after the final norm."""
-        found = {"features": states}
+        tensors = {"features": states}
         if self.fp8:
             stored, scales = quantise(states.flatten(0, 1), "fp8")
-            found = {"features": stored.view(states.shape), "scales": scales.view(states.shape[:2])}
+            tensors = {"features": stored.view(states.shape), "scales": scales.view(states.shape[:2])}
         if self.top_k is not None:
             values, ids = top_tokens(target, hidden, self.top_k)
-            found |= {"top_log_probs": values.half(), "top_ids": ids.int()}
-        return {name: value.cpu() for name, value in found.items()}
+            tensors |= {"top_log_probs": values.half(), "top_ids": ids.int()}
+        return {name: value.cpu() for name, value in tensors.items()}
 
     def decode(self, stored: Mapping[str, Tensor]) -> Tensor:
         """Return the states `[..., layers, H]` in the target's dtype."""
@@ -93,5 +93,5 @@ class Layout:
 def top_tokens(target: LlamaTarget, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count` largest log-probabilities per token, descending, and their ids, from hidden `[tokens, H]`."""
     size = max(1, teacher.CHUNK_ELEMENTS // target.config.vocab_size)
-    found = [target.logits(chunk).float().log_softmax(-1).topk(count) for chunk in hidden.split(size)]
-    return torch.cat([part.values for part in found]), torch.cat([part.indices for part in found])
+    chunks = [target.logits(chunk).float().log_softmax(-1).topk(count) for chunk in hidden.split(size)]
+    return torch.cat([top.values for top in chunks]), torch.cat([top.indices for top in chunks])

@@ -102,7 +102,7 @@ class CachedFeatures:
         dtype = target.norm.weight.dtype
         self._store = torch.empty(len(layers), total, target.config.hidden_size, dtype=dtype, device=self._device)
         batches = list(sequences.batches(range(len(sequences)), batch_size, room))
-        done = self._take_up(kept) if kept else 0
+        done = self._load_saved(kept) if kept else 0
         with tqdm(total=len(batches), initial=done, desc="features", unit="batch", disable=not show) as bar:
             try:
                 for batch in batches[done:]:
@@ -113,7 +113,7 @@ class CachedFeatures:
             except Interrupted:
                 if kept and done:
                     rows = [row for batch in batches[:done] for row in batch.rows]
-                    self._keep(kept, done, int(self._offsets[max(rows) + 1]))
+                    self._save(kept, done, int(self._offsets[max(rows) + 1]))
                 raise
         if kept:
             kept.unlink(missing_ok=True)
@@ -125,13 +125,13 @@ class CachedFeatures:
             for part, feature in enumerate(features.aux):
                 self._store[part, low:high] = feature[place.row, place.first : place.first + high - low]
 
-    def _keep(self, file: Path, batches: int, tokens: int) -> None:
+    def _save(self, file: Path, batches: int, tokens: int) -> None:
         """Save the first `batches`; `tokens` is the end of their last sequence."""
         file.parent.mkdir(parents=True, exist_ok=True)
         states = self._store[:, :tokens].contiguous().cpu()
         atomic.write_tensors(file, {"states": states, "batches": torch.tensor(batches)})
 
-    def _take_up(self, file: Path) -> int:
+    def _load_saved(self, file: Path) -> int:
         """Load the batches saved by an interrupted run and return their number; 0 if the file cannot be read."""
         try:
             kept = load_file(file)

@@ -98,11 +98,11 @@ def cut_shards(sequences: Sequences, token_bytes: int, shard_mb: int) -> list[Sh
 def wider_layout(layout: Layout, wanted: dict[str, Any], folder: Path) -> Layout | None:
     """Return the layout of the store in `folder` if it adds layers to `wanted` and all other keys agree, else None."""
     try:
-        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        layers = tuple(found["layers"])
+        stored = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        layers = tuple(stored["layers"])
     except (OSError, ValueError, TypeError, KeyError):
         return None  # no store, or one that open_store refuses
-    agrees = all(found.get(key) == value for key, value in wanted.items() if key != "layers")
+    agrees = all(stored.get(key) == value for key, value in wanted.items() if key != "layers")
     return replace(layout, layers=layers) if agrees and set(layout.layers) < set(layers) else None
 
 
@@ -112,23 +112,23 @@ def open_store(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     Returns the code (version, commit) that made the store. Raises ValueError naming every difference if the store holds
     other features.
     """
-    found = refuse_other_store(folder, wanted)
-    if found is None:
+    record = refuse_other_store(folder, wanted)
+    if record is None:
         folder.mkdir(parents=True, exist_ok=True)
-        found = {**wanted, CODE: code_state()}
-        atomic.write_text(folder / MANIFEST, json.dumps(found, indent=2) + "\n")
+        record = {**wanted, CODE: code_state()}
+        atomic.write_text(folder / MANIFEST, json.dumps(record, indent=2) + "\n")
     else:
         atomic.sweep(folder)
-    return found.get(CODE, {})
+    return record.get(CODE, {})
 
 
 def other_code(made_by: dict[str, Any]) -> str | None:
     """Return a warning if other code made the store: its features should be the same, but that is not verified."""
-    here = code_state()
-    if made_by == here:
+    current = code_state()
+    if made_by == current:
         return None
-    parts = [f"{key} {made_by.get(key)}, here {value}" for key, value in here.items() if made_by.get(key) != value]
-    return f"this store was made by other code ({'; '.join(parts)}); if it must not be, give another features.path"
+    parts = [f"{key} {made_by.get(key)}, here {value}" for key, value in current.items() if made_by.get(key) != value]
+    return f"this store was made by other code ({'; '.join(parts)}); to use another store, set features.path"
 
 
 def refuse_other_store(folder: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
@@ -144,20 +144,20 @@ def refuse_other_store(folder: Path, wanted: dict[str, Any]) -> dict[str, Any] |
             )
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: cannot be read ({error}); give another features.path") from error
     different = [
-        f"{key} is {found.get(key)}, this run has {wanted[key]}"
+        f"{key} is {stored.get(key)}, this run has {wanted[key]}"
         for key in sorted(wanted)
-        if found.get(key) != wanted[key]
+        if stored.get(key) != wanted[key]
     ]
     if different:
         raise ValueError(
             f"features.path={folder}: this store was made for something else: {'; '.join(different)}. Give another "
             "features.path, or none"
         )
-    return found
+    return stored
 
 
 def refuse_small_disk(folder: Path, needed: int) -> None:
@@ -247,8 +247,8 @@ class FeatureStore:
         out: dict[str, Tensor] = {}
         for row, place in zip(batch.rows, batch.places, strict=True):
             for name, value in self._read(row).items():
-                whole = out.setdefault(name, value.new_zeros(*batch.ids.shape, *value.shape[1:]))
-                whole[place.row, place.first : place.first + len(value)] = value
+                padded = out.setdefault(name, value.new_zeros(*batch.ids.shape, *value.shape[1:]))
+                padded[place.row, place.first : place.first + len(value)] = value
         states, rest = out.pop("features"), {name: value.to(self._device) for name, value in out.items()}
         return self._layout.features(self._aux_layers, states.to(self._device), rest)
 
@@ -265,13 +265,13 @@ class FeatureStore:
                 if len(self._maps) > OPEN_SHARDS:
                     self._maps.popitem(last=False)
             self._maps.move_to_end(shard.file)
-            found = {name: part[low:high] for name, part in self._maps[shard.file].items()}
+            tensors = {name: part[low:high] for name, part in self._maps[shard.file].items()}
         except (OSError, SafetensorError) as error:
             raise ValueError(
                 f"{path}: cannot be read ({error}); delete it if it is there, and run the same command again to have "
                 "it made anew"
             ) from error
-        if any(len(part) != high - low for part in found.values()):
+        if any(len(part) != high - low for part in tensors.values()):
             raise ValueError(f"{path}: holds fewer tokens than its manifest says; delete it to have it made again")
-        states = self._layout.decode(found)
-        return {"features": states} | {name: part for name, part in found.items() if name.startswith("top_")}
+        states = self._layout.decode(tensors)
+        return {"features": states} | {name: part for name, part in tensors.items() if name.startswith("top_")}

@@ -74,8 +74,8 @@ def served_slots(start: Tensor) -> Tensor:
 
     Ascending. Rows with fewer served slots are padded with other slots of the row; M is at least 1.
     """
-    most = max(1, int(start.sum(-1).max()))
-    return (~start).long().argsort(dim=-1, stable=True)[:, :most]
+    max_slots = max(1, int(start.sum(-1).max()))
+    return (~start).long().argsort(dim=-1, stable=True)[:, :max_slots]
 
 
 def at(x: Tensor, slots: Tensor) -> Tensor:
@@ -85,12 +85,12 @@ def at(x: Tensor, slots: Tensor) -> Tensor:
     return x.gather(1, slots.view(*slots.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
 
 
-def sample_sizes(slots: int, steps: int, ratio: float, least: float) -> list[int]:
-    """Return on how many of `slots` each depth d of a parallel head is trained: a share of max(ratio ** d, least).
+def sample_sizes(slots: int, steps: int, ratio: float, min_ratio: float) -> list[int]:
+    """Return on how many of `slots` each depth d of a parallel head is trained: a share of max(ratio ** d, min_ratio).
 
     Each depth's slots are a subset of those of the depth before (arXiv 2602.01469); at least one, if there is any.
     """
-    return [min(slots, max(1, round(slots * max(ratio**depth, least)))) for depth in range(steps)]
+    return [min(slots, max(1, round(slots * max(ratio**depth, min_ratio)))) for depth in range(steps)]
 
 
 def teacher_rows(assistant: Tensor) -> Tensor:

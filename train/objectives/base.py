@@ -69,7 +69,7 @@ class Objective(nn.Module):
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Return the trained parameters, in the order of `trained`; `scale` multiplies a group's learning rate."""
-        return [{"params": [own for own in self.head.parameters() if own.requires_grad], "scale": 1.0}]
+        return [{"params": [p for p in self.head.parameters() if p.requires_grad], "scale": 1.0}]
 
     @property
     def fused(self) -> bool:
@@ -232,8 +232,8 @@ class Objective(nn.Module):
 
 def in_fp32(device: str) -> AbstractContextManager[Any]:
     """Disable autocast: probabilities need more than bf16. Some devices, such as meta, do not support autocast."""
-    known = torch.amp.is_autocast_available(device)
-    return torch.autocast(device, enabled=False) if known else contextlib.nullcontext()
+    supported = torch.amp.is_autocast_available(device)
+    return torch.autocast(device, enabled=False) if supported else contextlib.nullcontext()
 
 
 def slot_weights(masks: Tensor, reduction: str, starts: Tensor | None = None) -> tuple[Tensor, Tensor]:

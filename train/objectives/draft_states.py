@@ -34,29 +34,29 @@ def draft_states(
     depth before, on which a parallel head is trained (arXiv 2602.01469). starts `[B, T]`: where each slot's document
     begins, if several are packed into a row.
     """
-    length, attention, own = ids.shape[1], TrainingTimeTestAttention(starts), alignment.positions(ids, starts)
+    length, attention, base_pos = ids.shape[1], TrainingTimeTestAttention(starts), alignment.positions(ids, starts)
     state = head.fuse([feature.to(head.dtype) for feature in aux]).to(head.dtype)  # under autocast the result is fp32
-    mask_slot, every = head.mask_slot(), torch.arange(first, length, device=ids.device)
-    kept = every
+    mask_slot, all_slots = head.mask_slot(), torch.arange(first, length, device=ids.device)
+    previous_slots = all_slots
     for step in range(steps):
-        wanted = columns[step] if columns is not None else every if slots is None else slots
-        positions = alignment.draft_positions(own, step)
+        step_slots = columns[step] if columns is not None else all_slots if slots is None else slots
+        positions = alignment.draft_positions(base_pos, step)
         if step == 0:
             attention.begin_step(0)
             tokens = alignment.draft_tokens(ids, 0)
             state = head.step(tokens, state, positions, attention, 0)
         else:
-            attention.begin_step(step, wanted)
-            positions = alignment.at(positions, wanted)
+            attention.begin_step(step, step_slots)
+            positions = alignment.at(positions, step_slots)
             if mask_slot is not None:
                 tokens = torch.full_like(positions, mask_slot[0])
                 before = mask_slot[1].to(head.dtype).expand(*positions.shape, -1)
             else:
-                tokens = alignment.at(alignment.draft_tokens(ids, step), wanted)
-                fewer = wanted.shape[-1] < kept.shape[-1]
-                before = state[:, torch.searchsorted(kept, wanted)] if fewer else state
+                tokens = alignment.at(alignment.draft_tokens(ids, step), step_slots)
+                fewer = step_slots.shape[-1] < previous_slots.shape[-1]
+                before = state[:, torch.searchsorted(previous_slots, step_slots)] if fewer else state
             state = head.step(tokens, before, positions, attention, step)
-        if step == 0 and (slots is not None or wanted.shape[-1] < length):
-            state = alignment.at(state, wanted)
-        kept = wanted
+        if step == 0 and (slots is not None or step_slots.shape[-1] < length):
+            state = alignment.at(state, step_slots)
+        previous_slots = step_slots
         yield state

@@ -59,7 +59,7 @@ class MedusaTogether(MedusaHeads):
         return self
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        adapters = [own for own in self.target.parameters() if own.requires_grad]
+        adapters = [p for p in self.target.parameters() if p.requires_grad]
         return [*super().parameter_groups(), {"params": adapters, "scale": self.config.lora_rate}]
 
     def forward(
@@ -76,9 +76,9 @@ class MedusaTogether(MedusaHeads):
             return super().forward(batch, features, teacher, denominators, metrics, generator)
         with torch.autocast(batch.ids.device.type, enabled=False):  # the target runs in the precision of serving
             with recomputing(self.target.layers if self.config.checkpointing else ()):
-                own = target_features(self.target, batch, self.head.config.aux_layers)
-            drift = self.drift(batch, own.hidden, teacher) / denominators[0].clamp(min=1)
-        loss, sums = super().forward(batch, own, teacher, denominators, metrics, generator)
+                adapted = target_features(self.target, batch, self.head.config.aux_layers)
+            drift = self.drift(batch, adapted.hidden, teacher) / denominators[0].clamp(min=1)
+        loss, sums = super().forward(batch, adapted, teacher, denominators, metrics, generator)
         return drift + self.config.heads_weight * loss, sums
 
     def drift(self, batch: Batch, hidden: Tensor, teacher: Teacher) -> Tensor:

@@ -53,9 +53,9 @@ class Teacher(NamedTuple):
 
 def draft_ids_of(ids: Tensor, vocab_size: int) -> Tensor:
     """Return the draft id of every target id, `[V]`; -1 for those outside the draft vocabulary `ids` `[Vd]`."""
-    found = torch.full((vocab_size,), -1, device=ids.device)
-    found[ids] = torch.arange(ids.numel(), device=ids.device)
-    return found
+    draft_ids = torch.full((vocab_size,), -1, device=ids.device)
+    draft_ids[ids] = torch.arange(ids.numel(), device=ids.device)
+    return draft_ids
 
 
 @torch.no_grad()
@@ -65,13 +65,13 @@ def teach(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor, *, kee
     Logits are computed only for teacher rows, one chunk at a time. With `keep` false the probabilities are dropped too
     and recomputed for the rows that are read (`Teacher.whole`).
     """
-    rows, label, whole = rows_and_labels(target, hidden, batch, ids)
+    rows, label, full_vocab = rows_and_labels(target, hidden, batch, ids)
     vocab_size = target.config.vocab_size
     size = max(1, CHUNK_ELEMENTS // vocab_size)
     parts = []
     for chunk, labels in zip(rows.split(size), label.split(size), strict=True):
         logits = target.logits(chunk).float()
-        drafted = logits if whole else logits[:, ids]
+        drafted = logits if full_vocab else logits[:, ids]
         log_mass = drafted.logsumexp(-1, keepdim=True)
         mass = (log_mass - logits.logsumexp(-1, keepdim=True)).exp().squeeze(-1)
         log_probs = drafted - log_mass
@@ -80,8 +80,8 @@ def teach(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor, *, kee
         negentropy = torch.linalg.vecdot(probs, log_probs)
         kept = probs if keep else probs[:, :0].clone()
         parts.append((kept, negentropy, mass, choice, draft_choice, ids[draft_choice] == choice, labels, chunk))
-    again = None if keep else partial(draft_probs, target, None if whole else ids)
-    return Teacher._make([*(torch.cat(column) for column in zip(*parts, strict=True)), again, None])
+    make_probs = None if keep else partial(draft_probs, target, None if full_vocab else ids)
+    return Teacher._make([*(torch.cat(column) for column in zip(*parts, strict=True)), make_probs, None])
 
 
 def rows_and_labels(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor) -> tuple[Tensor, Tensor, bool]:
@@ -94,10 +94,10 @@ def rows_and_labels(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tens
 @torch.no_grad()
 def teach_logits(target: LlamaTarget, hidden: Tensor, batch: Batch, ids: Tensor) -> Teacher:
     """Like `teach`, but keep the target's logits over the draft vocabulary, in its dtype, instead of probabilities."""
-    rows, label, whole = rows_and_labels(target, hidden, batch, ids)
+    rows, label, full_vocab = rows_and_labels(target, hidden, batch, ids)
     kept, parts = rows.new_empty(len(rows), ids.numel()), []
     for block in vocabulary.spans(len(rows), vocabulary.BLOCK_ELEMENTS // target.config.vocab_size):
-        logits, choices = vocabulary.teacher_logits(target.logits(rows[block]), None if whole else ids)
+        logits, choices = vocabulary.teacher_logits(target.logits(rows[block]), None if full_vocab else ids)
         kept[block] = logits.logits
         parts.append((*logits[1:], *choices))
     log_z, negentropy, mass, choice, draft_choice = (torch.cat(column) for column in zip(*parts, strict=True))

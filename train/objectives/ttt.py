@@ -24,5 +24,5 @@ class TrainingTimeTest(Objective):
         return teacher.in_vocab.float() if self.config.drop_out_of_vocab else super().share(teacher)
 
     def logit_costs(self, logits: Tensor, teacher: Teacher) -> Tensor:
-        own = self.config
-        return slot_losses(own.loss, logits, teacher, kl_scale=own.kl_scale, kl_decay=own.kl_decay)
+        config = self.config
+        return slot_losses(config.loss, logits, teacher, kl_scale=config.kl_scale, kl_decay=config.kl_decay)

@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._known: set[int] = set()
+        self._storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -44,17 +44,17 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        name = storage._cdata
-        if name in self._known:
+        pointer = storage._cdata
+        if pointer in self._storages:
             return
         size = storage.nbytes()
-        self._known.add(name)
+        self._storages.add(pointer)
         self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._drop, name, size)
+        weakref.finalize(storage, self._drop, pointer, size)
 
-    def _drop(self, name: int, size: int) -> None:
-        self._known.discard(name)
+    def _drop(self, pointer: int, size: int) -> None:
+        self._storages.discard(pointer)
         self.now -= size
 
 
@@ -81,7 +81,7 @@ def rehearse(config: TrainConfig, target: LlamaTarget, rows: int, length: int) -
             loss = learn(objective, ids, [feature] * len(head.config.aux_layers), target.config.vocab_size)
             forward = live.peak
             loss.backward()
-        gradients = sum(own.grad.numel() * own.grad.element_size() for own in head.parameters() if own.grad is not None)
+        gradients = sum(p.grad.numel() * p.grad.element_size() for p in head.parameters() if p.grad is not None)
     return max(forward, live.peak - gradients)
 
 
@@ -90,12 +90,12 @@ def learn(objective: Objective, ids: Tensor, aux: list[Tensor], vocab_size: int)
     head, config = objective.head, objective.config
     rows, length = ids.shape
     column, drafts = torch.zeros(rows * length), head.config.draft_vocab_size
-    logits, wide = None, 0 if objective.fused else drafts
+    logits, width = None, 0 if objective.fused else drafts
     if objective.native:
-        taught = TeacherLogits(torch.zeros(rows * length, drafts, dtype=aux[0].dtype), column, column, column)
-        logits, wide = SharedLogits(taught, column.long()), 0
+        teacher_logits = TeacherLogits(torch.zeros(rows * length, drafts, dtype=aux[0].dtype), column, column, column)
+        logits, width = SharedLogits(teacher_logits, column.long()), 0
     teacher = Teacher(
-        probs=torch.zeros(rows * length, wide), negentropy=column, mass=column,
+        probs=torch.zeros(rows * length, width), negentropy=column, mass=column,
         choice=column.long(), draft_choice=column.long(), in_vocab=column.bool(), label=column.long(),
         hidden=torch.zeros(rows * length, head.config.target_hidden_size),
         make_probs=(lambda hidden: hidden.new_zeros(len(hidden), vocab_size)[:, :drafts].softmax(-1))

@@ -57,18 +57,18 @@ def memory_parts(config: TrainConfig, target: LlamaTarget, head: Head, tokens: i
 def state_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> int:
     """Return the bytes of head, gradients and optimiser, sharded as `parallel` says, and of copies of the head."""
     trained, frozen = parameters(head)
-    name, whole = config.parallel.name, trained + frozen
+    name, total = config.parallel.name, trained + frozen
     if isinstance(config.objective, Medusa2ObjectiveConfig):
         trained += adapter_parameters(target, config.objective)
-    held = trained * STATE + frozen * VALUE
+    num_bytes = trained * STATE + frozen * VALUE
     if name == "ddp":
-        held += trained * VALUE  # DDP's communication buckets lie beside the gradients
+        num_bytes += trained * VALUE  # DDP's communication buckets lie beside the gradients
     elif name not in WHOLE:
         # gathered for a forward, gradients before they are sharded, and the full copy that is evaluated and saved
-        divided = held if name != "zero2" else trained * STATE
-        held = divided // processes() + (2 * whole + trained) * VALUE
+        divided = num_bytes if name != "zero2" else trained * STATE
+        num_bytes = divided // processes() + (2 * total + trained) * VALUE
     item = target.norm.weight.element_size()
-    return held + (whole * item if item != VALUE else 0)  # a copy in the target's dtype during evaluation
+    return num_bytes + (total * item if item != VALUE else 0)  # a copy in the target's dtype during evaluation
 
 
 def activation_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> int:
@@ -76,8 +76,8 @@ def activation_bytes(config: TrainConfig, target: LlamaTarget, head: Head) -> in
     sizes, item = target.config, target.norm.weight.element_size()
     rows, length = config.batch_size, config.sequence_length
     batch, vocabulary, draft = rows * length, sizes.vocab_size, head.config.draft_vocab_size
-    wide = sizes.experts.active * sizes.experts.intermediate_size if sizes.experts else sizes.intermediate_size
-    layer = batch * item * (3 * wide + 8 * sizes.hidden_size)
+    width = sizes.experts.active * sizes.experts.intermediate_size if sizes.experts else sizes.intermediate_size
+    layer = batch * item * (3 * width + 8 * sizes.hidden_size)
     chunk = 4 * 4 * vocabulary * min(batch, max(1, teacher.CHUNK_ELEMENTS // vocabulary))
     on_gpu = device_of(config).type == "cuda"
     if config.objective.fused is None and (on_gpu or getattr(config.features, "top_k", None)):
@@ -120,10 +120,10 @@ def target_bytes(target: LlamaTarget, config: TrainConfig) -> int:
         return narrow_bytes(outputs, inputs, weight_format)
 
     linear = {id(m.weight): m for m in target.modules() if isinstance(m, Linear)}
-    whole = sum(p.numel() for p in {id(p): p for p in target.parameters()}.values())
-    whole -= sum(m.weight.numel() for m in linear.values())
+    elements = sum(p.numel() for p in {id(p): p for p in target.parameters()}.values())
+    elements -= sum(m.weight.numel() for m in linear.values())
     tied = target.embed_tokens.weight.numel() if target.config.tie_word_embeddings else 0
-    return sum(size(m) for m in linear.values()) // ranks + (whole + tied) * dtype.itemsize
+    return sum(size(m) for m in linear.values()) // ranks + (elements + tied) * dtype.itemsize
 
 
 def sharded_bytes(target: LlamaTarget, count: int) -> int:

@@ -85,13 +85,13 @@ def make_plan(config: TrainConfig, overrides: Sequence[str] = ()) -> Plan:
     resumed = check_run(config)
     folder = resolve_path(config.output_dir) / (config.run or f"{config.model.name}-{config.head.name}-<time>")
     plan.add("run", f"{folder}, {'resumed' if resumed else 'new'}")
-    known = shapes(config)
-    target, head, checkpoint = known
-    plan.refusals += refusals(config, known, overrides)
-    tokens, answers = plan_data(plan, config, target, checkpoint)
+    meta_shapes = shapes(config)
+    target, head, checkpoint = meta_shapes
+    plan.refusals += refusals(config, meta_shapes, overrides)
+    tokens, responses = plan_data(plan, config, target, checkpoint)
     plan_memory_of(plan, config, target, head, tokens)
     store = plan_disk(plan, config, target, head, tokens, folder)
-    plan_time(plan, config, target, head, tokens, answers)
+    plan_time(plan, config, target, head, tokens, responses)
     written = [f"{folder}/ (config, data, metrics, checkpoints, plots)", *([str(store)] if store else [])]
     if config.stage == "all":
         other = other_export(config)
@@ -112,39 +112,38 @@ def plan_data(plan: Plan, config: TrainConfig, target: LlamaTarget, checkpoint: 
     for line in prompts.reading.lines():
         plan.add("data", line)
     data = config.data
-    given = isinstance(data, RowsDataConfig) and data.responses == "given"
-    answers = sum(
+    provided = isinstance(data, RowsDataConfig) and data.responses == "given"
+    responses = sum(
         max(1, sum(message["role"] == "user" for message in example.messages)) if example.loss_mask is None else 0
         for example in prompts.train.values()
     )
     tokens = len(prompts.train) * config.sequence_length
-    if given:
-        plan.add(
-            "data", f"at most {tokens} tokens of {config.sequence_length} a sequence, the answers those of the data"
-        )
+    if provided:
+        plan.add("data", f"at most {tokens} tokens, {config.sequence_length} per sequence; the data has the responses")
     else:
-        new = answers * data.max_new_tokens
-        who = data.server or "our engine"
+        new = responses * data.max_new_tokens
+        writer = data.server or "our engine"
         plan.add(
-            "data", f"{who} writes at most {answers} answers, {new} tokens; at most {tokens} tokens are learnt from"
+            "data",
+            f"{writer} generates at most {responses} responses, {new} tokens; training uses at most {tokens} tokens",
         )
     longest = longest_prompt(data, target.config.max_position_embeddings)
     if isinstance(data, RowsDataConfig) and config.sequence_length <= longest:
         plan.add(
-            "data", f"prompts may have {longest} tokens; beyond sequence_length={config.sequence_length} rows are cut"
+            "data", f"prompts may have {longest} tokens; sequences are cut at sequence_length={config.sequence_length}"
         )
-    plan.numbers |= {"rows": prompts.reading.summary(), "tokens": tokens, "answers": 0 if given else answers}
-    return tokens, 0 if given else answers
+    plan.numbers |= {"rows": prompts.reading.summary(), "tokens": tokens, "answers": 0 if provided else responses}
+    return tokens, 0 if provided else responses
 
 
 def plan_memory_of(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int) -> None:
     parts = memory_parts(config, target, head, tokens)
     needed, free = sum(parts.values()), free_bytes(device_of(config))
     if config.features.target == "sharded":
-        plan.add("memory", f"of one of {processes()} processes, which hold the target together")
+        plan.add("memory", f"of one of {processes()} processes, which share the target")
     text = ", ".join(f"{name} {size / GB:.2f}" for name, size in parts.items())
-    plan.add("memory", f"about {needed / GB:.2f} GB, and what Python and torch take: {text}")
-    plan.add("memory", "unknown how much is free" if free is None else f"{free / GB:.2f} GB are free")
+    plan.add("memory", f"about {needed / GB:.2f} GB, besides Python and torch: {text}")
+    plan.add("memory", "free memory is unknown" if free is None else f"{free / GB:.2f} GB are free")
     plan.numbers |= {"memory_bytes": needed, "memory_free": free, "trained_parameters": parameters(head)[0]}
     if free is not None and needed > free:
         largest = max(parts, key=lambda name: parts[name])
@@ -166,8 +165,8 @@ def plan_disk(
         parts["exported head"] = 2 * (trained + frozen) * target.norm.weight.element_size()
         if isinstance(config.features, OfflineFeaturesConfig):
             parts["features"] = tokens * Layout.of(target, head.config.aux_layers, config.features).token_bytes
-            given = config.features.path
-            store = resolve_path(given) if given else resolve_path(config.output_dir) / "features" / config.model.name
+            path = config.features.path
+            store = resolve_path(path) if path else resolve_path(config.output_dir) / "features" / config.model.name
     place = folder
     while not place.exists():
         place = place.parent
@@ -185,15 +184,15 @@ def plan_disk(
     return store
 
 
-def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int, answers: int) -> None:
+def plan_time(plan: Plan, config: TrainConfig, target: LlamaTarget, head: Head, tokens: int, responses: int) -> None:
     speed = measure(device_of(config), target.norm.weight.dtype)
     weights, active = sum(p.numel() for p in target.parameters()), active_parameters(target)
     item = target.norm.weight.element_size()
     estimates = {}
-    if answers and config.data.server is None:
-        rows = min(config.engine.max_batch, answers)
+    if responses and config.data.server is None:
+        rows = min(config.engine.max_batch, responses)
         step = max(weights * item / speed.bytes, rows * 2 * active / speed.flops)
-        estimates["generating"] = answers * config.data.max_new_tokens / rows * step
+        estimates["generating"] = responses * config.data.max_new_tokens / rows * step
     if config.stage == "all":
         trained, _ = parameters(head)
         batch = config.batch_size * config.sequence_length

@@ -27,27 +27,27 @@ from train.publishing.trackers import check_tracker
 
 def refuse(config: TrainConfig, overrides: Sequence[str] = ()) -> None:
     """Raises ValueError naming every key that cannot work, its value and what to do."""
-    found = refusals(config, shapes(config), overrides)
-    if found:
-        raise ValueError("; ".join(found))
+    messages = refusals(config, shapes(config), overrides)
+    if messages:
+        raise ValueError("; ".join(messages))
 
 
-def refusals(config: TrainConfig, known: Shapes, overrides: Sequence[str] = ()) -> list[str]:
+def refusals(config: TrainConfig, meta_shapes: Shapes, overrides: Sequence[str] = ()) -> list[str]:
     """Return the messages of all failed checks. `overrides`: the command-line arguments."""
-    checks: tuple[Callable[[TrainConfig, Shapes], None], ...] = (server_answers,)
+    checks: tuple[Callable[[TrainConfig, Shapes], None], ...] = (server_responds,)
     if config.stage == "all":
         checks = (head_can_be_divided, start_fits, tracker_works, layers_exist, store_fits, processes_are_the_runs)
-        checks += (export_has_room, server_answers)
-    found = list(words_without_effect(config, overrides))
+        checks += (export_has_room, server_responds)
+    messages = list(overrides_without_effect(config, overrides))
     for check in checks:
         try:
-            check(config, known)
+            check(config, meta_shapes)
         except ValueError as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
-def words_without_effect(config: TrainConfig, overrides: Sequence[str]) -> Iterator[str]:
+def overrides_without_effect(config: TrainConfig, overrides: Sequence[str]) -> Iterator[str]:
     """Yield messages for keys without effect. Only for the command line: a recipe may serve runs of either kind."""
     data, unread = config.data, dict[str, str]()
     if isinstance(data, RowsDataConfig) and data.responses == "given":
@@ -66,9 +66,9 @@ def words_without_effect(config: TrainConfig, overrides: Sequence[str]) -> Itera
             yield f"{word}: has no effect here, {why}; leave it out"
 
 
-def head_can_be_divided(config: TrainConfig, known: Shapes) -> None:
+def head_can_be_divided(config: TrainConfig, meta_shapes: Shapes) -> None:
     """Refuse ZeRO-3, which gathers parameters when their module is called, if the head, never called, has any."""
-    loose = [name for name, _ in known.head.named_parameters(recurse=False)]
+    loose = [name for name, _ in meta_shapes.head.named_parameters(recurse=False)]
     if loose and config.parallel.name == "zero3":
         raise ValueError(
             f"parallel=zero3: head={config.head.name} holds {', '.join(loose)} outside of any layer, which ZeRO-3 "
@@ -76,34 +76,34 @@ def head_can_be_divided(config: TrainConfig, known: Shapes) -> None:
         )
 
 
-def start_fits(config: TrainConfig, known: Shapes) -> None:
-    given = getattr(config.head, "start_from", None)
-    if given is None:
+def start_fits(config: TrainConfig, meta_shapes: Shapes) -> None:
+    path = getattr(config.head, "start_from", None)
+    if path is None:
         return
-    folder = resolve_path(given)
+    folder = resolve_path(path)
     try:
-        earlier = read_head(folder, name=config.head.name, target=known.target).config
+        earlier = read_head(folder, name=config.head.name, target=meta_shapes.target).config
     except ValueError as error:
-        raise ValueError(f"head.start_from={given}: {error}") from error
-    refuse_other_shape(folder, earlier, known.head.config)
+        raise ValueError(f"head.start_from={path}: {error}") from error
+    refuse_other_shape(folder, earlier, meta_shapes.head.config)
 
 
-def tracker_works(config: TrainConfig, known: Shapes) -> None:
+def tracker_works(config: TrainConfig, meta_shapes: Shapes) -> None:
     check_tracker(config.tracker)
 
 
-def layers_exist(config: TrainConfig, known: Shapes) -> None:
+def layers_exist(config: TrainConfig, meta_shapes: Shapes) -> None:
     if isinstance(config.objective, Medusa2ObjectiveConfig):
-        refuse_unknown_layers(known.target.layers, config.objective.lora_on)
+        refuse_unknown_layers(meta_shapes.target.layers, config.objective.lora_on)
 
 
-def store_fits(config: TrainConfig, known: Shapes) -> None:
+def store_fits(config: TrainConfig, meta_shapes: Shapes) -> None:
     """Check the parts of a store's manifest that are determined before there are sequences."""
-    settings, target = config.features, known.target
+    settings, target = config.features, meta_shapes.target
     if not isinstance(settings, OfflineFeaturesConfig) or settings.path is None:
         return
-    layout = Layout.of(target, known.head.config.aux_layers, settings)
-    tokenizer = Tokenizer.load(known.checkpoint)
+    layout = Layout.of(target, meta_shapes.head.config.aux_layers, settings)
+    tokenizer = Tokenizer.load(meta_shapes.checkpoint)
     wanted = origin(target, tokenizer, layout, settings.shard_mb, config.engine.weight_format)
     if not target.fingerprint:
         del wanted["target"]
@@ -112,33 +112,33 @@ def store_fits(config: TrainConfig, known: Shapes) -> None:
         refuse_other_store(folder, wanted)
 
 
-def processes_are_the_runs(config: TrainConfig, known: Shapes) -> None:
+def processes_are_the_runs(config: TrainConfig, meta_shapes: Shapes) -> None:
     """Refuse another number of processes than the run's; a single one that only plans a distributed run is accepted."""
-    here = processes()
-    if config.run is None or (here == 1 and config.parallel.name != "single"):
+    count = processes()
+    if config.run is None or (count == 1 and config.parallel.name != "single"):
         return
     path = latest_checkpoint(resolve_path(config.output_dir) / config.run / "checkpoints")
-    there = here if path is None else read_state(path).get("processes", here)
-    if there != here:
+    saved = count if path is None else read_state(path).get("processes", count)
+    if saved != count:
         raise ValueError(
-            f"run={config.run}: {path} was written by {there} processes, here are {here}; resume it with {there}"
+            f"run={config.run}: {path} was written by {saved} processes, here are {count}; resume it with {saved}"
         )
 
 
-def export_has_room(config: TrainConfig, known: Shapes) -> None:
+def export_has_room(config: TrainConfig, meta_shapes: Shapes) -> None:
     """Check the disk space for the export; with Medusa-2 a target is published beside the head."""
-    target = known.target
+    target = meta_shapes.target
     size = sum(value.numel() * value.element_size() for value in target.parameters())
-    besides = size if isinstance(config.objective, Medusa2ObjectiveConfig) else 0
-    check_room(config, known.head, target, besides)
+    extra_bytes = size if isinstance(config.objective, Medusa2ObjectiveConfig) else 0
+    check_room(config, meta_shapes.head, target, extra_bytes)
 
 
-def server_answers(config: TrainConfig, known: Shapes) -> None:
+def server_responds(config: TrainConfig, meta_shapes: Shapes) -> None:
     """Check the server, unless sequences exist or may be reused from another run, which open_data determines."""
     if config.data.server is None:
         return
     runs = resolve_path(config.output_dir)
-    own = runs / str(config.run) / "data"
-    again = config.stage == "regenerate" and (own / FAILED).is_file()
-    if again or not ((own / TRAIN).is_file() or any(runs.glob(f"*/data/{SOURCE}"))):
+    data_folder = runs / str(config.run) / "data"
+    retry_failed = config.stage == "regenerate" and (data_folder / FAILED).is_file()
+    if retry_failed or not ((data_folder / TRAIN).is_file() or any(runs.glob(f"*/data/{SOURCE}"))):
         check_server(config.data)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from infer.options.command_words import HEAD_FOLDER, OUTPUTS, TARGET_FOLDER, head_words, model_words, portable_path
+from infer.options.command_words import HEAD_FOLDER, OUTPUTS, TARGET_FOLDER, head_words, model_overrides, portable_path
 from infer.request import SpeculationStats
 from infer.speculation.measured_tree import RANK_ACCURACY
 from models.heads import load_head, save_head
@@ -109,7 +109,7 @@ def export_head(
 
 def card(config: TrainConfig, record: Mapping[str, Any], measured: Measured, note: str) -> str:
     """Return the text of the model card."""
-    words, placeholders = serving_words(config)
+    arguments, placeholders = serving_arguments(config)
     engine, greedy, sampled = measured.greedy.engine, measured.greedy, measured.sampled
     model, head = config.model.name, config.head.name
     commit = (record.get("git") or {}).get("commit") or "unknown"
@@ -140,8 +140,8 @@ Chains, on {config.eval_prompts} held-out prompts with up to {config.eval_max_to
 
 From the root of Headway's repository{placeholders}:
 
-    python infer/serve.py {words}
-    python infer/generate.py {words} compare=true
+    python infer/serve.py {arguments}
+    python infer/generate.py {arguments} compare=true
 
 {FORMATS[head]} The head belongs to one target, fingerprint
 `{record["target_fingerprint"]}`; loading it for another is refused unless `head.allow_mismatch=true`.
@@ -153,26 +153,26 @@ commit `{commit[:12]}`. `provenance.json` holds the versions and the whole confi
 """
 
 
-def serving_words(config: TrainConfig) -> tuple[str, str]:
+def serving_arguments(config: TrainConfig) -> tuple[str, str]:
     """Return the words of a serving command for the card, and text naming the placeholders to fill in, if any."""
     model = replace(config.model, path=portable_path(config.model.path) or TARGET_FOLDER, device="auto")
     path, output_dir = (place and portable_path(place) for place in (config.head.path, config.output_dir))
     if (config.head.path and path is None) or output_dir is None:
         path = HEAD_FOLDER
-    words = [*model_words(model), *head_words(replace(config.head, path=path), output_dir or OUTPUTS)]
-    said = {TARGET_FOLDER: "where the target lies", HEAD_FOLDER: "where this card lies"}
-    open_ones = [f"`{place}` ({why})" for place, why in said.items() if any(place in word for word in words)]
-    return shlex.join(words), f", with {' and '.join(open_ones)} filled in" if open_ones else ""
+    arguments = [*model_overrides(model), *head_words(replace(config.head, path=path), output_dir or OUTPUTS)]
+    meanings = {TARGET_FOLDER: "where the target lies", HEAD_FOLDER: "where this card lies"}
+    unfilled = [f"`{place}` ({why})" for place, why in meanings.items() if any(place in word for word in arguments)]
+    return shlex.join(arguments), f", with {' and '.join(unfilled)} filled in" if unfilled else ""
 
 
-def check_room(config: TrainConfig, head: Head, target: LlamaTarget, besides: int = 0) -> None:
-    """Check at the start of a run that its export and `besides` bytes more can be written.
+def check_room(config: TrainConfig, head: Head, target: LlamaTarget, extra_bytes: int = 0) -> None:
+    """Check at the start of a run that its export and `extra_bytes` more can be written.
 
     Raises ValueError if the disk is too full or the folder is not writable.
     """
     folder = config.export_folder
     values = (head.state_dict()[name] for name in head.checkpoint_layout())
-    size = sum(value.numel() for value in values) * target.norm.weight.element_size() + besides
+    size = sum(value.numel() for value in values) * target.norm.weight.element_size() + extra_bytes
     place = folder
     while not place.exists():
         place = place.parent

@@ -37,8 +37,8 @@ def draw_plots(folder: Path, measured: Measured | None = None, speeds: Mapping[i
     ]
     if measured is not None:
         depths = {
-            label: list(enumerate(found.engine.acceptance_by_position, start=1))
-            for label, found in (("greedy", measured.greedy), ("temperature 1", measured.sampled))
+            label: list(enumerate(acceptance.engine.acceptance_by_position, start=1))
+            for label, acceptance in (("greedy", measured.greedy), ("temperature 1", measured.sampled))
         }
         names = "position in the draft", "share that is accepted"
         written.append(draw_curves(folder / "acceptance_by_depth.png", depths, *names, ylim=(0, 1), **title))

@@ -79,13 +79,13 @@ def time_lines(rows: Sequence[Mapping[str, float]], peak: float | None) -> str:
     if not steps:
         return "Too few steps were logged to say."
     parts = {part: statistics.median(row[f"time/{part}"] for row in steps) for part in PARTS}
-    whole = sum(parts.values())
+    total = sum(parts.values())
     used = statistics.median(row["train/head_flops_per_s"] for row in steps)
     speed, memory = (
         statistics.median(row[f"train/{name}"] for row in steps) for name in ("tokens_per_s", "memory_bytes")
     )
     lines = [
-        table(["part of a step", "ms", "share"], [[p, f"{1e3 * s:.1f}", f"{s / whole:.1%}"] for p, s in parts.items()]),
+        table(["part of a step", "ms", "share"], [[p, f"{1e3 * s:.1f}", f"{s / total:.1%}"] for p, s in parts.items()]),
         f"Medians of {len(steps)} steps: {speed:,.0f} tokens/s, {memory / 1e9:.2f} GB. The head's own products ran at "
         f"{used / 1e9:.2f} GFLOP/s"
         + (f", {used / peak:.1%} of what a matrix product reaches here (model FLOPs utilisation)." if peak else "."),
@@ -94,15 +94,15 @@ def time_lines(rows: Sequence[Mapping[str, float]], peak: float | None) -> str:
 
 
 def data_lines(counts: Mapping[str, Any]) -> str:
-    rows, answers = counts.get("rows"), counts.get("answers")
-    if not rows or not answers:
+    rows, responses = counts.get("rows"), counts.get("answers")
+    if not rows or not responses:
         return ""
     dropped = ", ".join(f"{count} {reason}" for reason, count in rows["dropped"].items()) or "none"
     learnt = counts["learnt"]
     return (
         f"{rows['read']} rows were read: {rows['train']} to train on, {rows['held_out']} held out; left out: "
-        f"{dropped}. Of {answers['conversations']} conversations {answers['done']} were answered, "
-        f"{answers.get('skipped', 0)} held nothing to learn from, {answers['failed']} failed, "
+        f"{dropped}. Of {responses['conversations']} conversations {responses['done']} were answered, "
+        f"{responses.get('skipped', 0)} held nothing to learn from, {responses['failed']} failed, "
         f"{counts.get('shortened', 0)} were shortened. They made "
         f"{learnt['sequences']} sequences of {learnt['tokens']:,} tokens, {learnt['learnt']:,} of them learnt; "
         f"{learnt['left_out']} more were left out, because sequence_length leaves nothing to learn in them."
@@ -113,7 +113,7 @@ def named_rows(folder: Path) -> str:
     """Return the first rows that were left out, shortened or failed, and why."""
     path = folder / "data" / SOURCE
     named = read_record(path).get(NAMED, {}) if path.is_file() else {}
-    lines = [line for what, rows in named.items() for line in first_of(what, rows)]
+    lines = [line for label, rows in named.items() for line in first_of(label, rows)]
     return fenced("\n".join(lines)) if lines else ""
 
 

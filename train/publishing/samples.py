@@ -19,7 +19,7 @@ def how_many(tracker: TrackerConfig) -> int:
     return max(SHOWN_TEXTS, tracker.samples if isinstance(tracker, WandbConfig) else 0)
 
 
-def marked_answers(engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> list[Sample]:
+def marked_responses(engine: Engine, prompts: Sequence[list[int]], max_tokens: int) -> list[Sample]:
     """Generate greedy responses with the engine's current proposer and mark accepted tokens."""
     tokenizer = engine.tokenizer
     assert tokenizer is not None

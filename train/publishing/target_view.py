@@ -99,16 +99,16 @@ class AdaptedTarget:
         drift = self._drift(features)  # before the engine packs it
         drafts = ProposerConfig(name="head", max_draft_tokens=config.eval_draft_tokens)
         engine = Engine(target, tokenizer=self.tokenizer, proposer="none", config=self.settings, proposer_config=drafts)
-        answers = self._answers(engine)
-        about = {"eval/target_kl": drift, "eval/target_same_tokens": same_tokens(self.held_out, answers)}
-        return Evaluator(config, engine, answers, features, self.check, about)
+        responses = self._responses(engine)
+        about = {"eval/target_kl": drift, "eval/target_same_tokens": same_tokens(self.held_out, responses)}
+        return Evaluator(config, engine, responses, features, self.check, about)
 
-    def _answers(self, engine: Engine) -> Sequences:
+    def _responses(self, engine: Engine) -> Sequences:
         """Generate greedy responses to the held-out prompts."""
         params = SamplingParams(max_tokens=self.config.eval_max_tokens)
         completions = engine.generate(prompts_of(self.held_out), params, on_output=lambda *_: self.check())
-        answers = [(c.prompt_ids, c.token_ids) for c in completions]
-        return Sequences.of([(p + a, [False] * len(p) + [True] * len(a)) for p, a in answers])
+        responses = [(c.prompt_ids, c.token_ids) for c in completions]
+        return Sequences.of([(p + a, [False] * len(p) + [True] * len(a)) for p, a in responses])
 
     @torch.no_grad()
     def _drift(self, features: OnlineFeatures) -> float:

@@ -126,7 +126,7 @@ class WandbTracker:
         try:
             self._send(results)
         except Exception as error:  # the head is exported: no failure here may end the run
-            warn(f"W&B did not take the results ({type(error).__name__}: {error})")
+            warn(f"the results could not be sent to W&B ({type(error).__name__}: {error})")
 
     def _send(self, results: Results) -> None:
         images = {f"plots/{plot.stem}": self._wandb.Image(str(plot)) for plot in results.plots}
@@ -145,7 +145,7 @@ class WandbTracker:
         ending.start()
         ending.join(FINISH_SECONDS)
         if ending.is_alive():
-            warn("W&B does not finish its upload; `wandb sync` in the run's folder does it later")
+            warn("W&B has not finished its upload; run `wandb sync` in the run's folder to complete it")
 
 
 class Trackers:
@@ -181,7 +181,7 @@ def make_trackers(
     elif isinstance(config, WandbConfig):
         wandb = import_wandb()
         if wandb is None:
-            warn(f"wandb is not installed: metrics go to {METRICS} alone (tracker=none says so in silence)")
+            warn(f"wandb is not installed: metrics go to {METRICS} only (tracker=none silences this note)")
         else:
             trackers.append(WandbTracker(wandb, config, folder, run, redact(settings)))
     return Trackers(trackers)
@@ -229,9 +229,9 @@ def wandb_mode(config: WandbConfig, default_url: str) -> str:
     """Return `tracker.mode`; for auto, WANDB_MODE if set, else online if there are credentials for the server."""
     if config.mode != "auto":
         return config.mode
-    asked = os.environ.get("WANDB_MODE")
-    if asked in ("online", "offline", "disabled"):
-        return asked
+    mode = os.environ.get("WANDB_MODE")
+    if mode in ("online", "offline", "disabled"):
+        return mode
     return "online" if has_wandb_credentials(os.environ.get("WANDB_BASE_URL") or default_url) else "offline"
 
 

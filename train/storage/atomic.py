@@ -84,10 +84,10 @@ def copy_file(source: Path, path: Path) -> None:
 
 def unfinished(path: Path, mark: str = "") -> Path:
     """Return the temporary path at which this process writes `path`."""
-    return path.with_name(f".{path.name}.{this_place()}-{os.getpid()}{mark}.tmp")
+    return path.with_name(f".{path.name}.{host_id()}-{os.getpid()}{mark}.tmp")
 
 
-def this_place() -> str:
+def host_id() -> str:
     """Return an id of the PID namespace, i.e. of machine and container, within which a PID identifies a process."""
     try:
         space = os.readlink("/proc/self/ns/pid")
@@ -107,7 +107,7 @@ def sweep(folder: Path) -> None:
 def is_left(path: Path) -> bool:
     """Return whether its writer is gone: the process has ended, or runs elsewhere and has not touched it for long."""
     name = UNFINISHED.search(path.name)
-    if name is not None and name["place"] == this_place():
+    if name is not None and name["place"] == host_id():
         return not is_alive(int(name["process"]))
     try:
         touched = max(part.stat().st_mtime for part in [path, *path.rglob("*")])
@@ -132,8 +132,8 @@ def refuse_full_disk(path: Path, staging: Path | None = None) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        begun = staging or path
-        written = sum(file.stat().st_size for file in [begun, *begun.rglob("*")] if file.is_file())
+        partial = staging or path
+        written = sum(file.stat().st_size for file in [partial, *partial.rglob("*")] if file.is_file())
         if staging is not None:
             discard(staging)
         code = error.errno if isinstance(error, OSError) else None

@@ -57,19 +57,19 @@ def recipe(parts: Mapping[str, Any]) -> str:
     return text_hash(json.dumps(parts, sort_keys=True))
 
 
-def refuse_other(config: TrainConfig, own: Mapping[str, Any], record: Path) -> None:
-    """Raises ValueError naming the differences if the JSON file `record` has other ingredients than `own`."""
-    known = read_record(record)
-    if known[RECIPE] == recipe(own):
+def refuse_other(config: TrainConfig, parts: Mapping[str, Any], record: Path) -> None:
+    """Raises ValueError naming the differences if the JSON file `record` has other ingredients than `parts`."""
+    stored = read_record(record)
+    if stored[RECIPE] == recipe(parts):
         return
-    found = known.get(INGREDIENTS, {})
-    names = [name for name in sorted(found.keys() | own.keys()) if found.get(name) != own.get(name)]
-    what = "; ".join(f"{name} was {found.get(name)} and is {own.get(name)}" for name in names if found)
+    old_parts = stored.get(INGREDIENTS, {})
+    names = [name for name in sorted(old_parts.keys() | parts.keys()) if old_parts.get(name) != parts.get(name)]
+    changes = "; ".join(f"{name} was {old_parts.get(name)} and is {parts.get(name)}" for name in names if old_parts)
     cure = "begin anew with another run=<name>"
     if "target" in names:
         cure = f"put back the weights that model.path={config.model.path} had, or {cure}"
     raise ValueError(
-        f"run={config.run}: {record.parent} was made from something else: {what or 'it says no more'}; {cure}"
+        f"run={config.run}: {record.parent} was made from something else: {changes or 'it says no more'}; {cure}"
     )
 
 
@@ -87,10 +87,10 @@ def find_twin(runs: Path, wanted: str, record: str, files: Sequence[str]) -> Pat
         if not all((path.parent / name).is_file() for name in files):
             continue
         try:
-            known = json.loads(path.read_text(encoding="utf-8")).get(RECIPE)
+            stored = json.loads(path.read_text(encoding="utf-8")).get(RECIPE)
         except (OSError, ValueError):
             continue  # a damaged record of another run is no error of this one
-        if known == wanted:
+        if stored == wanted:
             return path.parent
     return None
 

@@ -123,11 +123,11 @@ def open_run(config: TrainConfig) -> Path:
 
 
 def refuse_differences(new: TrainConfig, old: TrainConfig, folder: Path) -> None:
-    mine, theirs = flatten(asdict(new)), flatten(asdict(old))
+    new_values, old_values = flatten(asdict(new)), flatten(asdict(old))
     different = [
-        f"{key}={mine.get(key, ABSENT)} (the run has {theirs.get(key, ABSENT)})"
-        for key in sorted(mine.keys() | theirs.keys())
-        if mine.get(key, ABSENT) != theirs.get(key, ABSENT) and (key in BOUND or not key.startswith(FREE))
+        f"{key}={new_values.get(key, ABSENT)} (the run has {old_values.get(key, ABSENT)})"
+        for key in sorted(new_values.keys() | old_values.keys())
+        if new_values.get(key, ABSENT) != old_values.get(key, ABSENT) and (key in BOUND or not key.startswith(FREE))
     ]
     if different:
         raise ValueError(

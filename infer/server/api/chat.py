@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from infer.server.api.answers import Json, answer
 from infer.server.api.conversation import Conversation
+from infer.server.api.rendering import Json, answer
 from infer.server.parsing.stream import ChatParser, Parts
 from infer.server.parsing.tool_styles import Call
 from infer.server.protocol.bodies import json_router
@@ -36,8 +36,8 @@ class ChatFormat:
         return {"message": message, "logprobs": self._logprobs(choice.whole)}
 
     def document(self, session: Session) -> Json:
-        first, asked = session.choices[0], self._body.prompt_logprobs
-        extra = {} if asked is None else {"prompt_logprobs": prompt_logprobs(first.prompt_logprobs, asked, self._names)}
+        first, top_n = session.choices[0], self._body.prompt_logprobs
+        extra = {} if top_n is None else {"prompt_logprobs": prompt_logprobs(first.prompt_logprobs, top_n, self._names)}
         return extra | ({"prompt_token_ids": first.prompt.ids} if self._body.return_token_ids else {})
 
     def opening(self, choice: Choice) -> Json:
@@ -51,9 +51,9 @@ class ChatFormat:
         delta: Json = {"content": parts.content} if parts.content else {}
         delta |= self._reasoning(parts)
         if calls := parts.calls:
-            made = self._calls.setdefault(choice.index, [])
-            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(self._tool_calls(calls), len(made))]
-            made += calls
+            sent = self._calls.setdefault(choice.index, [])
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(self._tool_calls(calls), len(sent))]
+            sent += calls
         if not delta and not piece.scored:
             return None
         return {"delta": delta, "logprobs": self._logprobs(piece)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from infer.server.api.answers import Json, answer
+from infer.server.api.rendering import Json, answer
 from infer.server.protocol.bodies import json_router
 from infer.server.protocol.completions import COMPLETION_MAX_TOKENS, CompletionRequest
 from infer.server.protocol.logprobs import TokenNames, completion_logprobs, prompt_logprobs
@@ -20,10 +20,10 @@ class CompletionFormat:
         self._body, self._names = body, names
 
     def choice(self, choice: Choice) -> Json:
-        asked = self._body.prompt_logprobs
+        top_n = self._body.prompt_logprobs
         extra: Json = {}
-        if asked is not None:
-            extra["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, asked, self._names)
+        if top_n is not None:
+            extra["prompt_logprobs"] = prompt_logprobs(choice.prompt_logprobs, top_n, self._names)
         if self._body.return_token_ids:
             extra["prompt_token_ids"] = choice.prompt.ids
         return {"text": choice.whole.text, "logprobs": self._logprobs(choice.whole), **extra}
@@ -49,8 +49,8 @@ class CompletionFormat:
         return None
 
     def _logprobs(self, piece: Piece) -> Json | None:
-        asked = self._body.logprobs
-        return None if asked is None else completion_logprobs(piece.scored, asked, self._names)
+        top_n = self._body.logprobs
+        return None if top_n is None else completion_logprobs(piece.scored, top_n, self._names)
 
 
 def router(service: Service) -> APIRouter:

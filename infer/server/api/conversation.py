@@ -32,25 +32,25 @@ def template_options(template: str, options: Mapping[str, Any], effort: str | No
     They come from `chat_template_kwargs`, and from the reasoning effort under the names that templates use for it.
     Raises ApiError for a variable that a client may not set.
     """
-    wanted = {name: value for name, value in options.items() if value is not None}
+    variables = {name: value for name, value in options.items() if value is not None}
     if effort is not None:
         thinks = effort != "none"
-        wanted = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks} | wanted
+        variables = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks} | variables
     mentioned = set(re.findall(r"[A-Za-z_]\w*", template))
-    wanted = {name: value for name, value in wanted.items() if name in mentioned}
-    for name in wanted:
+    variables = {name: value for name, value in variables.items() if name in mentioned}
+    for name in variables:
         if name not in TEMPLATE_OPTIONS:
             param = f"chat_template_kwargs.{name}"
             message = f"{param}: not for a client to set; these are: {', '.join(TEMPLATE_OPTIONS)}"
             raise ApiError(400, message, param=param, code="unsupported_parameter")
-    return wanted
+    return variables
 
 
 class Conversation:
     """The messages, tools and output constraint of one request.
 
     `tools`: the tools that may be called. `structure`: the request field that sets the output's grammar, and the
-    grammar, if any. `forced`: that grammar forces tool calls. `most_calls`: the maximum number of calls per choice.
+    grammar, if any. `forced`: that grammar forces tool calls. `max_calls`: the maximum number of calls per choice.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Conversation:
         options: Mapping[str, Any],
         *,
         forced: bool = False,
-        most_calls: int | None = None,
+        max_calls: int | None = None,
     ) -> None:
         self._service, self._messages, self._tools = service, messages, tools
         self._structure, self._options = structure, options
-        self._forced, self._most_calls = forced, most_calls
+        self._forced, self._most_calls = forced, max_calls
         self._begun_thinking = False  # whether the rendered prompt ends with an open reasoning span
 
     @classmethod
@@ -94,15 +94,15 @@ class Conversation:
         if tools and fields.must_call:
             style = service.tool_style
             assert style is not None
-            most = fields.most_calls or MAX_FORCED_CALLS
+            most = fields.max_calls or MAX_FORCED_CALLS
             try:
                 structure = "tools", style.grammar(tools, most=most, special_id=service.special_id)
             except ValueError as error:
                 raise ApiError(400, f"tools: {error}", param="tools", code="invalid_grammar") from error
         template = service.tokenizer.chat.text_for(tools=bool(tools)) or ""
         variables = template_options(template, options or {}, effort)
-        forced, most_calls = fields.must_call, fields.most_calls
-        return cls(service, messages, tools, structure, variables, forced=forced, most_calls=most_calls)
+        forced, max_calls = fields.must_call, fields.max_calls
+        return cls(service, messages, tools, structure, variables, forced=forced, max_calls=max_calls)
 
     async def start(
         self,
@@ -148,7 +148,7 @@ class Conversation:
             thinking=thinking,
             inside=self._begun_thinking,
             forced=self._forced,
-            most_calls=self._most_calls,
+            max_calls=self._most_calls,
         )
 
     def new_call_id(self) -> str:

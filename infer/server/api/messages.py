@@ -9,8 +9,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic_core import from_json
 
-from infer.server.api.answers import Json, Pieces, named_event, respond, shown, speculation
 from infer.server.api.conversation import Conversation
+from infer.server.api.rendering import Json, Pieces, named_event, respond, shown, speculation
 from infer.server.parsing.stream import Parts
 from infer.server.parsing.tool_styles import Call
 from infer.server.protocol.bodies import json_router

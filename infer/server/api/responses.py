@@ -13,8 +13,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from infer.server.api.answers import Json, Pieces, named_event, respond, shown, speculation
 from infer.server.api.conversation import Conversation
+from infer.server.api.rendering import Json, Pieces, named_event, respond, shown, speculation
 from infer.server.parsing.stream import Parts
 from infer.server.parsing.tool_styles import Call
 from infer.server.protocol.bodies import json_router
@@ -109,11 +109,11 @@ class Items:
         item |= {"arguments": call.arguments, "status": "completed" if call.complete else "incomplete"}
         yield self._item_event("done")
 
-    def _item_event(self, what: str) -> Json:
+    def _item_event(self, change: str) -> Json:
         item = self.items[-1]
         content = {"content": list(item["content"])} if "content" in item else {}
         return {
-            "type": f"response.output_item.{what}",
+            "type": f"response.output_item.{change}",
             "output_index": len(self.items) - 1,
             "item": {**item, **content},
         }
@@ -125,8 +125,8 @@ class Answer:
     def __init__(self, body: ResponsesRequest, session: Session, conversation: Conversation, names: TokenNames) -> None:
         self._body, self._session = body, session
         self._parser = conversation.parser()
-        self._items = Items(conversation, names, logprobs=body.asked_logprobs is not None)
-        self._unsaid: list[ScoredToken] = []  # scored tokens whose text is held back
+        self._items = Items(conversation, names, logprobs=body.num_logprobs is not None)
+        self._held_back: list[ScoredToken] = []  # scored tokens whose text is held back
         self._number = 0
         self._id, self._created = f"resp_{uuid.uuid4().hex}", time.time()
 
@@ -134,11 +134,11 @@ class Answer:
         parts = self._parser.push(piece.text)
         if choice.finish_reason is not None:
             parts.add(self._parser.finish(cut=choice.finish_reason != "stop"))
-        scored = [*self._unsaid, *piece.scored]
-        self._unsaid = [] if parts.content else scored
-        for own in self._items.add(parts, scored):
+        scored = [*self._held_back, *piece.scored]
+        self._held_back = [] if parts.content else scored
+        for event in self._items.add(parts, scored):
             # our extension fields are sent with the text of their tokens
-            yield own | (shown(self._body, piece) if own["type"] == "response.output_text.delta" else {})
+            yield event | (shown(self._body, piece) if event["type"] == "response.output_text.delta" else {})
         if choice.finish_reason is not None:
             yield from self._items.close(complete=choice.finish_reason == "stop")
 
@@ -152,7 +152,7 @@ class Answer:
         return {"type": f"response.{status}", "response": self.document(status)}
 
     def document(self, status: str, error: Json | None = None) -> Json:
-        body, over = self._body, status in ("completed", "incomplete")
+        body, finished = self._body, status in ("completed", "incomplete")
         tokens = self._session.choices[0].whole.tokens
         usage = self._session.usage(tokens_within(tokens, self._parser.reasoning_span))
         cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -168,7 +168,7 @@ class Answer:
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "model": body.model,
-            "output": self._items.items if over else [],
+            "output": self._items.items if finished else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "seed": self._session.seed,
@@ -187,14 +187,14 @@ class Answer:
                 "output_tokens_details": usage["completion_tokens_details"],
                 "total_tokens": usage["total_tokens"],
             }
-            if over
+            if finished
             else None,
-            **(speculation(self._session) if over else {}),
+            **(speculation(self._session) if finished else {}),
         }
 
     def _format(self) -> Json:
-        given = self._body.text and self._body.text.format
-        return given.model_dump(by_alias=True, exclude_none=True) if given else {"type": "text"}
+        text_format = self._body.text and self._body.text.format
+        return text_format.model_dump(by_alias=True, exclude_none=True) if text_format else {"type": "text"}
 
     def _tool_choice(self) -> Any:
         choice = self._body.tool_choice or "auto"

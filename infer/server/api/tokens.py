@@ -77,8 +77,8 @@ def router(service: Service) -> APIRouter:
             return service.encode(body.prompt or "", "prompt", add_special_tokens=special) if body.prompt else []
 
         tokens = await asyncio.to_thread(ids)
-        answer = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
-        return answer | ({"token_strs": [service.names(token) for token in tokens]} if body.return_token_strs else {})
+        response = {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
+        return response | ({"token_strs": [service.names(token) for token in tokens]} if body.return_token_strs else {})
 
     @routes.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:

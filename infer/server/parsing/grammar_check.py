@@ -33,7 +33,7 @@ class GrammarCheck:
         """`settings`: sent to the worker as its first line (grammar_worker.py)."""
         self._settings, self._timeout_s = settings, timeout_s
         self._process: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._good: OrderedDict[bytes, None] = OrderedDict()
 
     async def check(self, grammar: Grammar) -> None:
@@ -42,7 +42,7 @@ class GrammarCheck:
         if digest in self._good:
             self._good.move_to_end(digest)
             return
-        async with self._turn:
+        async with self._lock:
             error = await self._ask(json.dumps(asdict(grammar)))
         if error is not None:
             raise GrammarRefused(error)
@@ -90,7 +90,7 @@ class GrammarCheck:
         async with asyncio.timeout(seconds):
             self._process.stdin.write(line.encode() + b"\n")
             await self._process.stdin.drain()
-            answer = await self._process.stdout.readline()
-        if not answer:
+            reply = await self._process.stdout.readline()
+        if not reply:
             raise EOFError
-        return json.loads(answer)["error"]
+        return json.loads(reply)["error"]

@@ -41,10 +41,10 @@ def walk(grammar: Grammar, tokenizer: LLTokenizer) -> None:
         if matcher.is_stopped():
             break
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-        may_come = bits.nonzero()[0]
-        if matcher.is_error() or not len(may_come):
+        allowed = bits.nonzero()[0]
+        if matcher.is_error() or not len(allowed):
             break
-        matcher.consume_token(int(may_come[len(may_come) // 2]))
+        matcher.consume_token(int(allowed[len(allowed) // 2]))
     if matcher.is_error():
         raise ValueError(f"{grammar.kind}: {one_line(matcher.get_error())}")
 

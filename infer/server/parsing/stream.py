@@ -57,7 +57,7 @@ class ChatParser:
     """Parses the text of one choice.
 
     `thinking`: a reasoning span may begin the text; with `inside`, the prompt has already begun it. `forced`: a grammar
-    restricts the text to calls. `most_calls`: further calls are dropped.
+    restricts the text to calls. `max_calls`: further calls are dropped.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class ChatParser:
         thinking: bool = False,
         inside: bool = False,
         forced: bool = False,
-        most_calls: int | None = None,
+        max_calls: int | None = None,
     ) -> None:
         self._style, self._tools = (style if tools else None), set(tools)
         self._thinking, self._inside = thinking, thinking and inside
-        self._forced, self._most_calls = forced, most_calls
+        self._forced, self._most_calls = forced, max_calls
         self._cut = forced  # whether the output was truncated: then an incomplete call still counts
         self._calls = 0
         self._state = "reasoning" if self._inside else "start"
@@ -146,12 +146,12 @@ class ChatParser:
         return [*marks, self._style.begin] if self._style is not None else marks
 
     def _in_reasoning(self, parts: Parts, last: bool) -> bool:
-        before, found, after = split(self._buffer, END_THINK, last)
+        before, matched, after = split(self._buffer, END_THINK, last)
         self._reasoning(parts, before)
         self._buffer = after
-        if found:
+        if matched:
             self._state, self._thinking, self._after_reasoning = "start", False, True
-        return found
+        return matched
 
     def _reasoning(self, parts: Parts, text: str) -> None:
         if text:
@@ -163,14 +163,14 @@ class ChatParser:
             self._content(parts, self._buffer)
             self._buffer = ""
             return False
-        before, found, self._buffer = split(self._buffer, self._style.begin, last)
-        if not before.strip() and not found and not last and self._after_call:
+        before, matched, self._buffer = split(self._buffer, self._style.begin, last)
+        if not before.strip() and not matched and not last and self._after_call:
             self._buffer = before + self._buffer
             return False
         self._content(parts, before)
-        if found:
+        if matched:
             self._begin_call(self._style.begin, self._buffer)
-        return found
+        return matched
 
     def _content(self, parts: Parts, text: str) -> None:
         if self._forced or (self._after_call and not text.strip()):
@@ -197,7 +197,7 @@ class ChatParser:
             self._searched = len(text)
         if self._head is None or self._end is None:
             return self._broken_off(parts, text) if last else False
-        calls = self._whole_calls(text)
+        calls = self._complete_calls(text)
         if calls is None:
             return self._no_call(parts, text)
         rest = text[self._end :]
@@ -230,7 +230,7 @@ class ChatParser:
         complete = [(name, place) for name, place in places.items() if place < len(text)]
         return complete[0] if complete else None if places else NO_CALL
 
-    def _whole_calls(self, text: str) -> list[Call] | None:
+    def _complete_calls(self, text: str) -> list[Call] | None:
         assert self._style is not None
         assert self._head is not None
         name, begin = self._head
@@ -238,7 +238,7 @@ class ChatParser:
         if not name:
             return self._style.calls_in(value, self._tools, trusted=self._forced)
         try:
-            return [arguments_call(name, value, whole=True, strict=not self._forced)]
+            return [arguments_call(name, value, is_complete=True, strict=not self._forced)]
         except ValueError:
             return None
 
@@ -256,7 +256,7 @@ class ChatParser:
             separated = self._style.named and text.strip().endswith(self._style.separator)
             calls = [Call(name, "", complete=False)] if separated and name in self._tools else []
         elif self._head[0]:
-            calls = [arguments_call(self._head[0], text[self._head[1] :], whole=False, strict=False)]
+            calls = [arguments_call(self._head[0], text[self._head[1] :], is_complete=False, strict=False)]
         else:
             calls = self._style.begun_calls(text[self._head[1] :], self._tools, trusted=self._forced)
         if calls is None:

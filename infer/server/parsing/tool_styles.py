@@ -58,7 +58,7 @@ class ToolStyle:
         try:
             if not trusted:
                 read(text)
-            calls = [self._call(item, names, whole=True) for item, _ in self._items(text)]
+            calls = [self._call(item, names, is_complete=True) for item, _ in self._items(text)]
         except ValueError:
             return None
         return [call for call in calls if call is not None] or None
@@ -69,7 +69,10 @@ class ToolStyle:
         The last call may be incomplete; one whose name is incomplete is dropped.
         """
         try:
-            calls = [self._call(item, names, whole=whole, strict=not trusted) for item, whole in self._items(text)]
+            calls = [
+                self._call(item, names, is_complete=is_complete, strict=not trusted)
+                for item, is_complete in self._items(text)
+            ]
         except ValueError:
             return None
         return [call for call in calls if call is not None]
@@ -110,20 +113,20 @@ class ToolStyle:
         """Yield the elements of a list, or the object itself, each with whether it is complete."""
         return elements(text) if text.startswith("[") else iter([(text, value_end(text, 0) is not None)])
 
-    def _call(self, text: str, names: set[str], *, whole: bool, strict: bool = False) -> Call | None:
+    def _call(self, text: str, names: set[str], *, is_complete: bool, strict: bool = False) -> Call | None:
         """Parse one call. None if the text ends before the name does. Raises ValueError if it is no call."""
         if not text.startswith("{"):
             raise ValueError("no object")
-        if strict and whole:
+        if strict and is_complete:
             read(text)
         values: dict[str, tuple[str, bool]] = {}
-        for key, value, value_whole in members(text):
+        for key, value, value_complete in members(text):
             if key in values and key in ("name", *self._argument_keys):
                 raise ValueError(f"{key} stands there twice")
-            values[key] = value, value_whole
-        name, name_whole = values.pop("name", ("", False))
-        if not name_whole:
-            if whole or values.keys() - {*self._argument_keys, "id", "type"}:
+            values[key] = value, value_complete
+        name, name_complete = values.pop("name", ("", False))
+        if not name_complete:
+            if is_complete or values.keys() - {*self._argument_keys, "id", "type"}:
                 raise ValueError("no name")
             if not any(json.dumps(tool).startswith(name) for tool in names):
                 raise ValueError("no tool's name")
@@ -133,7 +136,7 @@ class ToolStyle:
             raise ValueError("no tool's name")
         key = next((key for key in self._argument_keys if key in values), None)
         if key is None:
-            return Call(function, "{}") if whole else Call(function, "", complete=False)
+            return Call(function, "{}") if is_complete else Call(function, "", complete=False)
         return arguments_call(function, *values[key], strict=strict)
 
     @property
@@ -141,28 +144,28 @@ class ToolStyle:
         return (self.argument_key, *(key for key in ("arguments", "parameters") if key != self.argument_key))
 
 
-def arguments_call(function: str, value: str, whole: bool, *, strict: bool) -> Call:
+def arguments_call(function: str, value: str, is_complete: bool, *, strict: bool) -> Call:
     """Return a call whose arguments are the model's exact text, except that lone surrogates are replaced.
 
     Some models write the arguments as a string, like OpenAI's API. Raises ValueError if they are neither an object nor
     null.
     """
-    if strict and whole:
+    if strict and is_complete:
         read(value)
     if value.startswith('"'):
-        value = json.loads(value) if whole else unfinished_string(value)
-        if not whole and not value.strip():
+        value = json.loads(value) if is_complete else unfinished_string(value)
+        if not is_complete and not value.strip():
             return Call(function, "", complete=False)
-        if whole and value.strip() and not isinstance(read(value), dict):
+        if is_complete and value.strip() and not isinstance(read(value), dict):
             raise ValueError("no object")
     value = value.strip()
-    if value in ("", "null") and whole:
+    if value in ("", "null") and is_complete:
         return Call(function, "{}")
     if not value.startswith("{"):
-        if whole or not "null".startswith(value):
+        if is_complete or not "null".startswith(value):
             raise ValueError("no object")
         value = ""
-    return Call(function, without_lone_surrogates(value), complete=whole)
+    return Call(function, without_lone_surrogates(value), complete=is_complete)
 
 
 def unfinished_string(text: str) -> str:

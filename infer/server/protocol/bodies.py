@@ -67,7 +67,7 @@ def parse(body: bytes) -> Any:
         number = float(text)
         return number if math.isfinite(number) else refuse("is too large for a number")
 
-    def whole(text: str) -> int | Unfit:
+    def integer(text: str) -> int | Unfit:
         digits = sys.get_int_max_str_digits()
         return int(text) if 0 < len(text) <= digits else refuse(f"is a number of {len(text)} digits")
 
@@ -78,7 +78,7 @@ def parse(body: bytes) -> Any:
         except (json.JSONDecodeError, UnicodeDecodeError):
             raise
         except ValueError:  # Python refuses integers of thousands of digits
-            document = json.loads(body, **hooks, parse_int=whole)
+            document = json.loads(body, **hooks, parse_int=integer)
     except json.JSONDecodeError as error:
         raise ApiError(400, f"the body is not valid JSON ({error.msg})", code="invalid_json") from error
     except (UnicodeDecodeError, RecursionError) as error:

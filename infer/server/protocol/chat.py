@@ -128,5 +128,5 @@ class ChatRequest(ToolFields, GenerationRequest):
         return self.max_completion_tokens or self.max_tokens
 
     @property
-    def asked_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None

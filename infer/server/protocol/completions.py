@@ -173,7 +173,7 @@ class GenerationRequest(Strict):
         return self
 
     @property
-    def asked_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """Number of top log-probabilities beside the chosen token; None for no log-probabilities."""
         raise NotImplementedError
 
@@ -223,7 +223,7 @@ class GenerationRequest(Strict):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             skip_special_tokens=self.skip_special_tokens is not False,
             ignore_eos=bool(self.ignore_eos),
-            logprobs=self.asked_logprobs,
+            logprobs=self.num_logprobs,
             prompt_logprobs=self.prompt_logprobs,
             speculate=drafts.enabled,
             proposer=drafts.proposer,
@@ -261,7 +261,7 @@ class CompletionRequest(GenerationRequest):
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt  # type: ignore[return-value]
 
     @property
-    def asked_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.logprobs
 
     def sampling_params(self, max_tokens: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:

@@ -121,12 +121,12 @@ def place_of(error: Mapping[str, Any], body: Any) -> tuple[str | int, ...]:
     """Return the path of an error in the body. Pydantic's `loc` also contains the names of the union types it tried."""
     loc = error["loc"][1:] if error["loc"][:1] == ("body",) else error["loc"]
     place: list[str | int] = []
-    inside = body
+    node = body
     for part in loc:
-        if isinstance(inside, list) and isinstance(part, int) and part < len(inside):
-            inside = inside[part]
-        elif isinstance(inside, dict) and (name := str(part)) in inside:
-            inside, part = inside[name], name
+        if isinstance(node, list) and isinstance(part, int) and part < len(node):
+            node = node[part]
+        elif isinstance(node, dict) and (name := str(part)) in node:
+            node, part = node[name], name
         else:
             continue
         place.append(part)
@@ -196,8 +196,8 @@ def number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
-def count(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"
+def count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def install(app: FastAPI) -> None:

@@ -81,13 +81,13 @@ class Strict(BaseModel):
 
 
 def check_refused(name: str, value: Any, unless: Unless) -> None:
-    if not asks_for_nothing(value, unless.defaults):
+    if not is_noop(value, unless.defaults):
         options = " or ".join(shown(option) for option in unless.defaults)
         hint = unless.hint or (f"leave it out (or {options})" if options else "leave it out")
         raise field_error(name, f"not implemented by this server; {hint}", "unsupported_parameter")
 
 
-def asks_for_nothing(value: Any, defaults: tuple[Any, ...]) -> bool:
+def is_noop(value: Any, defaults: tuple[Any, ...]) -> bool:
     if isinstance(value, int | float) and any(isinstance(default, int | float) for default in defaults):
         return is_one_of(value, defaults)
     return is_one_of(value, (*EMPTY, *defaults))
@@ -128,7 +128,7 @@ class UnknownFields:
         if self._strict:
             message = f"{param}: unknown field; this server runs with server.strict=true"
             raise ApiError(400, message, param=param, code="unknown_parameter")
-        self._warn(f"{without_indices(param)} is a field of no schema here; it is ignored (server.strict=true refuses)")
+        self._warn(f"{without_indices(param)} is an unknown field and is ignored (server.strict=true rejects it)")
 
     def _warn(self, remark: str) -> None:
         text = remark.encode("ascii", "backslashreplace").decode()
@@ -139,7 +139,7 @@ class UnknownFields:
         log.warning("request: %s", text)
         if len(self._warned) == MAX_WARNINGS:
             self._warned.add("")
-            log.warning("request: %d such warnings; there will be no more", MAX_WARNINGS)
+            log.warning("request: %d warnings logged; no more will be logged", MAX_WARNINGS)
 
 
 def without_indices(path: str) -> str:

@@ -37,19 +37,19 @@ class TokenNames:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
-def completion_logprobs(tokens: Sequence[ScoredToken], asked: int, name: TokenNames) -> Json:
-    """Return OpenAI's format for completions: per position, the `asked` most likely tokens and the chosen one."""
+def completion_logprobs(tokens: Sequence[ScoredToken], top_n: int, name: TokenNames) -> Json:
+    """Return OpenAI's format for completions: per position, the `top_n` most likely tokens and the chosen one."""
     tops: list[Json | None] = []
     for scored in tokens:
-        if scored.logprob is None or not asked:
+        if scored.logprob is None or not top_n:
             tops.append(None)
             continue
-        top = {name(token): finite(value) for token, value in reversed(scored.logprob.top[:asked])}
+        top = {name(token): finite(value) for token, value in reversed(scored.logprob.top[:top_n])}
         tops.append({name(scored.token): finite(scored.logprob.logprob)} | top)
     return {
         "tokens": [name(scored.token) for scored in tokens],
         "token_logprobs": [scored.logprob and finite(scored.logprob.logprob) for scored in tokens],
-        "top_logprobs": tops if asked else None,
+        "top_logprobs": tops if top_n else None,
         "text_offset": [scored.offset for scored in tokens],
     }
 
@@ -67,12 +67,12 @@ def chat_logprobs(tokens: Sequence[ScoredToken], name: TokenNames) -> Json:
     return {"content": content, "refusal": None}
 
 
-def prompt_logprobs(logprobs: Sequence[TokenLogprob], asked: int, name: TokenNames) -> list[Json | None]:
+def prompt_logprobs(logprobs: Sequence[TokenLogprob], top_n: int, name: TokenNames) -> list[Json | None]:
     """Return vLLM's format for prompts: log-probabilities by token id, null for the first position."""
     places: list[Json | None] = [None]
-    for own in logprobs:
-        ranked = {token: (rank, value) for rank, (token, value) in enumerate(own.top[:asked], 1)}
-        ranked[own.token] = (own.rank, own.logprob)
+    for logprob in logprobs:
+        ranked = {token: (rank, value) for rank, (token, value) in enumerate(logprob.top[:top_n], 1)}
+        ranked[logprob.token] = (logprob.rank, logprob.logprob)
         places.append(
             {
                 str(token): {"logprob": finite(value), "rank": rank, "decoded_token": name(token)}

@@ -224,10 +224,10 @@ class CountTokensRequest(Strict):
         if self.messages[-1].role == "assistant":
             raise field_error("messages", "the last turn must not be the assistant's; this server does not continue it")
         for _, blocks in turns(self.messages):
-            for kind, most in (("text", MAX_PARTS), ("tool_use", MAX_CALLS)):
-                if sum(block.type == kind for block in blocks) > most:
+            for kind, limit in (("text", MAX_PARTS), ("tool_use", MAX_CALLS)):
+                if sum(block.type == kind for block in blocks) > limit:
                     raise field_error(
-                        "messages", f"more than {most} blocks of type {kind} in turns of one role in a row"
+                        "messages", f"more than {limit} blocks of type {kind} in turns of one role in a row"
                     )
         try:
             fields = self.tool_fields  # runs its validators
@@ -305,7 +305,7 @@ class MessagesRequest(CountTokensRequest, GenerationRequest):
         return self.thinking is not None and self.thinking.display == "omitted"
 
     @property
-    def asked_logprobs(self) -> None:
+    def num_logprobs(self) -> None:
         return None
 
     def sampling_params(self, max_tokens: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> SamplingParams:

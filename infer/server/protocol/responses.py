@@ -288,7 +288,7 @@ class ResponsesRequest(GenerationRequest):
         return super().structure
 
     @property
-    def asked_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         if LOGPROBS in (self.include or ()):
             return self.top_logprobs or 0
         return self.top_logprobs or None

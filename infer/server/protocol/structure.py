@@ -70,8 +70,8 @@ class StructuredOutputs(Strict):
 
     @model_validator(mode="after")
     def check_one(self) -> StructuredOutputs:
-        asked = [self.json_ is not None, self.regex, self.choice, self.grammar_, self.json_object]
-        if sum(map(bool, asked)) != 1:
+        provided = [self.json_ is not None, self.regex, self.choice, self.grammar_, self.json_object]
+        if sum(map(bool, provided)) != 1:
             raise field_error("", "give one of json, regex, choice, grammar, json_object")
         if isinstance(self.json_, str):
             try:
@@ -101,7 +101,7 @@ def check_size(grammar: Grammar, param: str, *, max_bytes: int, max_depth: int) 
         check_depth(json.loads(grammar.text), param, param, max_depth)
 
 
-def check_depth(schema: Any, what: str, param: str, max_depth: int) -> None:
+def check_depth(schema: Any, subject: str, param: str, max_depth: int) -> None:
     if depth(schema) > max_depth:
-        message = f"{what}: nested deeper than server.max_schema_depth={max_depth}"
+        message = f"{subject}: nested deeper than server.max_schema_depth={max_depth}"
         raise ApiError(400, message, param=param, code="grammar_too_large")

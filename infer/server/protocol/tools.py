@@ -80,7 +80,7 @@ class OtherTool(Strict):
 
     @property
     def remark(self) -> str:
-        return f"tools of type {self.type!r} are left out; this server has functions only"
+        return f"tools of type {self.type!r} are ignored; this server supports function tools only"
 
 
 AnyFunction = TypeVar("AnyFunction")
@@ -151,7 +151,7 @@ class ToolFields(Strict):
         return self.functions
 
     @property
-    def most_calls(self) -> int | None:
+    def max_calls(self) -> int | None:
         """Maximum number of calls, None for no limit. A named tool is called once even with `parallel_tool_calls`."""
         return 1 if isinstance(self.tool_choice, NamedTool) or self.parallel_tool_calls is False else None
 

@@ -90,12 +90,12 @@ class Shares:
             self.right[place] = self.decay * self.right[place] + (place < accepted)
 
     def conditional(self, depth: int, prior: Sequence[float], weight: float) -> list[float]:
-        found = []
+        rates = []
         for place in range(depth):
             tried, right = (self.tried[place], self.right[place]) if place < len(self.tried) else (0.0, 0.0)
             towards = prior[place] if place < len(prior) else (prior[-1] if prior else UNKNOWN)
-            found.append((right + weight * towards) / (tried + weight))
-        return found
+            rates.append((right + weight * towards) / (tried + weight))
+        return rates
 
 
 @dataclass
@@ -115,8 +115,8 @@ class Ranks:
         if missing > 0:
             self.tried += [0.0] * missing
             self.right += [0.0] * missing
-        self.tried = [self.decay * own + (rank < nodes) for rank, own in enumerate(self.tried)]
-        self.right = [self.decay * own for own in self.right]
+        self.tried = [self.decay * count + (rank < nodes) for rank, count in enumerate(self.tried)]
+        self.right = [self.decay * count for count in self.right]
         for node in path:
             self.right[node - 1] += 1.0
 
@@ -140,15 +140,15 @@ class AcceptanceModel:
         self._requests_ranks: dict[tuple[str, str, AcceptanceBucket], Ranks] = {}
         self._expected = self._emitted = 0.0
         # Probabilities cached until the next `record`: of chains by depth, of trees by rank.
-        self._known: dict[tuple[str, str, int, AcceptanceBucket], tuple[float, ...]] = {}
-        self._known_ranks: dict[tuple[str, str, Budget, AcceptanceBucket], tuple[float, ...]] = {}
+        self._chances_cache: dict[tuple[str, str, int, AcceptanceBucket], tuple[float, ...]] = {}
+        self._ranks_cache: dict[tuple[str, str, Budget, AcceptanceBucket], tuple[float, ...]] = {}
 
     def record(
         self, request_id: str, drafter: str, draft: VerifiedDraft, expected: float, bucket: AcceptanceBucket = LATE
     ) -> None:
         """Record the outcome of a draft, of which `expected` tokens had been expected to be accepted."""
-        self._known.clear()
-        self._known_ranks.clear()
+        self._chances_cache.clear()
+        self._ranks_cache.clear()
         accepted = len(draft.path)
         self._drafters.setdefault((drafter, bucket), Shares(DRAFTER_DECAY)).record(draft.depth, accepted)
         self._requests.setdefault((request_id, drafter, bucket), Shares(REQUEST_DECAY)).record(draft.depth, accepted)
@@ -175,35 +175,37 @@ class AcceptanceModel:
 
     def chances(self, request_id: str, drafter: str, depth: int, bucket: AcceptanceBucket = LATE) -> tuple[float, ...]:
         """Return, for each depth from 1 to `depth`, the probability that a draft is accepted down to it."""
-        asked = request_id, drafter, depth, bucket
-        if asked not in self._known:
-            self._known[asked] = self._chances(*asked)
-        return self._known[asked]
+        key = request_id, drafter, depth, bucket
+        if key not in self._chances_cache:
+            self._chances_cache[key] = self._chances(*key)
+        return self._chances_cache[key]
 
-    def ranks(self, request_id: str, drafter: str, asked: Budget, bucket: AcceptanceBucket = LATE) -> tuple[float, ...]:
+    def ranks(
+        self, request_id: str, drafter: str, budget: Budget, bucket: AcceptanceBucket = LATE
+    ) -> tuple[float, ...]:
         """Return, by rank in a tree drafted under this budget, the probability that the node is accepted."""
-        key = request_id, drafter, asked, bucket
-        if key not in self._known_ranks:
-            self._known_ranks[key] = self._ranks(*key)
-        return self._known_ranks[key]
+        key = request_id, drafter, budget, bucket
+        if key not in self._ranks_cache:
+            self._ranks_cache[key] = self._ranks(*key)
+        return self._ranks_cache[key]
 
-    def _ranks(self, request_id: str, drafter: str, asked: Budget, bucket: AcceptanceBucket) -> tuple[float, ...]:
-        known = self._drafters_ranks.get((drafter, bucket)) or Ranks(DRAFTER_DECAY)
-        own = self._requests_ranks.get((request_id, drafter, bucket))
+    def _ranks(self, request_id: str, drafter: str, budget: Budget, bucket: AcceptanceBucket) -> tuple[float, ...]:
+        drafter_ranks = self._drafters_ranks.get((drafter, bucket)) or Ranks(DRAFTER_DECAY)
+        request_ranks = self._requests_ranks.get((request_id, drafter, bucket))
         chances: list[float] = []
-        for rank in range(asked.nodes):
+        for rank in range(budget.nodes):
             prior = NEXT_RANK * chances[-1] if chances else self.chances("", drafter, 1, bucket)[0]
-            chances.append(known.chance(rank, prior, UNKNOWN_WEIGHT))
-        if own is not None:
-            chances = [own.chance(rank, chance, REQUEST_WEIGHT) for rank, chance in enumerate(chances)]
+            chances.append(drafter_ranks.chance(rank, prior, UNKNOWN_WEIGHT))
+        if request_ranks is not None:
+            chances = [request_ranks.chance(rank, chance, REQUEST_WEIGHT) for rank, chance in enumerate(chances)]
         return tuple(chances)
 
     def _chances(self, request_id: str, drafter: str, depth: int, bucket: AcceptanceBucket) -> tuple[float, ...]:
-        known = self._drafters.get((drafter, bucket)) or Shares(DRAFTER_DECAY)
+        drafter_shares = self._drafters.get((drafter, bucket)) or Shares(DRAFTER_DECAY)
         measured = () if bucket.sampled else self._priors.get(drafter, ())
-        prior = known.conditional(depth, measured, PRIOR_WEIGHT if measured else UNKNOWN_WEIGHT)
-        own = self._requests.get((request_id, drafter, bucket))
-        conditional = prior if own is None else own.conditional(depth, prior, REQUEST_WEIGHT)
+        prior = drafter_shares.conditional(depth, measured, PRIOR_WEIGHT if measured else UNKNOWN_WEIGHT)
+        request_shares = self._requests.get((request_id, drafter, bucket))
+        conditional = prior if request_shares is None else request_shares.conditional(depth, prior, REQUEST_WEIGHT)
         chances, chance = [], 1.0
         for share in conditional:
             chance *= share
@@ -211,10 +213,10 @@ class AcceptanceModel:
         return tuple(chances)
 
     def forget(self, request_id: str) -> None:
-        self._requests = {key: own for key, own in self._requests.items() if key[0] != request_id}
-        self._requests_ranks = {key: own for key, own in self._requests_ranks.items() if key[0] != request_id}
-        self._known = {key: own for key, own in self._known.items() if key[0] != request_id}
-        self._known_ranks = {key: own for key, own in self._known_ranks.items() if key[0] != request_id}
+        self._requests = {key: value for key, value in self._requests.items() if key[0] != request_id}
+        self._requests_ranks = {key: value for key, value in self._requests_ranks.items() if key[0] != request_id}
+        self._chances_cache = {key: value for key, value in self._chances_cache.items() if key[0] != request_id}
+        self._ranks_cache = {key: value for key, value in self._ranks_cache.items() if key[0] != request_id}
 
     @property
     def bias(self) -> float:

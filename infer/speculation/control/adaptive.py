@@ -44,7 +44,7 @@ def make_controller(
     engine: Engine,
     profiled: Measurable,
     limits: Mapping[str, Budget],
-    learnt: ControllerState,
+    state: ControllerState,
     head: HeadProposer | None,
     timer: Callable[[], float] = time.perf_counter,
     *,
@@ -79,7 +79,7 @@ def make_controller(
         if not profile:
             raise Unmeasured("put off")
         if check is None:
-            print("measuring what steps and drafts cost on this machine ...", file=sys.stderr, flush=True)
+            print("measuring the cost of steps and drafts on this machine ...", file=sys.stderr, flush=True)
         if scored is not None:  # scoring is part of the cost of drafts
             scored.confidence = Confidence(AcceptanceModel())
         try:
@@ -95,23 +95,23 @@ def make_controller(
             )
         finally:
             if scored is not None:
-                scored.confidence = learnt.confidence
+                scored.confidence = state.confidence
 
-    known = json.dumps(key, sort_keys=True)
-    if known not in learnt.costs or (profile and learnt.profile_due):
+    cache_key = json.dumps(key, sort_keys=True)
+    if cache_key not in state.costs or (profile and state.profile_due):
         try:
-            learnt.costs[known] = CostModel(kept_table(cache_folder(), key, make))
-            learnt.profile_due = False
+            state.costs[cache_key] = CostModel(kept_table(cache_folder(), key, make))
+            state.profile_due = False
         except Unmeasured as error:
-            learnt.profile_due = not profile
+            state.profile_due = not profile
             if profile and check is None:
                 print(
-                    f"not measured ({error}): nothing is drafted until steps have shown what they cost",
+                    f"costs not measured ({error}): no drafts until trial steps have shown what drafts cost",
                     file=sys.stderr,
                 )
-            learnt.costs.setdefault(known, guessed_cost_model(drafters))
-    costs = learnt.costs[known]
+            state.costs.setdefault(cache_key, guessed_cost_model(drafters))
+    costs = state.costs[cache_key]
     if scored is None:
-        return Controller(costs, learnt.acceptance)
-    scored.confidence = learnt.confidence
-    return Controller(costs, learnt.acceptance, learnt.confidence)
+        return Controller(costs, state.acceptance)
+    scored.confidence = state.confidence
+    return Controller(costs, state.acceptance, state.confidence)

@@ -10,7 +10,7 @@ from __future__ import annotations
 SETTLES_S = 0.025  # warm-up: seconds of plain steps before one is representative
 LEARNS = 0.3  # weight of the newest switch in the estimated cost of switching
 TEACHES_S = 0.01  # seconds of settled plain steps that a baseline probe lasts
-MOST_PROMPTS = 16  # steps with prefill after which a probe ends: if every step has one, none shows the baseline
+MAX_PROMPTS = 16  # steps with prefill after which a probe ends: if every step has one, none shows the baseline
 DRAFTED_S, DRAFTED_STEPS = 2.0, 96  # seconds and number of speculative steps between two probes
 RARELY, MUCH = 5.0, 1.3  # probes are RARELY times as far apart if the expected speedup of drafting is above MUCH
 EARLY_STEPS = 8  # speculative steps before the first probe, if the cost of plain steps is unknown
@@ -38,7 +38,7 @@ class BaselineProbe:
         """Decide whether the next step belongs to a probe. `speedup`: the expected one of drafting."""
         wait = DRAFTED_S * (RARELY if speedup > MUCH else 1.0)
         if self.probing:
-            self.probing = self._prompts < MOST_PROMPTS and self._settled_s < TEACHES_S
+            self.probing = self._prompts < MAX_PROMPTS and self._settled_s < TEACHES_S
         elif self._drafted_s >= wait and self._drafted_steps >= DRAFTED_STEPS:
             self.probing, self._prompts, self._drafted_s, self._drafted_steps = True, 0, 0.0, 0
         self._prompts += self.probing

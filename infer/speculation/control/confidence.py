@@ -136,7 +136,7 @@ class Confidence:
                 deeper = gain > 0
             verdicts.append(ExitDecision(True, deeper))
         if self.prices is not None and surplus < self.prices.level:
-            verdicts = [ExitDecision(own.keep, False) for own in verdicts]
+            verdicts = [ExitDecision(verdict.keep, False) for verdict in verdicts]
         return verdicts
 
     def update(self, request_id: str, depth: int, accepted: int) -> float | None:
@@ -147,15 +147,15 @@ class Confidence:
         draft = self._drafts.pop(request_id, None)
         if draft is None:
             return None
-        known, own = self._maps[draft.sampled], draft.chances[:depth]
-        for place, (chance, plain) in enumerate(zip(own, draft.history, strict=False)):
+        calibration, chances = self._maps[draft.sampled], draft.chances[:depth]
+        for place, (chance, plain) in enumerate(zip(chances, draft.history, strict=False)):
             emitted = place < accepted
             self._tokens = ERROR_DECAY * self._tokens + 1
             self._error = ERROR_DECAY * self._error + (chance - emitted) ** 2
             self._plain_error = ERROR_DECAY * self._plain_error + (plain - emitted) ** 2
             if place <= accepted:
-                known.learn(draft.features[place], draft.right[place], emitted)
-        return sum(own)
+                calibration.learn(draft.features[place], draft.right[place], emitted)
+        return sum(chances)
 
     def forget(self, request_id: str) -> None:
         self._drafts.pop(request_id, None)

@@ -28,7 +28,7 @@ MIN_ROW_SHARE = 0.3
 # Unit, as a share of a plain step, and upper bound, in units, of a speculative step's fixed overhead beside its rows: a
 # tree is laid out, and the drafter's weights have evicted the target's from the caches. Learnt from steps only.
 OVERHEAD, MAX_OVERHEAD = 0.1, 5.0
-MOST_DOUBTED = 16  # after this many steps in a row outside TRUSTED the prediction itself must be wrong
+MAX_DOUBTED = 16  # after this many steps in a row outside TRUSTED the prediction itself must be wrong
 CORRECTIONS = (0.1, 3.0)  # bounds of the corrections of further rows and of drafts
 # Share of the corrections learnt from speculative steps that is left after a second of decay. Rows at twice their usual
 # cost were seen for a second now and then (LOG.md), and drafting must not stay off for much longer than that. But
@@ -36,7 +36,7 @@ CORRECTIONS = (0.1, 3.0)  # bounds of the corrections of further rows and of dra
 DECAY = 0.75
 FORGETS = 0.998  # decay of how well plain steps are known, per step with further rows
 WELL_SEEN = 0.25  # from here on the excess time of a step with further rows is attributed to these rows,
-MOST_SEEN = 0.99  # but not quite all of it, or all noise would be attributed to a few rows of hardly any cost
+MAX_SEEN = 0.99  # but not quite all of it, or all noise would be attributed to a few rows of hardly any cost
 # How many times as long as a larger work a smaller one may take in a table: STRICTLY up to FEW_ROWS rows, else LOOSELY.
 FEW_ROWS, STRICTLY, LOOSELY = 2, 1.5, 5.0
 UNSEEN_S = 2e-4  # difference between drafts that is tolerated whatever their ratio
@@ -54,12 +54,12 @@ class Curve:
             return size * 0.0 + self.seconds[0]
         if isinstance(size, float):  # called some twenty times per step, where an array's overhead would show
             place = min(max(bisect_left(self.sizes, size), 1), len(self.sizes) - 1)
-            (x, x_right), (y, y_right) = (own[place - 1 : place + 1] for own in (self.sizes, self.seconds))
+            (x, x_right), (y, y_right) = (values[place - 1 : place + 1] for values in (self.sizes, self.seconds))
             return max(y + (y_right - y) / (x_right - x) * (size - x), 0.0)
         xs, ys, slopes = self._pieces
         left = np.clip(np.searchsorted(xs, size), 1, len(xs) - 1) - 1
-        found: Any = np.maximum(ys[left] + slopes[left] * (size - xs[left]), 0.0)
-        return found
+        seconds: Any = np.maximum(ys[left] + slopes[left] * (size - xs[left]), 0.0)
+        return seconds
 
     @property
     def slope(self) -> float:
@@ -105,13 +105,13 @@ class CostTable:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: dict[str, Any]) -> CostTable:
+    def from_json(cls, data: dict[str, Any]) -> CostTable:
         def curves(written: Sequence[dict[str, Any]]) -> tuple[Curve, ...]:
-            return tuple(Curve(tuple(own["sizes"]), tuple(own["seconds"])) for own in written)
+            return tuple(Curve(tuple(item["sizes"]), tuple(item["seconds"])) for item in written)
 
-        drafts = {name: curves(own) for name, own in found["drafts"].items()}
-        batches, around, beyond = tuple(found["batches"]), tuple(found["around"]), ContextCost(**found["beyond"])
-        return cls(batches, curves(found["verify"]), around, drafts, found["context"], beyond, found["reads"])
+        drafts = {name: curves(item) for name, item in data["drafts"].items()}
+        batches, around, beyond = tuple(data["batches"]), tuple(data["around"]), ContextCost(**data["beyond"])
+        return cls(batches, curves(data["verify"]), around, drafts, data["context"], beyond, data["reads"])
 
     def size(self, batch: int) -> int:
         """Return the smallest measured batch size that is not below `batch`, or the largest one."""
@@ -142,11 +142,11 @@ def contradiction(table: CostTable) -> str:
     drafts = [curve for curves in table.drafts.values() for curve in curves]
     everything = [seconds for _, seconds in steps] + [value for curve in drafts for value in curve.seconds]
     if not all(0 <= seconds < math.inf for seconds in (*everything, *table.around, *table.reads.values())):
-        return "a time is negative or no number"
+        return "a time is negative or not finite"
     for rows, seconds in steps:
-        least_rows, least = min((own for own in steps if own[0] > rows), key=lambda own: own[1], default=(0.0, seconds))
-        if seconds > (STRICTLY if rows <= FEW_ROWS else LOOSELY) * least:
-            return f"{rows:g} rows took {1e3 * seconds:.3g} ms, {least_rows:g} rows {1e3 * least:.3g} ms"
+        shortest_rows, shortest = min((s for s in steps if s[0] > rows), key=lambda s: s[1], default=(0.0, seconds))
+        if seconds > (STRICTLY if rows <= FEW_ROWS else LOOSELY) * shortest:
+            return f"{rows:g} rows took {1e3 * seconds:.3g} ms, {shortest_rows:g} rows {1e3 * shortest:.3g} ms"
     for curve in drafts:
         for depth, seconds, deeper in zip(curve.sizes, curve.seconds, curve.seconds[1:], strict=False):
             if seconds > STRICTLY * deeper + UNSEEN_S:
@@ -166,8 +166,8 @@ class CostModel:
         self._trials, self._tried = trials, 0
         self._bounds = extra
         widest = table.verify[-1]
-        self._least = MIN_ROW_SHARE * max(0.0, widest.slope)
-        self._further = 0.0  # the batch's mean context in tokens, above that of the table
+        self._min_row_s = MIN_ROW_SHARE * max(0.0, widest.slope)
+        self._extra_context = 0.0  # the batch's mean context in tokens, above that of the table
         self._around = Curve(tuple(map(float, table.batches)), table.around)
         # Cached, since every step needs them: uncorrected plain steps, further rows and drafts of short requests.
         self._steps: dict[int, float] = {}
@@ -176,7 +176,7 @@ class CostModel:
         # Corrections: of all seconds, since whatever shares the machine slows all of them; then of what further rows
         # add to a plain step, and the fixed overhead that comes with them. The last two are kept by batch size of the
         # table: what they are in small batches says little about larger ones.
-        self._all = 1.0
+        self._overall = 1.0
         self._extra = dict.fromkeys(table.batches, 1.0)
         self._overhead = dict.fromkeys(table.batches, 0.0)  # in units of OVERHEAD
         self._seen = 0.0  # how well plain steps are known, from 0 to 1
@@ -199,13 +199,13 @@ class CostModel:
         self._tried += 1
 
     @property
-    def _learns_guess(self) -> float:
+    def _guess_step_size(self) -> float:
         """Weight of the newest speculative step in a guess, such that it becomes their mean; 0 if this is no guess."""
         return 1 / (1 + self._tried) if self.guessed else 0.0
 
     def set_context(self, tokens: Sequence[int]) -> None:
         """Set the lengths of the requests that all costs from now on refer to."""
-        self._further = max(0.0, sum(tokens) / len(tokens) - self.table.context)
+        self._extra_context = max(0.0, sum(tokens) / len(tokens) - self.table.context)
 
     def verify(self, batch: int, rows: Sizes) -> Sizes:
         """Return the seconds of a step of `batch` requests and `rows` rows in all, without its drafting."""
@@ -215,47 +215,49 @@ class CostModel:
                 extra = self._rows[batch, rows] = self._further_rows(batch, rows)
         else:
             extra = self._further_rows(batch, rows)
-        extra = extra + self.table.beyond.further * self._further * (rows - batch)
+        extra = extra + self.table.beyond.further * self._extra_context * (rows - batch)
         size, plain = self.table.size(batch), self.plain(batch)
-        return plain + OVERHEAD * self._overhead[size] * plain * (rows > batch) + self._all * self._extra[size] * extra
+        return (
+            plain + OVERHEAD * self._overhead[size] * plain * (rows > batch) + self._overall * self._extra[size] * extra
+        )
 
     def _further_rows(self, batch: int, rows: Sizes) -> Sizes:
         """Return the seconds of the rows beyond one per request, by the table alone."""
-        curves, least = self.table.verify, self._least * (rows - batch)
+        curves, lower_bound = self.table.verify, self._min_row_s * (rows - batch)
         extra = self.table.at(batch, curves, rows) - self.table.at(batch, curves, float(batch))
-        found: Any = max(extra, least) if isinstance(rows, float) else np.maximum(extra, least)
-        return found
+        seconds: Any = max(extra, lower_bound) if isinstance(rows, float) else np.maximum(extra, lower_bound)
+        return seconds
 
     def plain(self, batch: int) -> float:
         """Return the seconds of a step without drafts."""
-        size, known = float(batch), self._steps.get(batch)
-        if known is None:
-            known = self._steps[batch] = self.table.at(batch, self.table.verify, size) + self._around(size)
-        return self._all * (known + self.table.beyond.first * self._further * batch)
+        size, seconds = float(batch), self._steps.get(batch)
+        if seconds is None:
+            seconds = self._steps[batch] = self.table.at(batch, self.table.verify, size) + self._around(size)
+        return self._overall * (seconds + self.table.beyond.first * self._extra_context * batch)
 
     def draft(self, drafter: str, batch: int, depth: int) -> float:
         """Return the seconds of drafting `depth` levels for `batch` requests; 0 for a drafter that was not measured."""
         if not depth:
             return 0.0
-        one, (first, further) = self._drafting(drafter, batch, 1), self._draft.get(drafter, (1.0, 1.0))
-        return first * one + further * (self._drafting(drafter, batch, depth) - one)
+        first_s, (first, further) = self._drafting(drafter, batch, 1), self._draft.get(drafter, (1.0, 1.0))
+        return first * first_s + further * (self._drafting(drafter, batch, depth) - first_s)
 
     def _drafting(self, drafter: str, batch: int, depth: int) -> float:
         """Return the same as `draft`, without the corrections learnt from drafts."""
-        asked = drafter, batch, depth
-        seconds = self._drafts.get(asked)
+        key = drafter, batch, depth
+        seconds = self._drafts.get(key)
         if seconds is None:
             curves = self.table.drafts.get(drafter)
             seconds = 0.0
             if curves is not None and depth and batch:
                 seconds = float(self.table.at(batch, curves, float(depth)))
-            self._drafts[asked] = seconds
-        seconds += self.table.beyond.levels.get(drafter, 0.0) * self._further * batch * depth
-        return self._all * seconds
+            self._drafts[key] = seconds
+        seconds += self.table.beyond.levels.get(drafter, 0.0) * self._extra_context * batch * depth
+        return self._overall * seconds
 
     def read(self, drafter: str, tokens: int) -> float:
         """Return the seconds that a drafter takes to read this many tokens of a prompt."""
-        return self._all * self.table.reads.get(drafter, 0.0) * tokens
+        return self._overall * self.table.reads.get(drafter, 0.0) * tokens
 
     def learn(self, *, batch: int, rows: int, seconds: float) -> float:
         """Learn from a step without prefill that took `seconds`, without its drafting; return measured over predicted.
@@ -265,20 +267,20 @@ class CostModel:
         """
         plain = self.plain(batch)
         expected = plain if rows == batch else float(self.verify(batch, float(rows)))
-        extra, known = expected - plain, MOST_SEEN if rows > batch and self.knows_plain else 0.0
+        extra, certainty = expected - plain, MAX_SEEN if rows > batch and self.knows_plain else 0.0
         if not trusted(seconds, expected) and not self._convinced(seconds):
             return 1.0
         self._doubted = 0
         # The table may stem from a slower hour, and so may what was learnt of plain steps before many speculative ones.
         size = self.table.size(batch)
         if rows == batch:
-            learns = max(LEARNS, 1 - self._seen)
+            step_size = max(LEARNS, 1 - self._seen)
         else:
-            learns = self._learns_guess or max(LEARNS, RELEARNS * (1 - self._rows_seen[size]))
+            step_size = self._guess_step_size or max(LEARNS, RELEARNS * (1 - self._rows_seen[size]))
         unit = OVERHEAD * plain * (rows > batch)
         extra -= unit * self._overhead[size]
-        share = learns * (seconds - expected) / ((1 - known) * expected**2 + unit**2 + extra**2)
-        self._all *= 1 + (1 - known) * share * expected
+        share = step_size * (seconds - expected) / ((1 - certainty) * expected**2 + unit**2 + extra**2)
+        self._overall *= 1 + (1 - certainty) * share * expected
         self._overhead[size] = min(max(self._overhead[size] + share * unit, 0.0), MAX_OVERHEAD)
         self._extra[size] = self._bounded(self._extra[size] * (1 + share * extra))
         if rows == batch:
@@ -294,7 +296,7 @@ class CostModel:
         table is wrong, or the machine has changed, and plain steps are learnt anew.
         """
         self._doubted += 1
-        if seconds <= 0 or (self._doubted < MOST_DOUBTED and not (self.guessed and not self._seen)):
+        if seconds <= 0 or (self._doubted < MAX_DOUBTED and not (self.guessed and not self._seen)):
             return False
         self._seen = 0.0
         return True
@@ -304,24 +306,26 @@ class CostModel:
         left: float = DECAY**seconds
         self._rows_seen = {size: left * seen for size, seen in self._rows_seen.items()}
         self._extra = {size: 1 + left * (extra - 1) for size, extra in self._extra.items()}
-        self._overhead = {size: left * beside for size, beside in self._overhead.items()}
-        self._draft = {name: (1 + left * (one - 1), 1 + left * (more - 1)) for name, (one, more) in self._draft.items()}
+        self._overhead = {size: left * overhead for size, overhead in self._overhead.items()}
+        self._draft = {
+            name: (1 + left * (first - 1), 1 + left * (further - 1)) for name, (first, further) in self._draft.items()
+        }
 
     def learn_draft(self, drafter: str, counts: Sequence[int], seconds: float) -> None:
         """Learn from a draft that took `seconds`, in which `counts[l]` requests took part in level l + 1."""
-        one, more = self._drafting(drafter, counts[0], 1) if counts else 0.0, 0.0
+        first_s, further_s = self._drafting(drafter, counts[0], 1) if counts else 0.0, 0.0
         for level, count in enumerate(counts[1:], start=2):
-            more += self._drafting(drafter, count, level) - self._drafting(drafter, count, level - 1)
+            further_s += self._drafting(drafter, count, level) - self._drafting(drafter, count, level - 1)
         first, further = self._draft.get(drafter, (1.0, 1.0))
-        predicted = first * one + further * more
-        learns = self._learns_guess or LEARNS
+        predicted = first * first_s + further * further_s
+        step_size = self._guess_step_size or LEARNS
         if trusted(seconds, predicted) or (self.guessed and predicted > 0):  # here too normalised least mean squares
-            share = learns * (seconds - predicted) / (one**2 + more**2)
-            self._draft[drafter] = self._bounded(first + share * one), self._bounded(further + share * more)
+            share = step_size * (seconds - predicted) / (first_s**2 + further_s**2)
+            self._draft[drafter] = self._bounded(first + share * first_s), self._bounded(further + share * further_s)
 
     def _bounded(self, correction: float) -> float:
-        least, most = self._bounds
-        return min(max(correction, least), most)
+        lower, upper = self._bounds
+        return min(max(correction, lower), upper)
 
 
 def trusted(seconds: float, predicted: float) -> bool:

@@ -33,8 +33,8 @@ class ProfiledEngine:
     def start(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, check: Callable[[], None] = lambda: None
     ) -> list[Request]:
-        self._kept_stats, self._speculator.planner = copy.deepcopy(self._stats), NoDrafts()
-        self._kept_overlap, self._steps.overlap = self._steps.overlap, None
+        self._saved_stats, self._speculator.planner = copy.deepcopy(self._stats), NoDrafts()
+        self._saved_overlap, self._steps.overlap = self._steps.overlap, None
         pages = self._pool.pages_for(len(prompts[0]) + params.max_tokens) + 1
         fitting = min(len(prompts), self._pool.free_pages // pages)
         requests = [self._engine.request(self._engine.add(prompt, params)) for prompt in prompts[:fitting]]
@@ -55,8 +55,8 @@ class ProfiledEngine:
         for request in requests:
             self._engine.abort(request.request_id)
         self._pool.pages.clear_cache()
-        self._stats.restore(self._kept_stats)
-        self._speculator.planner, self._steps.overlap = AsAllowed(), self._kept_overlap
+        self._stats.restore(self._saved_stats)
+        self._speculator.planner, self._steps.overlap = AsAllowed(), self._saved_overlap
 
     def step(self) -> object:
         return self._engine.step()

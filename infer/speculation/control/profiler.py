@@ -43,17 +43,17 @@ LONG_TOKENS = 1024
 # Seconds for which a work is repeated before the next one's turn: after a large work a small one is slower by half for
 # some milliseconds, which it never is after others of its size (LOG.md).
 SETTLES = 0.012
-LEAST_DIFFERENCE = 128  # in tokens, between a long and a short request; a smaller one would be lost in noise
-REPEATS, MOST_REPEATS = 2, 20  # least and most timed turns of each work, after one warm-up turn
+MIN_DIFFERENCE = 128  # in tokens, between a long and a short request; a smaller one would be lost in noise
+REPEATS, MAX_REPEATS = 2, 20  # least and most timed turns of each work, after one warm-up turn
 START_S = 4.5  # that start-up waits for all measurements, apart from the work running at that time
 REPEATS_WITHIN = 1.25  # the two shortest times of a work must lie within this ratio, or something disturbed it
-ROWS_AT_ONCE = 4  # least number of prompt rows that are prefilled in the time of one plain step
+CHUNK_ROWS = 4  # least number of prompt rows that are prefilled in the time of one plain step
 # Shares of the time left: for one request; for all batch sizes; for what follows.
 ONE_SHARE, BATCHES_SHARE, REST_SHARE = 0.04, 0.55, 0.2
 READING_SHARE = 0.5  # of the time left, that the prefill of long prompts may take
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 ROWS_PER_REQUEST = (1, 2, 3, 4, 6, 9, 17, 33, 64)
-PLAIN_TOKENS = MOST_REPEATS + 4  # that requests emit while they are measured
+PLAIN_TOKENS = MAX_REPEATS + 4  # that requests emit while they are measured
 
 
 class Measurable(Protocol):
@@ -114,7 +114,7 @@ def measure(
     began = clock()
     with profiled.of(next(iter(drafters)), [1]):
         step = (clock() - began) / 4  # a prefill, a draft and two steps
-    if step * short / ROWS_AT_ONCE > watch.left:
+    if step * short / CHUNK_ROWS > watch.left:
         raise Unmeasured(f"a step takes {step:.2g} s")
     table = measure_batches(profiled, drafters, short, max_batch)
     table = replace(table, beyond=measure_beyond(profiled, drafters, short))
@@ -155,7 +155,7 @@ class Stopwatch:
         """
         seconds: list[list[float]] = [[] for _ in works]
         until = self.clock() + share * self.left
-        for turn in range(1 + MOST_REPEATS):
+        for turn in range(1 + MAX_REPEATS):
             if turn > REPEATS and self.clock() > until and all(map(repeats, seconds)):
                 break
             for work, times in zip(works, seconds, strict=True):
@@ -167,7 +167,7 @@ class Stopwatch:
                 if turn:
                     times.append(min(runs))
         if not all(map(repeats, seconds)):
-            raise Unmeasured("times do not repeat themselves")
+            raise Unmeasured("timings are not reproducible")
         return tuple(map(min, seconds))
 
     def _seconds_of(self, work: Work) -> float:
@@ -240,29 +240,29 @@ def measure_batches(
     """Measure requests of one `length`, at as many batch sizes as there is time for."""
     watch, sizes = profiled.watch, tuple(size for size in BATCHES if size <= max_batch)
     drafts, reads = dict[str, tuple[Curve, ...]](), dict[str, float]()
-    alone, found = 0.0, Measured((), (), (), 0.0)
-    for left, (name, limit) in zip(range(len(drafters), 0, -1), drafters.items(), strict=True):
+    single_around, costs = 0.0, Measured((), (), (), 0.0)
+    for num_left, (name, limit) in zip(range(len(drafters), 0, -1), drafters.items(), strict=True):
         with profiled.of(name, [length]) as requests:
             if not requests:
                 raise ValueError(
                     f"proposer.adaptive=true: no request of {length} tokens fits in the cache of keys and values"
                 )
-            found = measure_sizes(profiled, requests, limit, (1,), ONE_SHARE / left)
-            alone = found.around
+            costs = measure_sizes(profiled, requests, limit, (1,), ONE_SHARE / num_left)
+            single_around = costs.around
             reads[name] = seconds_of_reading(profiled, requests)
-        budget, one = BATCHES_SHARE * watch.left / left, found
+        budget, single = BATCHES_SHARE * watch.left / num_left, costs
         sizes = tuple(
-            size for size in sizes if size == 1 or expected_seconds(profiled, one, sizes, size, length) <= budget
+            size for size in sizes if size == 1 or expected_seconds(profiled, single, sizes, size, length) <= budget
         )
         if len(sizes) > 1:
             with profiled.of(name, [length] * sizes[-1]) as requests:
                 sizes = tuple(size for size in sizes if size <= len(requests))
                 if len(sizes) > 1:
-                    found = measure_sizes(profiled, requests, limit, sizes, BATCHES_SHARE / left)
-        drafts[name] = found.drafts
-    around = between((1, alone), (max(sizes), found.around))
-    curves = {name: own[: len(sizes)] for name, own in drafts.items()}
-    return CostTable(sizes, found.verify, tuple(around(float(size)) for size in sizes), curves, length, reads=reads)
+                    costs = measure_sizes(profiled, requests, limit, sizes, BATCHES_SHARE / num_left)
+        drafts[name] = costs.drafts
+    around = between((1, single_around), (max(sizes), costs.around))
+    curves = {name: curves_by_size[: len(sizes)] for name, curves_by_size in drafts.items()}
+    return CostTable(sizes, costs.verify, tuple(around(float(size)) for size in sizes), curves, length, reads=reads)
 
 
 def measure_sizes(
@@ -277,12 +277,12 @@ def measure_sizes(
     parts = [requests[:size] for size in sizes]
     rows = [widths(size, profiled.widest, profiled.max_rows) for size in sizes]
     depths = sorted({1, (limit.depth + 1) // 2, limit.depth})
-    works = [verifying(engine, own, width) for own, these in zip(parts, rows, strict=True) for width in these]
-    works += [drafting(engine, own, limit, depth) for own in parts for depth in depths]
+    works = [verifying(engine, part, width) for part, counts in zip(parts, rows, strict=True) for width in counts]
+    works += [drafting(engine, part, limit, depth) for part in parts for depth in depths]
     seconds = iter(watch.timed(works, share))
     verify = [
-        Curve(tuple(float(size * width) for width in these), tuple(next(seconds) for _ in these))
-        for size, these in zip(sizes, rows, strict=True)
+        Curve(tuple(float(size * width) for width in counts), tuple(next(seconds) for _ in counts))
+        for size, counts in zip(sizes, rows, strict=True)
     ]
     drafts = [Curve(tuple(map(float, depths)), tuple(next(seconds) for _ in depths)) for _ in sizes]
     step, bare = watch.timed([Work(engine.step, again=False), verifying(engine, requests, 1)], ONE_SHARE)
@@ -290,10 +290,10 @@ def measure_sizes(
 
 
 def expected_seconds(
-    profiled: ProfiledRequests, one: Measured, sizes: Sequence[int], largest: int, length: int
+    profiled: ProfiledRequests, single: Measured, sizes: Sequence[int], largest: int, length: int
 ) -> float:
-    """Return the expected seconds of measuring all `sizes` up to the `largest`, from what `one` request cost."""
-    (verify,), (draft,) = one.verify, one.drafts
+    """Return the expected seconds of measuring all `sizes` up to the `largest`, from what a `single` request cost."""
+    (verify,), (draft,) = single.verify, single.drafts
     turn = 0.0
     for size in (size for size in sizes if size <= largest):
         rows = [float(size * width) for width in widths(size, profiled.widest, profiled.max_rows)]
@@ -305,8 +305,8 @@ def expected_seconds(
 
 def widths(batch: int, widest: int, max_rows: int) -> list[int]:
     """Return the numbers of rows per request that are tried."""
-    found = sorted({1, 2, widest, *(width for width in ROWS_PER_REQUEST if width <= widest)})
-    return [width for width in found if width <= 2 or width * batch <= max_rows]
+    counts = sorted({1, 2, widest, *(width for width in ROWS_PER_REQUEST if width <= widest)})
+    return [width for width in counts if width <= 2 or width * batch <= max_rows]
 
 
 def verifying(engine: Measurable, requests: Sequence[Request], rows: int) -> Work:
@@ -339,7 +339,7 @@ def measure_beyond(profiled: ProfiledRequests, drafters: Mapping[str, Budget], s
     engine, widest = profiled.engine, profiled.widest
     further = min(LONG_TOKENS, profiled.context - profiled.tokens(2)) - short
     reading = profiled.reading_s * (further + 2 * short) * len(drafters)
-    if further < LEAST_DIFFERENCE or reading > READING_SHARE * profiled.watch.left:
+    if further < MIN_DIFFERENCE or reading > READING_SHARE * profiled.watch.left:
         return ContextCost()
     first = rest = 0.0
     levels = dict[str, float]()
@@ -348,9 +348,9 @@ def measure_beyond(profiled: ProfiledRequests, drafters: Mapping[str, Budget], s
             if len(requests) < 2:
                 return ContextCost()
             works: list[Work] = []
-            for own in requests:
-                works += [verifying(engine, [own], rows) for rows in (1, widest)]
-                works.append(drafting(engine, [own], limit, limit.depth))
+            for request in requests:
+                works += [verifying(engine, [request], rows) for rows in (1, widest)]
+                works.append(drafting(engine, [request], limit, limit.depth))
             seconds = profiled.watch.timed(works, REST_SHARE)
         one, many, drafts = (max(0.0, a - b) / further for a, b in zip(seconds[:3], seconds[3:], strict=True))
         first, rest = one, max(0.0, many - one) / (widest - 1)
@@ -369,16 +369,16 @@ def kept_table(folder: Path, key: Mapping[str, Any], make: Callable[[], CostTabl
         table = CostTable.from_json(json.loads(file.read_text(encoding="utf-8"))["table"])
         if not (reason := contradiction(table)):
             return table
-        log.warning("%s: %s; measured again", file, reason)
+        log.warning("%s: the stored costs are inconsistent (%s) and are measured again", file, reason)
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    found = make()
+    measured = make()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, temporary = tempfile.mkstemp(dir=folder, suffix=".json")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump({"key": dict(key), "table": found.to_json()}, stream)
+            json.dump({"key": dict(key), "table": measured.to_json()}, stream)
         os.replace(temporary, file)
     except OSError as error:
-        log.warning("%s: what a step costs could not be kept, and is measured at every start: %s", file, error)
-    return found
+        log.warning("%s: could not store the measured costs; every start will measure them again: %s", file, error)
+    return measured

@@ -16,30 +16,30 @@ class StepTimes:
     drafting_s: float = 0.0  # the part of `drafted_s` spent in the proposers, as far as it can be told from the rest
     drafted_rows: int = 0
 
-    def record(self, batch: int, rows: int, drafting: float | None, whole: float) -> None:
+    def record(self, batch: int, rows: int, drafting: float | None, seconds: float) -> None:
         if rows == batch:
             self.plain += 1
-            self.plain_s += whole
+            self.plain_s += seconds
         else:
             self.drafted += 1
-            self.drafted_s += whole
+            self.drafted_s += seconds
             self.drafting_s += drafting or 0.0
             self.drafted_rows += rows
 
     def __sub__(self, before: StepTimes) -> StepTimes:
-        return StepTimes(*(own - earlier for own, earlier in zip(astuple(self), astuple(before), strict=True)))
+        return StepTimes(*(value - earlier for value, earlier in zip(astuple(self), astuple(before), strict=True)))
 
     def __add__(self, other: StepTimes) -> StepTimes:
-        return StepTimes(*(own + more for own, more in zip(astuple(self), astuple(other), strict=True)))
+        return StepTimes(*(value + more for value, more in zip(astuple(self), astuple(other), strict=True)))
 
     def summary(self) -> dict[str, float | None]:
         """Return the numbers of steps, and their mean milliseconds and rows; None where there were none."""
-        each = self.drafted or None
+        count = self.drafted or None
         return {
             "plain": self.plain,
             "plain_ms": 1000 * self.plain_s / self.plain if self.plain else None,
             "drafted": self.drafted,
-            "drafted_ms": each and 1000 * self.drafted_s / each,
-            "drafting_ms": each and 1000 * self.drafting_s / each,
-            "drafted_rows": each and self.drafted_rows / each,
+            "drafted_ms": count and 1000 * self.drafted_s / count,
+            "drafting_ms": count and 1000 * self.drafting_s / count,
+            "drafted_rows": count and self.drafted_rows / count,
         }

@@ -23,23 +23,23 @@ def build_proposers(
 ) -> Mapping[str, tuple[Proposer, Budget]]:
     """Return every proposer available to this engine, each with its budget per step."""
     chain = Budget(config.max_draft_tokens, config.max_draft_tokens)
-    found: dict[str, tuple[Proposer, Budget]] = {
+    proposers: dict[str, tuple[Proposer, Budget]] = {
         "ngram": (NgramProposer(config.ngram_min, config.ngram_max), chain),
         "suffix": (SuffixProposer(max_depth=config.suffix_depth, max_nodes=config.suffix_nodes), chain),
     }
     if head is not None:
         tree = Budget(config.tree_nodes or MAX_NODES - 1, head.shape.depth) if head.shape else chain
-        found["head"] = (head, tree)
+        proposers["head"] = (head, tree)
     if draft_model is not None:
-        found["draft_model"] = (draft_model, chain)
+        proposers["draft_model"] = (draft_model, chain)
     if config.acceptance is not None:
-        found["synthetic"] = (SyntheticProposer(vocab_size), Budget(len(config.acceptance), len(config.acceptance)))
-    sources = [found[name] for name in config.sources if name in found]
+        proposers["synthetic"] = (SyntheticProposer(vocab_size), Budget(len(config.acceptance), len(config.acceptance)))
+    sources = [proposers[name] for name in config.sources if name in proposers]
     if len(sources) > 1:
         nodes = min(config.tree_nodes or MAX_NODES - 1, sum(limit.nodes for _, limit in sources))
         depth = max(limit.depth for _, limit in sources)
-        found["combined"] = (CombinedProposer([proposer for proposer, _ in sources]), Budget(nodes, depth))
-    return found
+        proposers["combined"] = (CombinedProposer([proposer for proposer, _ in sources]), Budget(nodes, depth))
+    return proposers
 
 
 def head_proposer(head: Head, first_layer: int, config: ProposerConfig) -> HeadProposer:

@@ -83,19 +83,19 @@ def tree_row(tree: DraftTree, row: int) -> Row:
 def merge_row(rows: Sequence[Row], limit: int) -> tuple[list[int], list[int]]:
     limit = min(limit, MAX_NODES - 1)
     tokens, parents = [rows[0][0][0]], [-1]
-    place: dict[tuple[int, int], int] = {}  # (parent, token) -> node of the merged tree
-    own = [{0: 0} for _ in rows]  # per source: its node -> node of the merged tree
+    node_of: dict[tuple[int, int], int] = {}  # (parent, token) -> node of the merged tree
+    node_maps = [{0: 0} for _ in rows]  # per source: its node -> node of the merged tree
     waiting = [(depth, source, node) for source, row in enumerate(rows) for node, depth in enumerate(row[2]) if node]
     for _, source, node in sorted(waiting):
         token, parent, _ = (field[node] for field in rows[source])
-        above = own[source].get(parent)
+        above = node_maps[source].get(parent)
         if above is None:
             continue  # its parent did not fit
-        if (above, token) not in place:
+        if (above, token) not in node_of:
             if len(tokens) > limit:
                 continue
-            place[above, token] = len(tokens)
+            node_of[above, token] = len(tokens)
             tokens.append(token)
             parents.append(above)
-        own[source][node] = place[above, token]
+        node_maps[source][node] = node_of[above, token]
     return tokens, parents

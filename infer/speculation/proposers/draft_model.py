@@ -57,9 +57,9 @@ class DraftModelProposer:
     def propose(self, requests: Sequence[Request], budgets: Sequence[Budget]) -> DraftTree:
         drafts: list[list[int]] = [[] for _ in requests]
         depths = [min(b.depth, self.context - len(r.tokens)) for r, b in zip(requests, budgets, strict=True)]
-        going = [index for index, depth in enumerate(depths) if depth > 0]
-        if going:
-            self._draft(requests, depths, going, drafts)
+        active = [index for index, depth in enumerate(depths) if depth > 0]
+        if active:
+            self._draft(requests, depths, active, drafts)
         return DraftTree.chains([request.tokens[-1] for request in requests], drafts)
 
     def synced(self, request: Request) -> int:
@@ -84,23 +84,23 @@ class DraftModelProposer:
         return True
 
     def _draft(
-        self, requests: Sequence[Request], depths: Sequence[int], going: list[int], drafts: list[list[int]]
+        self, requests: Sequence[Request], depths: Sequence[int], active: list[int], drafts: list[list[int]]
     ) -> None:
-        hidden = self._read([requests[i] for i in going], [len(requests[i].tokens) for i in going])
+        hidden = self._read([requests[i] for i in active], [len(requests[i].tokens) for i in active])
         while True:
-            batch = [requests[index] for index in going]
+            batch = [requests[index] for index in active]
             logits = self._model.logits(hidden)
             device = logits.device
-            positions = torch.tensor([len(requests[i].tokens) - 1 + len(drafts[i]) for i in going], device=device)
+            positions = torch.tensor([len(requests[i].tokens) - 1 + len(drafts[i]) for i in active], device=device)
             tokens = choose(logits, choice_parameters(batch, device, drafting=True), positions).tolist()
-            for index, token in zip(going, tokens, strict=True):
+            for index, token in zip(active, tokens, strict=True):
                 drafts[index].append(token)
-            going = [index for index in going if len(drafts[index]) < depths[index]]
-            if not going:
+            active = [index for index in active if len(drafts[index]) < depths[index]]
+            if not active:
                 return
-            batch = [requests[index] for index in going]
-            starts = [len(requests[i].tokens) - 1 + len(drafts[i]) for i in going]
-            hidden = self._forward(batch, starts, [drafts[index][-1:] for index in going])
+            batch = [requests[index] for index in active]
+            starts = [len(requests[i].tokens) - 1 + len(drafts[i]) for i in active]
+            hidden = self._forward(batch, starts, [drafts[index][-1:] for index in active])
 
     def _read(self, requests: Sequence[Request], ends: Sequence[int]) -> Tensor:
         """Extend the KV to `tokens[:end]` of each request; return the hidden states of their last tokens `[B, H]`."""

@@ -25,8 +25,8 @@ from infer.speculation.control.confidence import Confidence
 from infer.speculation.proposers.levels import Levels, StepByStep
 from infer.speculation.tree import DraftTree
 from infer.speculation.tree_shapes import Children, Run, StaticShape, TreeShape, grow, propose_best, tree_shape
-from kernels.choose import ChoiceParameters, choose, choose_best, law
-from kernels.draft import NativeChains, NativeDraft, NativeTrees, join_draft
+from kernels.choose import ChoiceParameters, choose, choose_best, warped_log_probs
+from kernels.draft import NativeChains, NativeDraft, NativeTrees, fuse_draft
 from kernels.rows import AttentionRows
 from models.attention import Attention, no_attention
 from models.heads.base import Head
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 KEPT_ROWS = 64  # when a request has that many unread feature rows, the head reads them
 # Tokens that a head's KV layers must have seen before it drafts for a request that it started tracking within its text:
 # the first drafts would hardly ever be right (LOG.md), and would spoil the estimate of the head's acceptance rate.
-LEAST_SEEN = 24
+MIN_SEEN = 24
 
 
 class Pending:
@@ -64,9 +64,9 @@ class HeadProposer:
 
     def __init__(self, head: Head, first_layer: int, config: ProposerConfig) -> None:
         self.aux_layers = head.config.aux_layers
-        own = head.attention
-        self.kv_layers = () if own is None else (LayerShape(own.num_kv_heads, own.head_dim),) * own.layers
-        self.warm_up = LEAST_SEEN if self.kv_layers else 0
+        attn = head.attention
+        self.kv_layers = () if attn is None else (LayerShape(attn.num_kv_heads, attn.head_dim),) * attn.layers
+        self.warm_up = MIN_SEEN if self.kv_layers else 0
         self._head, self._first_layer = head, first_layer
         self.draft_ids = head.target_ids
         self.shape: TreeShape | None = None
@@ -99,11 +99,11 @@ class HeadProposer:
 
     def set_drafts(self, config: ProposerConfig) -> None:
         """Set whether it drafts chains or trees, and how deep. Raises ValueError for what this head cannot draft."""
-        shape, most = tree_shape(config), self._head.config.max_depth
+        shape, max_depth = tree_shape(config), self._head.config.max_depth
         depth = config.max_draft_tokens if shape is None else shape.depth
-        if most is not None and depth > most:
+        if max_depth is not None and depth > max_depth:
             key = "proposer.tree" if config.tree is not None else f"proposer.max_draft_tokens={depth}"
-            raise ValueError(f"{key}: this {self._head.name} head drafts {most} tokens at most, not {depth}")
+            raise ValueError(f"{key}: this {self._head.name} head drafts {max_depth} tokens at most, not {depth}")
         if isinstance(shape, StaticShape) and shape.widest > len(self.draft_ids):
             raise ValueError(
                 f"proposer.tree: rank {shape.widest - 1}: the head drafts from {len(self.draft_ids)} tokens"
@@ -116,15 +116,15 @@ class HeadProposer:
         parts = None if self._head.parallel else self._head.draft_parts()
         if parts is not None and any(cache.dtype is not parts.decoder.dtype for cache in self._caches):
             parts = None
-        self._native = None if parts is None else join_draft(parts)
+        self._native = None if parts is None else fuse_draft(parts)
 
     def places(self, budget: Budget) -> int:
         return budget.nodes if self.shape is None else max(budget.nodes, self.shape.rows)
 
     def commit(self, requests: Sequence[Request], counts: Sequence[int], features: Tensor) -> None:
         for request, rows in zip(requests, features.split(list(counts)), strict=True):
-            if (fresh := request.computed - self._base.get(request.request_id, 0)) < len(rows):
-                rows = rows[len(rows) - max(fresh, 0) :]
+            if (num_new := request.computed - self._base.get(request.request_id, 0)) < len(rows):
+                rows = rows[len(rows) - max(num_new, 0) :]
             if not len(rows):
                 continue
             if not self.kv_layers:  # without KV only the last position matters
@@ -137,7 +137,7 @@ class HeadProposer:
         if not self.kv_layers:
             return
         # Few features are kept: prompts are read chunk by chunk, and texts without drafts every KEPT_ROWS positions.
-        due = [own for own in requests if own.phase is Phase.PREFILL or self._count(own) >= KEPT_ROWS]
+        due = [r for r in requests if r.phase is Phase.PREFILL or self._count(r) >= KEPT_ROWS]
         if due:
             self._fill(due)
             for request in due:
@@ -157,15 +157,15 @@ class HeadProposer:
         chains = [i for i in active if self.shape is None or requests[i].params.acceptance == "block"]
         trees = [i for i in active if i not in chains]
         drafted = [
-            (draft([requests[i] for i in own], [budgets[i] for i in own]), own)
-            for draft, own in ((self._chains, chains), (self._trees, trees))
-            if own
+            (draft([requests[i] for i in indices], [budgets[i] for i in indices]), indices)
+            for draft, indices in ((self._chains, chains), (self._trees, trees))
+            if indices
         ]
         if roots is not None:
             drafted.append((roots, idle))
         if len(drafted) == 1:
             return drafted[0][0]
-        return DraftTree.stack([tree for tree, _ in drafted], [own for _, own in drafted])
+        return DraftTree.stack([tree for tree, _ in drafted], [indices for _, indices in drafted])
 
     def synced(self, request: Request) -> int:
         # The slots before the first pending one are filled. Slot i lies at place i + 1: one place more than slots.
@@ -231,44 +231,44 @@ class HeadProposer:
     def _draft_chains(self, requests: list[Request], budgets: list[Budget]) -> DraftTree:
         levels = self._levels(requests, max(budget.depth for budget in budgets))
         drafts: list[list[int]] = [[] for _ in requests]
-        going, depth = list(range(len(requests))), 0
+        active, depth = list(range(len(requests))), 0
         confidence = self.confidence if self.confidence is not None and self.confidence.scoring else None
         if confidence is not None:
             confidence.start(requests, [budget.depth for budget in budgets])
         while True:
-            tokens, values = levels.draft(likely=confidence is not None)
+            tokens, values = levels.draft(return_log_probs=confidence is not None)
             verdicts = None
             if confidence is not None:
                 assert values is not None
-                verdicts = confidence.score([requests[index] for index in going], values)
+                verdicts = confidence.score([requests[index] for index in active], values)
             depth += 1
-            still = []
-            for place, (index, token) in enumerate(zip(going, tokens, strict=True)):
+            continuing = []
+            for place, (index, token) in enumerate(zip(active, tokens, strict=True)):
                 if verdicts is None or verdicts[place].keep:
                     drafts[index].append(token)
                 if budgets[index].depth > depth and (verdicts is None or verdicts[place].continue_):
-                    still.append(place)
-            if not still:
+                    continuing.append(place)
+            if not continuing:
                 break
-            if len(still) < len(going):
-                going = [going[place] for place in still]
-                levels.keep(still)
+            if len(continuing) < len(active):
+                active = [active[place] for place in continuing]
+                levels.keep(continuing)
         tree = DraftTree.chains([request.tokens[-1] for request in requests], drafts)
         if isinstance(levels, StepByStep):
-            tree.laws = {index: torch.stack(own) for index, own in levels.laws.items()}
+            tree.draft_probs = {index: torch.stack(probs) for index, probs in levels.draft_probs.items()}
         return tree
 
     def _levels(self, requests: list[Request], deepest: int) -> Levels:
         parameters = choice_parameters(requests, self.draft_ids.device, drafting=True)
-        looks = any(request.constraint is not None or request.params.acceptance == "block" for request in requests)
-        if self._native is None or looks or (parameters is not None and parameters.restricts):
+        stepwise = any(request.constraint is not None or request.params.acceptance == "block" for request in requests)
+        if self._native is None or stepwise or (parameters is not None and parameters.restricts):
             return StepByStep(self, requests, self._read_pending(requests), parameters)
         return self._native_chains(self._native, requests, parameters, deepest)
 
     def _native_chains(
         self, native: NativeDraft, requests: Sequence[Request], parameters: ChoiceParameters | None, deepest: int
     ) -> NativeChains:
-        return NativeChains(native, *self._begun(native, requests, deepest), self._caches, parameters, deepest)
+        return NativeChains(native, *self._first_inputs(native, requests, deepest), self._caches, parameters, deepest)
 
     def _native_trees(
         self, native: NativeDraft, requests: Sequence[Request], parameters: ChoiceParameters | None, deepest: int
@@ -276,11 +276,11 @@ class HeadProposer:
         shape = self.shape
         assert shape is not None
         fan_out = max(shape.fan_out(level) for level in range(1, deepest + 1))
-        most = {"width": shape.width, "count": fan_out, "places": shape.rows}
-        read = self._begun(native, requests, deepest)
-        return NativeTrees(native, *read, self._caches, parameters, deepest, **most)
+        limits = {"width": shape.width, "count": fan_out, "places": shape.rows}
+        inputs = self._first_inputs(native, requests, deepest)
+        return NativeTrees(native, *inputs, self._caches, parameters, deepest, **limits)
 
-    def _begun(
+    def _first_inputs(
         self, native: NativeDraft, requests: Sequence[Request], deepest: int
     ) -> tuple[Tensor, Tensor, Tensor, AttentionRows]:
         """Return the first level's inputs, all pending positions of each request, and mark them as read."""
@@ -314,10 +314,10 @@ class HeadProposer:
         slots = [len(request.tokens) - 1 for request in requests]  # positions of the roots
         state = self._read_pending(requests)
 
-        def address(offsets: Tensor, words: Tensor) -> AttentionRows:
+        def address(offsets: Tensor, tree_mask: Tensor) -> AttentionRows:
             assert self._pool is not None
             places, bases = [slot + 1 for slot in slots], self.bases(requests)
-            return self._pool.level(requests, places, offsets, words, first=1, bases=bases)
+            return self._pool.level(requests, places, offsets, tree_mask, first=1, bases=bases)
 
         return self.growing(state, torch.tensor(slots, device=device), parameters, address)
 
@@ -330,12 +330,12 @@ class HeadProposer:
     ) -> tuple[Children, Run]:
         """Return the callbacks by which `grow` runs this head; each node attends to its own ancestors.
 
-        state `[B, S]` of each root, `slots` `[B]` the roots' positions. `address(offsets, words)` addresses N rows of
-        each request, at offsets `[N]` from the place after the root's, with the tree mask `words` `[B, N]`.
+        state `[B, S]` of each root, `slots` `[B]` the roots' positions. `address(offsets, tree_mask)` addresses N rows
+        of each request, at offsets `[N]` from the place after the root's, with the tree mask `[B, N]`.
         """
         device, batch, start = slots.device, len(slots), slots[:, None]
         state = state[:, None]  # [B, M, S] of the nodes that a level is grown from
-        words = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, M] their tree mask
+        tree_mask = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, M]
         run_before = 0
 
         def children(level: int, fan_out: int) -> tuple[Tensor, Tensor]:
@@ -347,15 +347,15 @@ class HeadProposer:
             return tokens.unflatten(0, (batch, width)), values.unflatten(0, (batch, width))
 
         def run(level: int, parent: Tensor, token: Tensor) -> None:
-            nonlocal state, words, run_before
+            nonlocal state, tree_mask, run_before
             above = state.gather(1, parent[..., None].expand(-1, -1, state.shape[-1])).flatten(0, 1)
             positions = (start + level - 1).expand_as(parent).flatten()
             attention: Attention = no_attention
             if self.kv_layers:
                 offsets = run_before + torch.arange(parent.shape[1], device=device)
-                words = words.gather(1, parent) | (torch.ones((), dtype=torch.int64, device=device) << offsets)
+                tree_mask = tree_mask.gather(1, parent) | (torch.ones((), dtype=torch.int64, device=device) << offsets)
                 run_before += parent.shape[1]
-                attention = self.attend(address(offsets, words))
+                attention = self.attend(address(offsets, tree_mask))
             state = self._head.step(token.flatten(), above, positions, attention, level).unflatten(0, parent.shape)
 
         return children, run
@@ -374,7 +374,7 @@ class HeadProposer:
         columns, values = choose_best(logits, parameters, positions, self.draft_ids, count)
         return self.draft_ids[columns], values
 
-    def laws(
+    def draft_probs(
         self, requests: Sequence[Request], logits: Tensor, parameters: ChoiceParameters | None
     ) -> dict[int, Tensor]:
         """Return, for block verification, the distribution `[V]` over target ids that a row's token is drawn from."""
@@ -386,10 +386,10 @@ class HeadProposer:
         if not wanted:
             return {}
         rows = torch.tensor(wanted, device=logits.device)
-        own = law(logits[rows], parameters and parameters.rows(rows)).softmax(-1)
-        whole = own.new_zeros(len(wanted), self._head.config.vocab_size)
-        whole[:, self.draft_ids] = own
-        return dict(zip(wanted, whole, strict=True))
+        probs = warped_log_probs(logits[rows], parameters and parameters.rows(rows)).softmax(-1)
+        full_probs = probs.new_zeros(len(wanted), self._head.config.vocab_size)
+        full_probs[:, self.draft_ids] = probs
+        return dict(zip(wanted, full_probs, strict=True))
 
     def rows(self, requests: Sequence[Request], slots: Sequence[int], counts: Sequence[int]) -> AttentionRows:
         """Address `counts[b]` slots of each request from `slots[b]` on."""
@@ -404,10 +404,10 @@ class HeadProposer:
         return places + torch.tensor(bases, device=places.device)[rows.request] if any(bases) else places
 
     def attend(self, rows: AttentionRows) -> Attention:
-        own = self._head.attention
+        attention = self._head.attention
         assert self._pool is not None
-        assert own is not None
-        sizes = (own.num_heads, own.num_kv_heads, own.head_dim)
+        assert attention is not None
+        sizes = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
         return self._pool.layers.attention(rows, *sizes, first_layer=self._first_layer)
 
     def _fill(self, requests: Sequence[Request]) -> None:
@@ -452,9 +452,9 @@ class HeadProposer:
             mask_id, mask_state = self.mask_slot
             shifted = [tokens + [mask_id] * count for tokens, count in zip(shifted, masks, strict=True)]
             pieces = zip(state.split(counts), masks, strict=True)
-            state = torch.cat([part for own, count in pieces for part in (own, mask_state.expand(count, -1))])
+            state = torch.cat([part for piece, count in pieces for part in (piece, mask_state.expand(count, -1))])
             counts = [len(tokens) for tokens in shifted]
-        tokens = torch.tensor([token for own in shifted for token in own], device=device)
+        tokens = torch.tensor([token for piece in shifted for token in piece], device=device)
         if not self.kv_layers:
             return tokens, state, torch.tensor(starts, device=device), None
         rows = self.rows(requests, starts, counts)

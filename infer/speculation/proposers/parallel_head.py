@@ -32,22 +32,22 @@ class ParallelHeadProposer(HeadProposer):
         roots = torch.tensor([len(request.tokens) - 1 for request in requests], device=device)
         positions = (roots[:, None] + torch.arange(deepest, device=device)).flatten()
         tokens = self.choice(logits, positions, parameters).view(len(requests), deepest).tolist()
-        drafts = [own[: budget.depth] for own, budget in zip(tokens, budgets, strict=True)]
+        drafts = [chain[: budget.depth] for chain, budget in zip(tokens, budgets, strict=True)]
         tree = DraftTree.chains([request.tokens[-1] for request in requests], drafts)
-        laws = self.laws([requests[index] for index in owner.tolist()], logits, parameters)
+        probs = self.draft_probs([requests[index] for index in owner.tolist()], logits, parameters)
         for index, budget in enumerate(budgets):
-            if index * deepest in laws:
+            if index * deepest in probs:
                 rows = range(index * deepest, index * deepest + budget.depth)
-                tree.laws[index] = torch.stack([laws[row] for row in rows])
+                tree.draft_probs[index] = torch.stack([probs[row] for row in rows])
         return tree
 
     def _growing(self, requests: list[Request], budgets: list[Budget]) -> tuple[Children, Run]:
         logits = self._all_logits(requests, budgets)
         parameters = choice_parameters(requests, logits.device, drafting=True)
         roots = torch.tensor([len(request.tokens) - 1 for request in requests], device=logits.device)
-        return self.growing_at_once(logits, roots, parameters)
+        return self.growing_parallel(logits, roots, parameters)
 
-    def growing_at_once(
+    def growing_parallel(
         self, logits: Tensor, roots: Tensor, parameters: ChoiceParameters | None
     ) -> tuple[Children, Run]:
         """Return the callbacks for `grow`, from the logits `[B, D, Vd]` of all depths; roots `[B]`: positions."""
@@ -71,9 +71,9 @@ class ParallelHeadProposer(HeadProposer):
         counts = [self._pending[request.request_id].count for request in requests]
         states = self._read_pending(requests, [depth - 1 for depth in depths])
         slot = torch.tensor([count + depth - 1 for count, depth in zip(counts, depths, strict=True)]).cumsum(0)
-        own = torch.tensor(depths)
+        depth_counts = torch.tensor(depths)
         # the rows of depths 0, 1, ... are each request's last rows; past its budget its deepest row is repeated
-        index = (slot - own)[:, None] + torch.arange(deepest).clamp(max=(own - 1)[:, None])
+        index = (slot - depth_counts)[:, None] + torch.arange(deepest).clamp(max=(depth_counts - 1)[:, None])
         # all depths share one LM head, so one call computes all logits
         logits = self._head.logits(states[index.flatten().to(states.device)], 0)
         return logits.unflatten(0, (len(requests), deepest))

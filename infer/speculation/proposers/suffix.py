@@ -72,14 +72,14 @@ def count_nodes(node: Node) -> int:
     return 1 + sum(count_nodes(child) for child in node.children.values())
 
 
-def follow(node: Node, longest: int, least: float) -> tuple[list[int], float]:
-    """Return the most frequent run after `node` of probability `least` or more, and its expected accepted length."""
+def follow(node: Node, max_length: int, min_probability: float) -> tuple[list[int], float]:
+    """Return the most frequent run after `node` of at least `min_probability`, and its expected accepted length."""
     tokens: list[int] = []
     probability, expected = 1.0, 0.0
-    while node.children and len(tokens) < longest:
+    while node.children and len(tokens) < max_length:
         token, child = min(node.children.items(), key=lambda pair: (-pair[1].count, pair[0]))
         probability *= child.count / sum(other.count for other in node.children.values())
-        if probability < least:
+        if probability < min_probability:
             break
         tokens.append(token)
         expected += probability
@@ -146,7 +146,7 @@ class SuffixProposer(WithoutLayers):
         max_nodes: int = 200_000,
         max_tenants: int = 64,
     ) -> None:
-        self._max_depth, self._factor, self._least = max_depth, factor, min_probability
+        self._max_depth, self._factor, self._min_probability = max_depth, factor, min_probability
         self._max_nodes, self._max_tenants = max_nodes, max_tenants
         self._texts: dict[str, Text] = {}
         self._tenants: OrderedDict[str, Earlier] = OrderedDict()  # the most recently used is last
@@ -174,13 +174,13 @@ class SuffixProposer(WithoutLayers):
         for match in (text.match(), earlier):
             if match is not None:
                 node, length = match
-                tokens, expected = follow(node, min(budget.depth, int(self._factor * length)), self._least)
+                tokens, expected = follow(node, min(budget.depth, int(self._factor * length)), self._min_probability)
                 best = max(best, (expected, tokens), key=lambda pair: pair[0])
         return best[1]
 
     def _earlier(self, request: Request) -> Earlier:
-        found = self._tenants.pop(request.params.cache_salt, None) or Earlier(self._max_depth, self._max_nodes)
-        self._tenants[request.params.cache_salt] = found
+        earlier = self._tenants.pop(request.params.cache_salt, None) or Earlier(self._max_depth, self._max_nodes)
+        self._tenants[request.params.cache_salt] = earlier
         if len(self._tenants) > self._max_tenants:
             self._tenants.popitem(last=False)
-        return found
+        return earlier

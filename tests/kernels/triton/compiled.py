@@ -39,21 +39,21 @@ def launches_of(case: Callable[[], object]) -> list[tuple[Any, dict[str, Any]]]:
     """Kernels that the case launches, with arguments and options by name."""
     from triton.runtime.jit import JITFunction
 
-    seen: list[tuple[Any, dict[str, Any]]] = []
+    launches: list[tuple[Any, dict[str, Any]]] = []
     original = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        seen.append((self, {**dict(zip(self.arg_names, args, strict=False)), **options}))
+        launches.append((self, {**dict(zip(self.arg_names, args, strict=False)), **options}))
 
     JITFunction.run = run  # type: ignore[method-assign]
     try:
         case()
     finally:
         JITFunction.run = original  # type: ignore[method-assign]
-    return seen
+    return launches
 
 
-def compile_launch(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
+def compile_launch(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -61,7 +61,7 @@ def compile_launch(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
 
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
-        value = given[parameter.name]
+        value = arguments[parameter.name]
         if isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + POINTERS[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
@@ -73,7 +73,7 @@ def compile_launch(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
             signature[parameter.name] = "i32"
             if value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    options = {name: value for name, value in given.items() if name not in kernel.arg_names and name != "debug"}
+    options = {name: value for name, value in arguments.items() if name not in kernel.arg_names and name != "debug"}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     usage = resources(compiled.asm["cubin"])
@@ -102,8 +102,8 @@ def main(module: str) -> None:
         torch.float64: "fp64", torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1",
     })  # fmt: skip
     cases = importlib.import_module(module).CASES
-    answer = {name: [compile_launch(*launch) for launch in launches_of(case)] for name, case in cases.items()}
-    print(json.dumps(answer))
+    compiled = {name: [compile_launch(*launch) for launch in launches_of(case)] for name, case in cases.items()}
+    print(json.dumps(compiled))
 
 
 POINTERS: dict[Any, str] = {}

@@ -31,9 +31,9 @@ def attend(dim, *, whole, tree=False, dtype=BF16, cache_dtype=None, window=None,
     """`short`: a head's layer and one page, so that every number which may be 1 is, and becomes a constant."""
     count = 1 if short else 16
     index = empty(count, dtype=torch.int64)
-    words = index if tree else None
+    tree_mask = index if tree else None
     table = empty(1, 1 if short else 4096, dtype=torch.int64)
-    rows = AttentionRows(table, index, index, index, words, 16, 16 if short else 32768, (count,), int(short))
+    rows = AttentionRows(table, index, index, index, tree_mask, 16, 16 if short else 32768, (count,), int(short))
     plan = TritonAttention(rows, heads, kv_heads, dim, dtype, whole=whole)
     cache = empty(2, kv_heads, SLOTS, dim, dtype=cache_dtype or dtype)
     plan.read(empty(count, heads, dim, dtype=dtype), cache, dim**-0.5, window)
@@ -60,8 +60,8 @@ def rotate(norm, cache_dtype=BF16, *, dim=128, centred=False):
     angles = empty(4, 1, dim)
     cache = empty(2, 8, SLOTS, dim, dtype=cache_dtype)
     slots = empty(4, dtype=torch.int64)
-    own = QKNorm(weight, weight, 1e-5, centred) if norm else None
-    rotate_and_write(empty(4, 48, dim), angles, angles, own, slots, cache, 32)
+    qk_norm = QKNorm(weight, weight, 1e-5, centred) if norm else None
+    rotate_and_write(empty(4, 48, dim), angles, angles, qk_norm, slots, cache, 32)
 
 
 def pick(rows, size, count, *, sampled=True, restricted=False, drafting=False):
@@ -88,21 +88,21 @@ def threshold(weighted):
 def shape_all():
     """With everything that a row can ask for."""
     counts, index = empty(262144, dtype=torch.float32), empty(4, 5, dtype=torch.int64)
-    prompt, words = empty(262144, dtype=torch.bool), empty(4, 8192, dtype=torch.int32)
-    shape.shape(empty(4, 262144), Shaping(1.1, 0.3, 0.2, prompt, counts, index, counts, words))
+    prompt, allowed = empty(262144, dtype=torch.bool), empty(4, 8192, dtype=torch.int32)
+    shape.shape(empty(4, 262144), Shaping(1.1, 0.3, 0.2, prompt, counts, index, counts, allowed))
 
 
-def accept(likely=None):
+def accept(typical_mask=None):
     wide, narrow = empty(8, 64, dtype=torch.int64), empty(8, 64, dtype=torch.int32)
-    verify.accept(wide, narrow, narrow, wide, empty(8, dtype=torch.int64), wide, likely)
+    verify.accept(wide, narrow, narrow, wide, empty(8, dtype=torch.int64), wide, typical_mask)
 
 
 def verify_blocks():
     """Chains of five drawn tokens; of one that is certain, where every number that may be 1 is."""
     numbers = dict.fromkeys(("rows", "ids", "counts", "places", "seeds", "roots", "out"), empty(4, dtype=torch.int64))
-    laws = empty(24, 128256, dtype=torch.float32)
+    probs = empty(24, 128256, dtype=torch.float32)
     for width in (5, 1):
-        acceptance.launch(laws, laws, **numbers, width=width, block=acceptance.BLOCK)
+        acceptance.launch(probs, probs, **numbers, width=width, block=acceptance.BLOCK)
 
 
 def unrolled(dim, *, dtype=BF16, short=False):
@@ -110,9 +110,9 @@ def unrolled(dim, *, dtype=BF16, short=False):
 
     `short`: the second step of one slot, so that every number which may be 1 is, and becomes a constant.
     """
-    batch, T, M, later = (1, 1, 1, 1) if short else (2, 4096, 3000, 6)
+    batch, T, M, later_steps = (1, 1, 1, 1) if short else (2, 4096, 3000, 6)
     q = empty(batch, M, 32, dim, dtype=dtype).requires_grad_()
-    both = 2 * [empty(batch, T, 8, dim, dtype=dtype), *[empty(batch, M, 8, dim, dtype=dtype)] * later]
+    both = 2 * [empty(batch, T, 8, dim, dtype=dtype), *[empty(batch, M, 8, dim, dtype=dtype)] * later_steps]
     out = TttAttention.apply(q, *[empty(batch, M, dtype=torch.int32)] * 2, *both)
     torch.autograd.grad(out, q, torch.empty_like(out))
 

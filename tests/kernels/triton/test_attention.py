@@ -35,9 +35,9 @@ def make_case(committed, counts, *, heads=4, kv_heads=2, dim=64, dtype=torch.flo
     return q, k, v, cache, table.to(DEVICE)
 
 
-def run(case, committed, counts, *, words=None, page=16, first=0, window=None, shape=SMALL, whole=False):
+def run(case, committed, counts, *, tree_mask=None, page=16, first=0, window=None, shape=SMALL, whole=False):
     q, k, v, cache, table = case
-    rows = AttentionRows.blocks(table, committed, counts, page_size=page, words=words, first=first)
+    rows = AttentionRows.blocks(table, committed, counts, page_size=page, tree_mask=tree_mask, first=first)
     heads, kv_heads, dim = q.shape[1], cache.shape[1], q.shape[2]
     plan = TritonAttention(rows, heads, kv_heads, dim, q.dtype, shape=shape, whole=whole)
     return plan(q, k, v, cache, dim**-0.5, window)
@@ -78,7 +78,7 @@ TREE = DraftTree.from_parents(
 )
 
 
-def words_of(tree):
+def tree_mask_of(tree):
     return tree.ancestors[torch.arange(tree.token.shape[1]) < tree.length[:, None]].to(DEVICE)
 
 
@@ -88,15 +88,15 @@ def test_trees_match_the_oracle(whole, first, window):
     committed, counts = [62, 30], [7, 3]
     case = make_case(committed, counts)
     options = {"first": first, "window": window}
-    actual = run(case, committed, counts, words=words_of(TREE), whole=whole, **options)
+    actual = run(case, committed, counts, tree_mask=tree_mask_of(TREE), whole=whole, **options)
     assert error(actual, case, committed, counts, ancestors=TREE.ancestors, **options) < TOLERANCE[torch.float32]
 
 
 def test_the_shape_that_a_gpu_is_given_matches_the_oracle_across_a_split():
     committed, counts = [508], [7]
     case = make_case(committed, counts, dtype=torch.float16)
-    for words, ancestors in ((None, None), (words_of(TREE)[:7], TREE.ancestors[:1])):
-        actual = run(case, committed, counts, words=words, shape=None, whole=None)
+    for tree_mask, ancestors in ((None, None), (tree_mask_of(TREE)[:7], TREE.ancestors[:1])):
+        actual = run(case, committed, counts, tree_mask=tree_mask, shape=None, whole=None)
         assert error(actual, case, committed, counts, ancestors=ancestors) < TOLERANCE[torch.float16]
 
 
@@ -110,9 +110,9 @@ def test_a_row_has_the_same_bits_alone_among_few_among_many_in_a_prompt_and_in_a
 
     def rows(start, count, *, beside=0, **options):
         index = torch.cat([torch.arange(start, start + count), torch.arange(beside) + length])
-        own = (q[index], k[index], v[index], cache, table)
+        subcase = (q[index], k[index], v[index], cache, table)
         blocks = ([start, 3], [count, beside]) if beside else ([start], [count])
-        return run(own, *blocks, window=window, **options)[:count]
+        return run(subcase, *blocks, window=window, **options)[:count]
 
     for start in (15, 31, 32, 63, 69):
         assert torch.equal(rows(start, 1), prompt[start : start + 1])
@@ -120,12 +120,12 @@ def test_a_row_has_the_same_bits_alone_among_few_among_many_in_a_prompt_and_in_a
     assert torch.equal(rows(30, 40, whole=True), prompt[30:])
     assert torch.equal(rows(60, 10, whole=False), prompt[60:])
     # nodes 2, 5 and 6 under the root are the text; the others stand between them and hold something else
-    words = torch.tensor([1, 0b11, 0b101, 0b1011, 0b10101, 0b100101, 0b1100101], device=DEVICE)
+    tree_mask = torch.tensor([1, 0b11, 0b101, 0b1011, 0b10101, 0b100101, 0b1100101], device=DEVICE)
     for start in (14, 29, 61, 64):
-        places = torch.tensor([start, 0, start + 1, 1, 2, start + 2, start + 3])
+        positions = torch.tensor([start, 0, start + 1, 1, 2, start + 2, start + 3])
         for whole in (False, True):
-            own = (q[places], k[places], v[places], cache.clone(), table)
-            tree = run(own, [start], [7], words=words, window=window, whole=whole)
+            subcase = (q[positions], k[positions], v[positions], cache.clone(), table)
+            tree = run(subcase, [start], [7], tree_mask=tree_mask, window=window, whole=whole)
             assert torch.equal(tree[[0, 2, 5, 6]], prompt[start : start + 4]), (start, whole, window)
 
 
@@ -133,16 +133,16 @@ def test_a_head_that_grows_a_level_sees_earlier_levels(in_triton):
     """Rows at offsets that do not begin at 0, as a tree's later levels lie (KVPool.level)."""
     case = make_case([20], [6])
     q, k, v, cache, table = case
-    whole = run(case, [20], [6])
-    words = torch.tensor([0b11111, 0b100111], device=DEVICE)
+    chain = run(case, [20], [6])
+    tree_mask = torch.tensor([0b11111, 0b100111], device=DEVICE)
     offset = torch.tensor([4, 5], device=DEVICE)
     request, committed = torch.zeros_like(offset), torch.full_like(offset, 20)
-    rows = AttentionRows(table, request, committed, offset, words, 16, 26, (2,))
+    rows = AttentionRows(table, request, committed, offset, tree_mask, 16, 26, (2,))
     plan = plan_attention(rows, 4, 2, 64, torch.float32)
     assert isinstance(plan, TritonAttention)
     actual = plan(q[4:], k[4:], v[4:], cache, 64**-0.5)
-    assert (actual[0] - whole[4]).abs().max() < 1e-6  # the chain itself; the other leaves out two of its nodes
-    assert not torch.allclose(actual[1], whole[5])
+    assert (actual[0] - chain[4]).abs().max() < 1e-6  # the chain itself; the other leaves out two of its nodes
+    assert not torch.allclose(actual[1], chain[5])
 
 
 def test_keys_and_values_of_8_bits_are_widened():
@@ -157,15 +157,15 @@ def test_keys_and_values_of_8_bits_are_widened():
     assert error(actual, (q, k, v, narrow.half(), table), committed, counts) < TOLERANCE[torch.float16]
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_the_torch_form_reads_and_writes_8_bits_too(whole):
+@pytest.mark.parametrize("tree", [False, True])
+def test_the_torch_form_reads_and_writes_8_bits_too(tree):
     """A tree after a prompt: against float64 on what was stored, and what is too large for e4m3 is its largest."""
     committed, counts = [40], [3]
     q, k, v, cache, table = make_case(committed, counts, dtype=torch.float16)
     narrow = cache.to(torch.float8_e4m3fn)
     k[0, 0, 0], v[1, 1, 1] = 3000.0, -3000.0
-    words = torch.tensor([1, 3, 5], device=DEVICE) if whole else None
-    rows = AttentionRows.blocks(table, committed, counts, page_size=16, words=words)
+    tree_mask = torch.tensor([1, 3, 5], device=DEVICE) if tree else None
+    rows = AttentionRows.blocks(table, committed, counts, page_size=16, tree_mask=tree_mask)
     actual = TiledAttention(rows, 4, 2)(q, k, v, narrow, 64**-0.5)
     assert actual.dtype is torch.float16
     stored = read_slots(narrow, rows.slots).float()
@@ -173,7 +173,7 @@ def test_the_torch_form_reads_and_writes_8_bits_too(whole):
     assert stored[1, 1, 1, 1] == -448
     wide = torch.stack([k, v]).transpose(1, 2).float().clamp(-448, 448)
     assert ((stored - wide).abs() <= wide.abs() / 16 + 2.0**-10).all()
-    ancestors = None if words is None else words[None]
+    ancestors = None if tree_mask is None else tree_mask[None]
     expected = oracle.paged_attention(
         q, narrow.double(), table, committed, counts, page_size=16, scale=64**-0.5, ancestors=ancestors
     )
@@ -184,7 +184,7 @@ def test_the_torch_form_reads_and_writes_8_bits_too(whole):
 def test_blocks_hold_rows_of_one_request_each(counts):
     blocks = attention._blocks(counts, 3, torch.device("cpu")).tolist()
     rows = [range(first, first + count) for first, count in blocks]
-    assert [row for own in rows for row in own] == list(range(sum(counts)))
+    assert [row for block in rows for row in block] == list(range(sum(counts)))
     ends = set(itertools.accumulate(counts))
-    assert all(1 <= len(own) <= 3 and not ends & set(own[1:]) for own in rows)
+    assert all(1 <= len(block) <= 3 and not ends & set(block[1:]) for block in rows)
     assert len(blocks) == sum(-(-count // 3) for count in counts)

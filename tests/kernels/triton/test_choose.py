@@ -54,11 +54,11 @@ def test_every_row_chooses_what_torch_chooses(dtype):
 
 def test_thresholds_are_those_of_restrict():
     logits, p = logits_of(6), rows_of(ROWS)
-    kept = restrict(logits[1:] / p.temperature[1:, None], p.top_k[1:], p.top_p[1:], p.min_p[1:]) > -torch.inf
+    allowed = restrict(logits[1:] / p.temperature[1:, None], p.top_k[1:], p.top_p[1:], p.min_p[1:]) > -torch.inf
     thresholds = gpu.find_thresholds(logits, p, BLOCK)
     assert thresholds[0] == -torch.inf
     scaled = logits[1:] / p.temperature[1:, None]
-    assert torch.equal((scaled >= thresholds[1:, None]) & (scaled > -torch.inf), kept)
+    assert torch.equal((scaled >= thresholds[1:, None]) & (scaled > -torch.inf), allowed)
 
 
 def test_greedy_rows_and_draft_vocabularies():
@@ -84,37 +84,37 @@ def test_a_row_hangs_on_itself_alone():
         alone = gpu.best(
             logits[index], parameters.rows(index), POSITIONS[index], None, 1, mass=True, block=BLOCK
         )  # fmt: skip
-        for whole, part in zip(together, alone, strict=True):
-            assert torch.equal(whole[row : row + 1], part)
+        for batch, part in zip(together, alone, strict=True):
+            assert torch.equal(batch[row : row + 1], part)
 
 
 def test_the_switch_sends_rows_through_triton(monkeypatch):
     logits, parameters = logits_of(6), rows_of(ROWS)
     logits[0, 7] += 1  # among equals torch.topk takes any
     tokens = torch.tensor([7, 1, 2, 3, 4, 100])
-    answers = {}
+    outputs = {}
     for switch in ("torch", "triton"):
         monkeypatch.setenv("HEADWAY_KERNELS", switch)
-        answers[switch] = (
+        outputs[switch] = (
             choose(logits, parameters, POSITIONS),
             *choose_best(logits, parameters, POSITIONS, None, 3),
             *logprobs(logits, tokens, 5),
         )
-    for ours, theirs in zip(answers["triton"], answers["torch"], strict=True):
-        torch.testing.assert_close(ours, theirs)
+    for actual, reference in zip(outputs["triton"], outputs["torch"], strict=True):
+        torch.testing.assert_close(actual, reference)
 
 
 def test_the_noise_has_the_same_bits_in_c_and_in_torch(monkeypatch):
     seeds = torch.tensor([0, 2**32 - 1, 12345])
     ids = torch.cat([torch.arange(1000), torch.tensor([2**31, 2**32 - 1])])  # no multiple of a vector's lanes
-    words = noise_words(row_keys(seeds, seeds.flip(0), seeds + 9), ids)
-    assert torch.equal(gumbel_noise(seeds, seeds.flip(0), seeds + 9, ids), gumbel_of(words))
+    random_words = noise_words(row_keys(seeds, seeds.flip(0), seeds + 9), ids)
+    assert torch.equal(gumbel_noise(seeds, seeds.flip(0), seeds + 9, ids), gumbel_of(random_words))
 
 
 def test_the_logarithm_is_one():
     x = torch.cat([torch.logspace(-37, 38, 20000), torch.linspace(0.5, 2, 20001)])
-    found, true = exact_log(x).double(), x.double().log()
-    assert ((found - true).abs() <= 3e-7 * true.abs() + 1e-9).all()
+    actual, true = exact_log(x).double(), x.double().log()
+    assert ((actual - true).abs() <= 3e-7 * true.abs() + 1e-9).all()
     ends = torch.tensor([0, 1, 2**31, 2**32 - 2, 2**32 - 1])
     u = ((ends.double() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     torch.testing.assert_close(gumbel_of(ends).double(), -torch.log(-torch.log1p(-u)), rtol=1e-6, atol=1e-6)
@@ -122,14 +122,14 @@ def test_the_logarithm_is_one():
 
 @pytest.mark.usefixtures("in_triton")
 def test_a_vocabulary_of_gemmas_size():
-    logits, asked, positions, ids = gemma_rows(torch.bfloat16)
-    keys = float64_keys(logits, asked, positions, ids)
-    one = asked.rows(torch.tensor([2]))
-    one.restricts = False
-    columns, log_p = choose_best(logits[2:3], one, positions[2:3], ids, 4)
+    logits, sampling, positions, ids = gemma_rows(torch.bfloat16)
+    keys = float64_keys(logits, sampling, positions, ids)
+    single = sampling.rows(torch.tensor([2]))
+    single.restricts = False
+    columns, log_p = choose_best(logits[2:3], single, positions[2:3], ids, 4)
     assert torch.equal(columns, ranked(keys[2:3])[:, :4])
     torch.testing.assert_close(log_p.double(), keys[2:3].log_softmax(-1).gather(1, columns), atol=1e-4, rtol=0)
-    restricted = asked.rows(torch.tensor([3, 4]))
+    restricted = sampling.rows(torch.tensor([3, 4]))
     thresholds = gpu.find_thresholds(logits[3:], restricted, SIZE // 8)  # larger blocks: an interpreter takes its time
     scaled = logits[3:].float() / restricted.temperature[:, None]
     assert torch.equal(scaled >= thresholds[:, None], keys[3:] > -torch.inf)

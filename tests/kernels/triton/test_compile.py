@@ -15,7 +15,7 @@ def compiled():
 
 
 def test_nothing_spills_and_shared_memory_suffices(compiled):
-    kernels = [(case, kernel) for case, own in compiled.items() for kernel in own]
+    kernels = [(case, kernel) for case, launched in compiled.items() for kernel in launched]
     assert {kernel["kernel"] for _, kernel in kernels} == {
         *("attend", "branch", "combine", "linear_kernel", "rotate_and_write_kernel", "move_kernel"),
         *("rms_norm_kernel", "norm_beside_kernel", "embed_norm_gelu_kernel", "gate_mul_kernel"),
@@ -30,8 +30,8 @@ def test_nothing_spills_and_shared_memory_suffices(compiled):
 
 def test_products_run_on_one_kind_of_tensor_core_with_copies_under_way(compiled):
     """Rows alone and rows of a prompt give the same bits only if the same instructions add them up."""
-    for case, own in compiled.items():
-        for kernel in own:
+    for case, launched in compiled.items():
+        for kernel in launched:
             if kernel["kernel"] in ("attend", "branch", "linear_kernel", "residual_silu_kernel") and "fp32" not in case:
                 assert kernel["wgmma"], case
                 assert not kernel["mma.sync"], case
@@ -40,6 +40,6 @@ def test_products_run_on_one_kind_of_tensor_core_with_copies_under_way(compiled)
 
 def test_what_must_round_as_on_a_cpu_is_not_fused(compiled):
     """The noise, and what is compared with a threshold."""
-    rounded = [kernel for own in compiled.values() for kernel in own if kernel["kernel"] in EXACT]
+    rounded = [kernel for launched in compiled.values() for kernel in launched if kernel["kernel"] in EXACT]
     assert len(rounded) >= 6
     assert not any(kernel["fma.rn"] for kernel in rounded)

@@ -61,7 +61,7 @@ def test_centred_norms(dtype):
 def test_norms_beside_each_other(dtype):
     x, y = random(3, 100, dtype=dtype), random(3, 200, dtype=dtype, seed=1)[:, 100:]
     weights = random(100, dtype=dtype, seed=2), random(100, dtype=dtype, seed=3)
-    parts = [elementwise.rms_norm(own, weight, 1e-5) for own, weight in zip((x, y), weights, strict=True)]
+    parts = [elementwise.rms_norm(part, weight, 1e-5) for part, weight in zip((x, y), weights, strict=True)]
     assert torch.equal(elementwise.norm_beside(x, y, *weights, 1e-5), torch.cat(parts, dim=-1))
 
 
@@ -93,13 +93,13 @@ def test_residual_blocks_of_all_heads(dtype, bias):
     """The first layer reads one state for all heads, the next each its own."""
     size = 80  # no multiple of a tile
     weight = random(3, size, size, dtype=dtype) * size**-0.5
-    own = random(3, size, dtype=dtype, seed=1) if bias else None
+    offset = random(3, size, dtype=dtype, seed=1) if bias else None
     for x in (random(1, 5, size, dtype=dtype, seed=2), random(3, 5, size, dtype=dtype, seed=3)):
         products = x.double() @ weight.double().transpose(1, 2)
-        products = products if own is None else products + own[:, None].double()
-        actual = residual_silu(x, weight, own)
+        products = products if offset is None else products + offset[:, None].double()
+        actual = residual_silu(x, weight, offset)
         assert close(actual, x.double() + F.silu(products), dtype)
-        assert torch.equal(residual_silu(x[:, 3:4], weight, own), actual[:, 3:4])
+        assert torch.equal(residual_silu(x[:, 3:4], weight, offset), actual[:, 3:4])
 
 
 @pytest.mark.parametrize("spread", [1.0, 200.0])  # far beyond where e^x overflows
@@ -141,8 +141,8 @@ def test_rotate_and_write_is_what_its_parts_are(monkeypatch, dtype, heads, kv_he
     monkeypatch.setenv("HEADWAY_KERNELS", "torch")
     assert close(q, rotate_and_write(qkv, *rotary, norm, slots, expected, heads).double(), dtype)
     assert close(written, expected.double(), dtype)
-    others = [0, 3, 4, 5, 7]
-    assert torch.equal(written[:, :, others], cache[:, :, others])
+    untouched = [0, 3, 4, 5, 7]
+    assert torch.equal(written[:, :, untouched], cache[:, :, untouched])
 
 
 def test_keys_and_values_are_written_in_8_bits():

@@ -25,7 +25,7 @@ def kernels_used(monkeypatch):
 
     class Seen(TritonAttention):
         def __init__(self, rows, *sizes):
-            kinds.add("tree" if rows.words is not None else "rows")
+            kinds.add("tree" if rows.tree_mask is not None else "rows")
             super().__init__(rows, *sizes)
 
     monkeypatch.setattr("kernels.triton.attention.TritonAttention", Seen)

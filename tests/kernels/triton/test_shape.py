@@ -37,19 +37,19 @@ SETS = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("asked", SETS)
-def test_every_row_is_shaped_as_in_torch(monkeypatch, dtype, asked):
+@pytest.mark.parametrize("fields", SETS)
+def test_every_row_is_shaped_as_in_torch(monkeypatch, dtype, fields):
     logits = (3 * torch.randn(ROWS, V, generator=torch.Generator().manual_seed(1))).to(dtype)
     logits[0, :4] = torch.tensor([0.0, -0.0, -torch.inf, 1e30])
-    shaping = Shaping(**{name: EVERYTHING[name] for name in asked})
-    answers = {}
+    shaping = Shaping(**{name: EVERYTHING[name] for name in fields})
+    outputs = {}
     for switch in ("torch", "triton"):
         monkeypatch.setenv("HEADWAY_KERNELS", switch)
-        answers[switch] = shape(logits, shaping)
-    assert answers["triton"].dtype is torch.float32
-    assert torch.equal(answers["triton"], answers["torch"])
-    changed = (answers["torch"] != logits.float()).any(0).float().mean()
-    assert bool(changed > 0.1) == bool(asked)
+        outputs[switch] = shape(logits, shaping)
+    assert outputs["triton"].dtype is torch.float32
+    assert torch.equal(outputs["triton"], outputs["torch"])
+    changed = (outputs["torch"] != logits.float()).any(0).float().mean()
+    assert bool(changed > 0.1) == bool(fields)
 
 
 def test_words_of_a_mask():
@@ -57,8 +57,8 @@ def test_words_of_a_mask():
     assert torch.equal(unpacked(packed(allowed), 100), allowed)
     assert packed(torch.ones(32, dtype=torch.bool)).tolist() == [-1]
     grammar = packed(torch.arange(100).expand(2, -1) % 3 != 0)
-    words = allowed_words(100, (0, 31, 32, 64, 65, 95, 97), [[31, 97], []], grammar)
-    assert [row.nonzero().flatten().tolist() for row in unpacked(words, 100)] == [
+    packed_mask = allowed_words(100, (0, 31, 32, 64, 65, 95, 97), [[31, 97], []], grammar)
+    assert [row.nonzero().flatten().tolist() for row in unpacked(packed_mask, 100)] == [
         [32, 64, 65, 95],
         [31, 32, 64, 65, 95, 97],
     ]

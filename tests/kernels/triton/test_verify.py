@@ -18,13 +18,13 @@ def random_trees(lengths, seed):
     width = max(lengths)
     token, parent = torch.zeros(len(lengths), width, dtype=torch.int64), torch.full((len(lengths), width), -1)
     for b, length in enumerate(lengths):
-        taken = set()
+        siblings = set()
         for node in range(1, length):
-            above, word = (node - 1 if draw(3) else draw(node)), draw(2)
-            while (above, word) in taken:
-                word += 1  # siblings carry distinct tokens
-            taken.add((above, word))
-            token[b, node], parent[b, node] = word, above
+            node_parent, node_token = (node - 1 if draw(3) else draw(node)), draw(2)
+            while (node_parent, node_token) in siblings:
+                node_token += 1  # siblings carry distinct tokens
+            siblings.add((node_parent, node_token))
+            token[b, node], parent[b, node] = node_token, node_parent
     return DraftTree.from_parents(token, parent, torch.tensor(lengths)), generator
 
 
@@ -36,12 +36,12 @@ def test_accept_equals_the_torch_form(monkeypatch, lengths, seed):
     if seed == 0:  # a chain that is accepted whole, bit 63 of the word included
         tree = DraftTree.chains([0] * len(lengths), [[1] * (length - 1) for length in lengths])
         choice = torch.ones_like(tree.token)
-    likely = torch.rand(tree.token.shape, generator=generator) < 0.3 if seed > 1 else None
-    given = (tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice, likely)
-    answers = []
+    typical_mask = torch.rand(tree.token.shape, generator=generator) < 0.3 if seed > 1 else None
+    args = (tree.token, tree.parent, tree.depth, tree.ancestors, tree.length, choice, typical_mask)
+    outputs = []
     for switch in ("torch", "triton"):
         monkeypatch.setenv("HEADWAY_KERNELS", switch)
-        answers.append(accept(*given))
-    assert torch.equal(*answers)
+        outputs.append(accept(*args))
+    assert torch.equal(*outputs)
     if seed == 0:
-        assert answers[0].tolist() == [length - 1 for length in lengths]
+        assert outputs[0].tolist() == [length - 1 for length in lengths]

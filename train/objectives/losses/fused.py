@@ -42,26 +42,26 @@ class EagerGradients(torch.autograd.Function):
         ctx: Any, compare: Compare, size: int, states: Tensor, weights: Tensor, rows: Tensor, *parameters: Tensor
     ):
         parts: list[list[Tensor]] = []
-        of_states: list[Tensor] = []
-        of_parameters: list[Tensor | None] = [None] * len(parameters)
+        state_grads: list[Tensor] = []
+        param_grads: list[Tensor | None] = [None] * len(parameters)
         for chunk, weight, index in zip(states.split(size), weights.split(size), rows.split(size), strict=True):
             with torch.enable_grad():
                 chunk = chunk.detach().requires_grad_()
                 sums = compare(chunk, weight, index)
-                own, *others = torch.autograd.grad(sums[0], (chunk, *parameters), allow_unused=True)
-            of_states.append(own)
+                state_grad, *others = torch.autograd.grad(sums[0], (chunk, *parameters), allow_unused=True)
+            state_grads.append(state_grad)
             for place, gradient in enumerate(others):
-                before = of_parameters[place]
-                of_parameters[place] = gradient if before is None else before.add_(gradient)
+                before = param_grads[place]
+                param_grads[place] = gradient if before is None else before.add_(gradient)
             parts.append([value.detach() for value in sums])
-        ctx.used = [gradient is not None for gradient in of_parameters]
-        ctx.save_for_backward(torch.cat(of_states), *(gradient for gradient in of_parameters if gradient is not None))
+        ctx.used = [gradient is not None for gradient in param_grads]
+        ctx.save_for_backward(torch.cat(state_grads), *(gradient for gradient in param_grads if gradient is not None))
         total, *rest = added(parts)
         ctx.mark_non_differentiable(*rest)
         return total, *rest
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        of_states, *rest = ctx.saved_tensors
+        state_grad, *rest = ctx.saved_tensors
         left = iter(rest)
-        return None, None, of_states * grad, None, None, *(next(left) * grad if used else None for used in ctx.used)
+        return None, None, state_grad * grad, None, None, *(next(left) * grad if used else None for used in ctx.used)

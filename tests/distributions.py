@@ -10,7 +10,7 @@ from torch import Tensor
 Z = 4.5  # the bound on a chi-square statistic, in its standard deviations: one false alarm in some 100,000 tests
 
 
-def sampling_law(
+def sampling_probs(
     logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> Tensor:
     """p' `[V]` in float64: temperature, min-p, top-k, then top-p of what is left, by sorting and cutting."""
@@ -21,28 +21,28 @@ def sampling_law(
     if top_k:
         keep[index[top_k:]] = False
     if top_p < 1:
-        kept = ordered * keep[index]
-        before = (kept / kept.sum()).cumsum(0) - kept / kept.sum()
+        remaining = ordered * keep[index]
+        before = (remaining / remaining.sum()).cumsum(0) - remaining / remaining.sum()
         keep[index[before >= top_p]] = False
     p = p * keep
     return p / p.sum()
 
 
-def chi_square_excess(counts: Tensor, law: Tensor) -> float:
+def chi_square_excess(counts: Tensor, probs: Tensor) -> float:
     """(statistic - degrees of freedom) / its standard deviation, cells with too little in them merged.
 
     Infinite if something was counted that the law rules out.
     """
-    if counts[law == 0].any():
+    if counts[probs == 0].any():
         return math.inf
-    expected = law.double() * counts.sum()
+    expected = probs.double() * counts.sum()
     order = expected.argsort()
     counts, expected = counts.double()[order], expected[order]
     cell = (expected.cumsum(0) / 10).floor().clamp(max=max(0.0, float(expected.sum()) // 10 - 1)).long()
     size = int(cell.max()) + 1
     observed = torch.zeros(size, dtype=torch.double).index_add_(0, cell, counts)
-    wanted = torch.zeros(size, dtype=torch.double).index_add_(0, cell, expected)
-    keep = wanted > 0
-    statistic = float(((observed - wanted)[keep] ** 2 / wanted[keep]).sum())
+    expected_cells = torch.zeros(size, dtype=torch.double).index_add_(0, cell, expected)
+    keep = expected_cells > 0
+    statistic = float(((observed - expected_cells)[keep] ** 2 / expected_cells[keep]).sum())
     freedom = int(keep.sum()) - 1
     return (statistic - freedom) / math.sqrt(2 * max(freedom, 1))

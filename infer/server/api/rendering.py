@@ -1,6 +1,6 @@
 """Turns a session into an HTTP response: one JSON document, or server-sent events. Both stop if the client disconnects.
 
-An `AnswerFormat` defines the documents (completions.py, chat.py); the order of events is decided here.
+An `ResponseFormat` defines the documents (completions.py, chat.py); the order of events is decided here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Json = dict[str, Any]
 Pieces = AsyncIterator[tuple[Choice, Piece]]
 
 
-class AnswerFormat(Protocol):
+class ResponseFormat(Protocol):
     prefix: str  # of the response's id
     whole: str  # `object` of a full document
     part: str  # `object` of a streamed chunk
@@ -59,7 +59,7 @@ class AnswerFormat(Protocol):
         ...
 
 
-async def answer(request: Request, session: Session, form: AnswerFormat, body: GenerationRequest) -> Response:
+async def answer(request: Request, session: Session, form: ResponseFormat, body: GenerationRequest) -> Response:
     head: Json = {
         "id": f"{form.prefix}-{uuid.uuid4().hex}",
         "object": form.part if body.stream else form.whole,
@@ -73,7 +73,7 @@ async def answer(request: Request, session: Session, form: AnswerFormat, body: G
             {"index": choice.index, **form.choice(choice), **shown(body, choice.whole), **ending(form, choice)}
             for choice in session.choices
         ]
-        return {**head, "choices": choices, **form.document(session), **accounts(session, form)}
+        return {**head, "choices": choices, **form.document(session), **usage_fields(session, form)}
 
     return await respond(
         request,
@@ -100,10 +100,10 @@ async def respond(
     """
     try:
         if not stream:
-            await unless_gone(request, run_to_end(session))
+            await cancel_on_disconnect(request, run_to_end(session))
             return JSONResponse(document())
         # Before the first output, a failure can still be returned as an HTTP status.
-        first = await unless_gone(request, session.next())
+        first = await cancel_on_disconnect(request, session.next())
     except BaseException:
         session.close()
         raise
@@ -128,12 +128,12 @@ async def guarded(events: AsyncIterator[str], failure: Callable[[ApiError], str]
     except ApiError as error:
         yield failure(error)
     except Exception:
-        log.exception("a stream failed")
+        log.exception("a response stream failed")
         yield failure(internal_error())
 
 
 async def events(
-    session: Session, form: AnswerFormat, head: Json, pieces: Pieces, body: GenerationRequest
+    session: Session, form: ResponseFormat, head: Json, pieces: Pieces, body: GenerationRequest
 ) -> AsyncIterator[str]:
     def chunk(choice: Choice, delta: Json, end: Json | None = None) -> str:
         entry = {"index": choice.index, "logprobs": None, **delta, **(end or {"finish_reason": None})}
@@ -152,15 +152,15 @@ async def events(
         if choice.finish_reason is not None:
             yield chunk(choice, form.closing(choice), ending(form, choice))
     if body.include_usage:
-        yield event({**head, "choices": [], **accounts(session, form)})
+        yield event({**head, "choices": [], **usage_fields(session, form)})
     yield "data: [DONE]\n\n"
 
 
-def ending(form: AnswerFormat, choice: Choice) -> Json:
+def ending(form: ResponseFormat, choice: Choice) -> Json:
     return {"finish_reason": form.finish_reason(choice), "stop_reason": choice.stop_reason}
 
 
-def accounts(session: Session, form: AnswerFormat) -> Json:
+def usage_fields(session: Session, form: ResponseFormat) -> Json:
     return {"usage": session.usage(form.reasoning_tokens(session)), **speculation(session)}
 
 
@@ -204,7 +204,7 @@ class EventStream(StreamingResponse):
             self._session.close()
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
     """Await `work`. If the client disconnects, cancels it and raises ApiError."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up(request))
     try:
