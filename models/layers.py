@@ -17,7 +17,7 @@ from kernels.linear import PackedLinear
 from kernels.quantise import WeightFormat
 from models.config import RopeConfig
 
-__all__ = ["GatedMLP", "Linear", "RMSNorm", "RotaryEmbedding", "pack", "rope_frequencies", "rotate"]
+__all__ = ["Embedding", "GatedMLP", "Linear", "RMSNorm", "RotaryEmbedding", "pack", "rope_frequencies", "rotate"]
 
 
 class Linear(nn.Linear):
@@ -39,6 +39,16 @@ class Linear(nn.Linear):
         if self.packed is None:
             return F.linear(input, self.weight, self.bias)
         return self.packed(input)
+
+
+class Embedding(nn.Embedding):
+    """A token embedding that is not initialised: whoever makes it fills it.
+
+    On the meta device nn.Embedding's random values import torch's compiler and sympy, a second of every start.
+    """
+
+    def reset_parameters(self) -> None:
+        pass
 
 
 def pack(module: nn.Module, *, exact: bool = True, weight_format: WeightFormat = "same") -> None:

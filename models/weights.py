@@ -165,6 +165,19 @@ def _read(shard: Any, name: str, rows: Rows | None) -> Tensor:
     return shard.get_tensor(name) if row_range is None else piece[row_range[0] : row_range[1]]
 
 
+def allocate(module: nn.Module, device: str | torch.device) -> None:
+    """Give the parameters and buffers of a module on the meta device uninitialised memory.
+
+    `Module.to_empty` does the same by `empty_like`, which for a meta tensor imports sympy: half a second of a start.
+    """
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            setattr(part, name, nn.Parameter(values, requires_grad=parameter.requires_grad))
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            setattr(part, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
+
+
 def load_into(
     module: nn.Module, tensors: Mapping[str, Tensor], layout: Mapping[str, tuple[str, ...]], *, source: str
 ) -> None:

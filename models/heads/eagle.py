@@ -20,7 +20,7 @@ from models.attention import Attention
 from models.fused_decoder import FusedDecoder, parts_of
 from models.heads.base import AttentionShape, Borrowed, Head
 from models.heads.eagle_config import EagleConfig
-from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding
+from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding
 from models.targets.llama import LlamaTarget, SelfAttention
 
 
@@ -54,7 +54,7 @@ class EagleHead(Head):
         self.config = config
         layer = config.layer
         if config.own_embedding:
-            self.embed_tokens = nn.Embedding(layer.vocab_size, layer.hidden_size)
+            self.embed_tokens = Embedding(layer.vocab_size, layer.hidden_size)
             self.embed_tokens.weight.requires_grad_(False)
         self.fc = Linear(2 * layer.hidden_size, layer.hidden_size, bias=config.bias)
         self.rotary = RotaryEmbedding(layer.rope, layer.head_dim, layer.max_position_embeddings)

@@ -20,7 +20,7 @@ from models.attention import Attention
 from models.fused_decoder import FusedDecoder, parts_of
 from models.heads.base import AttentionShape, Head
 from models.heads.eagle3_config import Eagle3Config
-from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding
+from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding
 from models.targets.llama import DecoderLayer, LlamaTarget, SelfAttention
 from models.vocab import target_ids
 
@@ -71,7 +71,7 @@ class Eagle3Head(Head):
         super().__init__()
         self.config = config
         layer, fused = config.layer, config.target_hidden_size * len(config.aux_layers)
-        self.embed_tokens = nn.Embedding(layer.vocab_size, layer.hidden_size)
+        self.embed_tokens = Embedding(layer.vocab_size, layer.hidden_size)
         self.embed_tokens.weight.requires_grad_(config.embed_requires_grad)
         if config.norm_before_fc:
             self.input_norm = RMSNorm(fused, layer.rms_norm_eps)
@@ -86,7 +86,9 @@ class Eagle3Head(Head):
         self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps)
         self.lm_head = Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
-        self.register_buffer("t2d", torch.arange(layer.vocab_size) < config.draft_vocab_size)
+        t2d = torch.zeros(layer.vocab_size, dtype=torch.bool)
+        t2d[: config.draft_vocab_size].fill_(True)
+        self.register_buffer("t2d", t2d)
 
     @property
     def attention(self) -> AttentionShape:

@@ -17,7 +17,7 @@ from kernels.elementwise import embed_norm_gelu, rms_norm
 from models.attention import Attention
 from models.heads.base import Head
 from models.heads.mlp_config import MlpConfig
-from models.layers import Linear
+from models.layers import Embedding, Linear
 from models.targets.llama import LlamaTarget
 
 EPS = 1e-6
@@ -45,7 +45,7 @@ class MlpHead(Head):
         self.config = config
         inner, count = config.inner_dim, 1 if config.tie_weights else config.n_predict
         steps = min(2, config.n_predict) if config.tie_weights else config.n_predict
-        self.emb = nn.ModuleList(nn.Embedding(config.vocab_size, inner) for _ in range(count))
+        self.emb = nn.ModuleList(Embedding(config.vocab_size, inner) for _ in range(count))
         self.proj = nn.ModuleList(
             Linear(inner if depth else config.target_hidden_size, inner, bias=False) for depth in range(steps)
         )

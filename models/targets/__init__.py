@@ -26,7 +26,7 @@ from models.targets.qwen3_moe import Qwen3MoeTarget
 from models.targets.tensor_parallel import divide
 from models.targets.tying import LM_HEAD, keeps_two, shared_weight
 from models.targets.zero3 import Exchange, ShardedLayers
-from models.weights import Selected, load_into, read_tensors
+from models.weights import Selected, allocate, load_into, read_tensors
 
 __all__ = [
     "ARCHITECTURES",
@@ -185,7 +185,7 @@ def load_target(
         layers = []
     present = list(range(config.num_layers)) if layers is None else [index % config.num_layers for index in layers]
     for module in (target.embed_tokens, target.norm, target.lm_head, *(target.layers[index] for index in present)):
-        module.to_empty(device=device)
+        allocate(module, device)
     absent = {name for name in layout if name.startswith(LAYERS) and int(name.split(".")[1]) not in present}
     names -= {part for name in absent for part in layout.pop(name)}
     if config.tie_word_embeddings:

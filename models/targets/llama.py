@@ -20,7 +20,7 @@ from kernels.rotary import QKNorm
 from models.attention import Attention, project_of
 from models.config import TargetConfig
 from models.fused_decoder import FusedDecoder, parts_of
-from models.layers import GatedMLP, Linear, RMSNorm, RotaryEmbedding, rotate
+from models.layers import Embedding, GatedMLP, Linear, RMSNorm, RotaryEmbedding, rotate
 from models.targets.zero3 import ShardedLayers
 
 
@@ -112,9 +112,7 @@ class LlamaTarget(nn.Module):
         self.end_tokens = config.eos_token_ids  # load_target adds those of generation_config.json
         self._fused_decoder = FusedDecoder()
         self.shares: ShardedLayers | None = None  # if the layers are sharded (ZeRO-3)
-        # Not initialised: the caller fills the tensors, and random init on the meta device imports torch's compiler.
-        weight = torch.empty(config.vocab_size, config.hidden_size)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=weight)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
         self.rotaries = [RotaryEmbedding(rope, config.head_dim, config.max_position_embeddings) for rope in ropes]
         self.layers = nn.ModuleList(self.make_layer(index) for index in range(config.num_layers))
